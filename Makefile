@@ -1,0 +1,46 @@
+# What continuous integration runs is what you run: `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: setup demo test test-slow test-gpu check format bench clean
+
+setup: $(STAMP)
+
+# torch goes first and by its exact version: a range may resolve to a build with several GB of GPU libraries.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch,hf,serve,dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/jettison demo
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

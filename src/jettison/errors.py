@@ -1,0 +1,76 @@
+"""Every error that Jettison raises on purpose, and the exit code of each.
+
+A message says what was got, what was expected and what to do next. Errors about what was asked are also `ValueError`;
+errors about what happened while a model ran are also `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+
+class JettisonError(Exception):
+    """Base of all of them. ``exit_code`` is what the command line exits with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(JettisonError, ValueError):
+    """What was asked makes no sense as written: an unknown name, a quantity without a unit, a wrong file."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class Infeasible(JettisonError, ValueError):
+    """No plan fits the budget. ``minimum_budget_bytes`` is a budget that does."""
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, *, minimum_budget_bytes: int, budget_bytes: int, reason: str = "") -> None:
+        """Build the message out of both budgets; ``reason`` is one more sentence about what takes the bytes."""
+        from jettison.units import format_bytes  # units raises UsageError: at the top the two would wait for each other
+
+        message = (
+            f"no plan fits a budget of {format_bytes(budget_bytes)} ({budget_bytes}B); the smallest feasible budget is "
+            f"{format_bytes(minimum_budget_bytes)}. {reason + ' ' if reason else ''}"
+            f'Ask for "{minimum_budget_bytes}B" or more, or make the batch, the sequence or the model smaller.'
+        )
+        super().__init__(message)
+        self.minimum_budget_bytes = minimum_budget_bytes
+        self.budget_bytes = budget_bytes
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive pickling, so that one rank or worker can hand the error to another."""
+        build = partial(
+            type(self),
+            minimum_budget_bytes=self.minimum_budget_bytes,
+            budget_bytes=self.budget_bytes,
+            reason=self.reason,
+        )
+        return (build, ())
+
+
+class ProofFailed(JettisonError, RuntimeError):
+    """A run did not show what the plan claims: gradients differ, or the measured peak is above the budget."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class TraceError(JettisonError, RuntimeError):
+    """A region's forward could not be recorded."""
+
+
+class StaleTensor(JettisonError, RuntimeError):
+    """A tensor that backward needs was written to after forward had saved it."""
+
+
+class PlanMismatch(JettisonError, RuntimeError):
+    """A plan does not belong to this model, this input, or to what the other ranks hold."""
+
+
+class UnsupportedModule(JettisonError, ValueError):
+    """A module does something that no treatment can be applied to."""
+
+    exit_code: ClassVar[int] = 2

@@ -1,0 +1,27 @@
+"""The record of what a forward saves for its backward, and the program that it was recorded from."""
+
+from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
+from jettison.ledger.compare import Difference, Discrepancy, compare
+from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
+from jettison.ledger.record import ENTRY_FIELDS, Ledger, Origin, Placement, SavedTensor
+
+__all__ = [
+    "DTYPE_BYTES",
+    "ENTRY_FIELDS",
+    "Anchor",
+    "Buffer",
+    "Difference",
+    "Discrepancy",
+    "Ledger",
+    "Op",
+    "Origin",
+    "Placement",
+    "Program",
+    "SavedTensor",
+    "Slot",
+    "Source",
+    "compare",
+    "dtype_bytes",
+    "dtype_name",
+    "tensor_bytes",
+]

@@ -1,0 +1,117 @@
+"""Two ledgers of one model, side by side: a formula and a trace, or a trace and a measurement.
+
+Two front ends name paths, ops and storages each in its own way, but bytes are bytes. So storages are paired within a
+layer: first those of equal role, dtype and bytes, then of equal dtype and bytes, then of equal role. What pairs by role
+alone is reported as a difference in bytes or dtype; what pairs with nothing is missing or extra.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jettison.ledger.record import Ledger, SavedTensor
+from jettison.units import format_bytes
+
+
+class Discrepancy(StrEnum):
+    """How a storage of one ledger differs from the other's."""
+
+    MISSING = "missing"  # the first ledger has it, the second does not
+    EXTRA = "extra"  # the second ledger has it, the first does not
+    BYTES = "bytes differ"
+    DTYPE = "dtype differs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One storage on which two ledgers do not agree. The side that lacks it is None."""
+
+    layer: str
+    kind: Discrepancy
+    expected: SavedTensor | None
+    found: SavedTensor | None
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes that the second ledger has more."""
+        return _bytes(self.found) - _bytes(self.expected)
+
+    def __str__(self) -> str:
+        sides = f"expected {_describe(self.expected)}, found {_describe(self.found)}"
+        return f"{self.layer}: {self.kind}: {sides} ({self.delta_bytes:+d} B)"
+
+
+def compare(expected: Ledger, found: Ledger) -> list[Difference]:
+    """What separates ``found`` from ``expected``, layer by layer; empty where they agree to the byte.
+
+    Both must be of the same rank: see `Ledger.on_rank`. A storage is looked at in the layer that saves it first.
+    """
+    layers = (*expected.layers, *(layer for layer in found.layers if layer not in set(expected.layers)))
+    ours, theirs = _storages_by_layer(expected), _storages_by_layer(found)
+    return [difference for layer in layers for difference in _compare_layer(layer, ours[layer], theirs[layer])]
+
+
+def _storages_by_layer(ledger: Ledger) -> defaultdict[str, list[SavedTensor]]:
+    """One entry a storage: its first one, in layer order, that states the largest size."""
+    position = {layer: i for i, layer in enumerate(ledger.layers)}
+    sizes = ledger.storage_bytes()
+    first: dict[str, SavedTensor] = {}
+    owner: dict[str, str] = {}
+    for entry in sorted(ledger.entries, key=lambda entry: position[entry.layer]):
+        owner.setdefault(entry.storage, entry.layer)
+        if entry.storage_bytes == sizes[entry.storage]:
+            first.setdefault(entry.storage, entry)
+    result: defaultdict[str, list[SavedTensor]] = defaultdict(list)
+    for storage, layer in owner.items():
+        result[layer].append(first[storage])
+    return result
+
+
+def _compare_layer(layer: str, expected: list[SavedTensor], found: list[SavedTensor]) -> list[Difference]:
+    _, expected, found = _pair(expected, found, lambda entry: (entry.role, entry.dtype, entry.storage_bytes))
+    _, expected, found = _pair(expected, found, lambda entry: (entry.dtype, entry.storage_bytes))
+    pairs, expected, found = _pair(expected, found, lambda entry: entry.role or None)
+    differences = [
+        Difference(
+            layer=layer,
+            kind=Discrepancy.BYTES if ours.storage_bytes != theirs.storage_bytes else Discrepancy.DTYPE,
+            expected=ours,
+            found=theirs,
+        )
+        for ours, theirs in pairs
+    ]
+    differences += [Difference(layer=layer, kind=Discrepancy.MISSING, expected=e, found=None) for e in expected]
+    differences += [Difference(layer=layer, kind=Discrepancy.EXTRA, expected=None, found=e) for e in found]
+    return differences
+
+
+def _pair(
+    expected: list[SavedTensor], found: list[SavedTensor], key: Callable[[SavedTensor], Hashable | None]
+) -> tuple[list[tuple[SavedTensor, SavedTensor]], list[SavedTensor], list[SavedTensor]]:
+    """Pairs of equal key, one to one and in order, and what remains on either side. The key None pairs with nothing."""
+    waiting: dict[Hashable, list[SavedTensor]] = defaultdict(list)
+    for entry in found:
+        waiting[key(entry)].append(entry)
+    pairs, unmatched = [], []
+    for entry in expected:
+        wanted = key(entry)
+        if wanted is not None and waiting.get(wanted):
+            pairs.append((entry, waiting[wanted].pop(0)))
+        else:
+            unmatched.append(entry)
+    taken = {id(entry) for _, entry in pairs}
+    return pairs, unmatched, [entry for entry in found if id(entry) not in taken]
+
+
+def _bytes(entry: SavedTensor | None) -> int:
+    return 0 if entry is None else entry.storage_bytes
+
+
+def _describe(entry: SavedTensor | None) -> str:
+    if entry is None:
+        return "nothing"
+    shape = "x".join(str(size) for size in entry.shape) or "scalar"
+    return f"{entry.role or entry.op or entry.path} {shape} {entry.dtype} ({format_bytes(entry.storage_bytes)})"

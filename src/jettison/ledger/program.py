@@ -1,0 +1,153 @@
+"""The recorded program of a region: what its forward computed, and what autograd saved of it.
+
+A *region* is one call of a module (a repeated block, or the rest of the model around the blocks). Its program is a
+straight line of ATen ops over *buffers*. A buffer is one version of one storage: views of a storage are the same buffer,
+an in-place write makes the next version, which is another buffer. Only bytes, costs and dependencies are recorded here;
+how an op is called again lives with the tracer. Nothing in this file needs torch, so that plans can be made anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+
+class Source(StrEnum):
+    """Where the bytes of a buffer come from."""
+
+    OP = "op"  # an op of this region computes it
+    INPUT = "input"  # a tensor argument of the region
+    PARAMETER = "parameter"  # a parameter or registered buffer, found again by name
+    BLOCK = "block"  # the output of a nested region (root program only)
+    RANDOM = "random"  # the state of the random generator at this point of the region
+    OUTER = "outer"  # a tensor that reached the region by another way (closure, cache): not found again
+
+
+class Anchor(StrEnum):
+    """Why an op may not be run a second time."""
+
+    MUTATED = "mutated"  # reads or writes memory that the region, or somebody after it, overwrites
+    OPAQUE = "opaque"  # not one deterministic ATen call: it cannot be replayed
+    DISCRETE = "discrete choice"  # router top-k and the like: a second answer may differ
+    GENERATOR = "private generator"  # draws from a generator that is not the default one
+    COLLECTIVE = "collective order"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """One version of one storage. ``nbytes`` is the size of the whole storage, in bytes."""
+
+    index: int
+    nbytes: int
+    source: Source
+    producer: int | None = None  # index of the op that computes it, for Source.OP and the later Source.RANDOM states
+    name: str = ""  # dotted parameter name, or the position of the input
+    keepable: bool = False  # the runtime sees it (a saved slot, a module boundary, an input) and can hold on to it
+    free: bool = False  # at hand in backward without costing this region a byte
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise ValueError(f"a buffer has {self.nbytes} bytes; expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One recorded ATen call. ``inputs`` and ``outputs`` are buffer indices; ``bytes_moved`` is read plus written."""
+
+    index: int
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    flops: int
+    bytes_moved: int
+    path: str = ""  # module path, relative to the region
+    price_key: str = ""  # equal for calls of equal cost: name, shapes, dtypes, strides
+    anchor: Anchor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """One tensor that autograd saved, in the order in which it did."""
+
+    index: int
+    buffer: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str = ""  # the op that ran when it was saved
+    path: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A region's forward. Ops are in execution order; every input of an op is produced before it.
+
+    Raises:
+        ValueError: an index points nowhere, or an op reads what a later op produces.
+    """
+
+    buffers: tuple[Buffer, ...]
+    ops: tuple[Op, ...]
+    slots: tuple[Slot, ...]
+    outputs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = len(self.buffers)
+        for i, buffer in enumerate(self.buffers):
+            if buffer.index != i:
+                raise ValueError(f"buffer {buffer.index} stands at position {i}")
+        for op in self.ops:
+            for b in (*op.inputs, *op.outputs):
+                if not 0 <= b < known:
+                    raise ValueError(f"op {op.index} ({op.name}) names buffer {b}; there are {known}")
+            for b in op.inputs:
+                producer = self.buffers[b].producer
+                if producer is not None and producer >= op.index:
+                    raise ValueError(f"op {op.index} ({op.name}) reads buffer {b} before op {producer} makes it")
+
+    def needed_buffers(self) -> frozenset[int]:
+        """Buffers that backward asks for: those with a slot."""
+        return frozenset(slot.buffer for slot in self.slots)
+
+    def recompute_set(self, kept: frozenset[int]) -> tuple[int, ...]:
+        """Op indices that backward runs again when only ``kept`` buffers (and free ones) are held, in order.
+
+        Raises:
+            ValueError: a needed buffer can neither be kept nor computed.
+        """
+        again: set[int] = set()
+        stack = [b for b in self.needed_buffers() if b not in kept]
+        seen: set[int] = set()
+        while stack:
+            b = stack.pop()
+            buffer = self.buffers[b]
+            if b in kept or buffer.free or b in seen:
+                continue
+            seen.add(b)
+            if buffer.producer is None:
+                raise ValueError(f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'}) is not kept and has no producer")
+            op = self.ops[buffer.producer]
+            if op.anchor is not None:
+                raise ValueError(f"buffer {b} comes from {op.name}, which may not run again ({op.anchor}), and is not kept")
+            if op.index not in again:
+                again.add(op.index)
+                stack.extend(op.inputs)
+        return tuple(sorted(again))
+
+    def kept_bytes(self, kept: frozenset[int]) -> int:
+        """Bytes that stay allocated between forward and backward because of this region."""
+        return sum(self.buffers[b].nbytes for b in kept if not self.buffers[b].free)
+
+    def saved_buffers(self) -> frozenset[int]:
+        """Buffers that plain autograd holds for this region and that cost bytes."""
+        return frozenset(b for b in self.needed_buffers() if not self.buffers[b].free)
+
+    def digest(self) -> str:
+        """Equal for regions that compute the same thing on tensors of the same shape."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)

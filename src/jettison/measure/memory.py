@@ -1,0 +1,302 @@
+"""Bytes allocated by a training step, counted two independent ways.
+
+`AllocationCounter` is a dispatch mode: it sees every storage that an operator returns and follows it to its true death,
+on real tensors and on fake ones. `measured_peak` (in `peak.py`) asks the allocator itself. Where the allocator reports
+more, the difference is workspace that kernels take and give back inside one call, which no dispatch mode can see:
+`measure_ops` (in `ops.py`) measures it, and the counter adds it through its `workspace` argument.
+
+NOTE [Following a storage to its death]. `Tensor.untyped_storage()` always returns the same Python object for one C++
+storage, and while C++ holds the storage that object is preserved with its weak references intact. A weak reference to
+it therefore fires when the last owner goes, whether Python, a saved variable of the graph or a gradient buffer of the
+engine. A weak reference to the *tensor* would not do: a saved variable re-wraps the storage in a new tensor.
+
+NOTE [Accumulating in place]. Where several branches meet, the engine adds gradients in place if it holds the last
+reference, but never under a dispatch mode, where it calls `add` out of place. The counter would see one buffer too
+many. It therefore withholds the peak of such an `add` until the next operator: if the first operand is dead by then, a
+run without the mode would have reused its storage, and the peak is dropped. An `add` inside a backward formula is told
+apart by its first operand having been made by that same node.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
+"""(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
+
+CUDA_GRANULARITY_BYTES = 512
+"""The CUDA caching allocator rounds every request up to this."""
+
+_ACCUMULATE = torch.ops.aten.add.Tensor
+_NO_NODE = -2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """One named point of a step: bytes live there, and the peak since the mark before."""
+
+    name: str
+    live_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationEvent:
+    """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards."""
+
+    operator: str
+    delta_bytes: int
+    live_bytes: int
+
+
+@dataclass(slots=True)
+class _Storage:
+    bytes: int
+    operator: str
+    node: int
+    weak: Any = None
+
+
+@dataclass(slots=True)
+class _Withheld:
+    """The peak of an engine `add` whose first operand may have died with it; see NOTE [Accumulating in place]."""
+
+    operand: _Storage
+    operand_key: int
+    live_bytes: int
+
+
+class AllocationCounter(TorchDispatchMode):
+    """Counts live and peak bytes of storages while active.
+
+    Enter it inside (after) a `FakeTensorMode`, so that it sees the operators of the step and not those of the fake
+    kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
+    (made outside the dispatcher, or before the counter was entered) counts from that moment.
+
+    `granularity_bytes` rounds each storage up (512 reproduces the CUDA caching allocator's `requested` rounding).
+    `device` restricts the count to one device type; by default all are counted.
+    """
+
+    def __init__(
+        self,
+        static_tensors: Iterable[Tensor] = (),
+        *,
+        workspace: Workspace | None = None,
+        granularity_bytes: int = 1,
+        device: str | None = None,
+        record_events: bool = False,
+    ) -> None:
+        super().__init__()
+        self._storages: dict[int, _Storage] = {}
+        self._withheld: _Withheld | None = None
+        self._workspace = workspace
+        self._granularity_bytes = granularity_bytes
+        self._device = device
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        self._mark_peak_bytes = 0
+        self._marks: list[Mark] = []
+        self._events: list[AllocationEvent] | None = [] if record_events else None
+        self.register(static_tensors)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all counted storages that are alive now."""
+        return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest `live_bytes` (plus workspace) since construction or `reset_peak`."""
+        self._settle()
+        return self._peak_bytes
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """Every mark so far, in order."""
+        return tuple(self._marks)
+
+    @property
+    def events(self) -> tuple[AllocationEvent, ...]:
+        """The event log; empty unless `record_events`."""
+        return tuple(self._events or ())
+
+    def register(self, tensors: Iterable[Tensor]) -> None:
+        """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
+        for tensor in tensors:
+            self._meet(tensor, "static", _NO_NODE)
+        self._raise_peak(self._live_bytes)
+
+    def reset_peak(self) -> None:
+        """Forget the past: the peak becomes what is alive now."""
+        self._settle()
+        self._peak_bytes = self._mark_peak_bytes = self._live_bytes
+
+    def mark(self, name: str) -> Mark:
+        """Record bytes live now and the peak since the last mark; `peak_bytes` is untouched."""
+        self._settle()
+        mark = Mark(name=name, live_bytes=self._live_bytes, peak_bytes=self._mark_peak_bytes)
+        self._marks.append(mark)
+        self._mark_peak_bytes = self._live_bytes
+        return mark
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._withheld is not None:
+            self._settle()
+        node = _current_node()
+        self._meet_all(args, "input", _NO_NODE)
+        self._meet_all(kwargs.values(), "input", _NO_NODE)
+        self._raise_peak(self._live_bytes)
+        withheld = self._engine_accumulation(args, node) if func is _ACCUMULATE and node != _NO_NODE else None
+        extra_bytes = self._workspace(func, args, kwargs) if self._workspace is not None else 0
+        out = func(*args, **kwargs)
+        self._meet_all((out,), str(func), node)
+        if withheld is not None:
+            withheld.live_bytes = self._live_bytes
+            self._withheld = withheld
+        else:
+            self._raise_peak(self._live_bytes + extra_bytes)
+        return out
+
+    def _meet_all(self, values: Iterable[Any], operator: str, node: int) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._meet(value, operator, node)
+            elif isinstance(value, (list, tuple)):
+                self._meet_all(value, operator, node)
+            elif isinstance(value, dict):
+                self._meet_all(value.values(), operator, node)
+
+    def _meet(self, tensor: Tensor, operator: str, node: int) -> None:
+        if self._device is not None and tensor.device.type != self._device:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors have no storage: their parts are met on their own
+            return
+        known = self._storages.get(storage._cdata)
+        nbytes = self._rounded(storage.nbytes())
+        if known is None:
+            self._add(storage, nbytes, operator, node)
+        elif known.bytes != nbytes:  # resized in place
+            self._change(known, nbytes - known.bytes)
+
+    def _add(self, storage: Any, nbytes: int, operator: str, node: int) -> None:
+        key = storage._cdata
+        entry = _Storage(0, operator, node)
+        this = weakref.ref(self)
+
+        def died(_: object) -> None:
+            counter = this()
+            if counter is not None and counter._storages.pop(key, None) is not None:
+                counter._change(entry, -entry.bytes)
+
+        entry.weak = weakref.ref(storage, died)
+        self._storages[key] = entry
+        self._change(entry, nbytes)
+
+    def _change(self, entry: _Storage, delta_bytes: int) -> None:
+        entry.bytes += delta_bytes
+        self._live_bytes += delta_bytes
+        if self._events is not None:
+            self._events.append(
+                AllocationEvent(operator=entry.operator, delta_bytes=delta_bytes, live_bytes=self._live_bytes)
+            )
+
+    def _engine_accumulation(self, args: tuple[Any, ...], node: int) -> _Withheld | None:
+        """The pending peak of an `add` that the engine would have done in place; None if it is a formula's own."""
+        operand = args[0]
+        if not isinstance(operand, Tensor) or torch.is_grad_enabled() or not _is_dense(operand):
+            return None
+        key = operand.untyped_storage()._cdata
+        entry = self._storages.get(key)
+        if entry is None or entry.node == node:
+            return None
+        return _Withheld(operand=entry, operand_key=key, live_bytes=0)
+
+    def _settle(self) -> None:
+        withheld, self._withheld = self._withheld, None
+        if withheld is None:
+            return
+        if self._storages.get(withheld.operand_key) is withheld.operand:
+            self._raise_peak(withheld.live_bytes)
+        self._raise_peak(self._live_bytes)
+
+    def _raise_peak(self, live_bytes: int) -> None:
+        if live_bytes > self._peak_bytes:
+            self._peak_bytes = live_bytes
+        if live_bytes > self._mark_peak_bytes:
+            self._mark_peak_bytes = live_bytes
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._granularity_bytes) * self._granularity_bytes
+
+
+@contextmanager
+def layer_marks(counter: AllocationCounter, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Mark `<name>.forward` after each layer's forward and `<name>.backward` when its output's gradient is complete.
+
+    The backward mark of a layer thus opens its backward: the peak of that stretch is in the mark that follows.
+    """
+
+    def after_forward(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            counter.mark(f"{name}.forward")
+            tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: _ignore(counter.mark(f"{name}.backward")))
+
+        return hook
+
+    handles = [module.register_forward_hook(after_forward(name)) for name, module in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def unique_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages under `tensors`."""
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def static_tensors(
+    model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Tensor, ...]:
+    """What is alive before a step: parameters, their gradients, buffers, the optimizer's state, the batch."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
+    others = [leaf for leaf in [*state, *tree_leaves(batch)] if isinstance(leaf, Tensor)]
+    return (*parameters, *gradients, *model.buffers(), *others)
+
+
+def _ignore(_value: object) -> None:
+    """A tensor hook must return None, or it would replace the gradient."""
+
+
+def _current_node() -> int:
+    """A number for the autograd node being evaluated; `_NO_NODE` outside of backward."""
+    if torch._C._current_graph_task_id() == -1:
+        return _NO_NODE
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor))

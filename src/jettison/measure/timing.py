@@ -1,0 +1,126 @@
+"""Step times that can be compared on a noisy machine: interleaved rounds, with ratios taken inside each round."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseTiming:
+    """One case over all rounds. `ratio` is the median over rounds of its time ÷ the baseline's in the same round;
+    `ratio_low` and `ratio_high` are the quartiles of those ratios."""
+
+    name: str
+    median_seconds: float
+    min_seconds: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    seconds: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, every sample included."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingReport:
+    """All cases, measured in the same rounds."""
+
+    baseline: str
+    rounds: int
+    cases: tuple[CaseTiming, ...]
+
+    def __getitem__(self, name: str) -> CaseTiming:
+        return next(case for case in self.cases if case.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"baseline": self.baseline, "rounds": self.rounds, "cases": [case.to_json() for case in self.cases]}
+
+
+def interleaved(
+    rounds: int, cases: Mapping[str, Callable[[], object]], *, warmup: int = 2, baseline: str | None = None
+) -> TimingReport:
+    """Time every case once a round, in an order that rotates and reverses; report each against `baseline` (the first).
+
+    Garbage is collected between rounds and never inside a case. CUDA is synchronised before and after each case.
+    """
+    if rounds < 1 or not cases:
+        raise ValueError(f"got {rounds} rounds of {len(cases)} cases; expected at least one of each")
+    baseline = next(iter(cases)) if baseline is None else baseline
+    if baseline not in cases:
+        raise ValueError(f"baseline {baseline!r} is none of the cases {sorted(cases)}")
+    for _ in range(warmup):
+        for case in cases.values():
+            case()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for index in range(rounds):
+        with _no_collection():
+            for name in _order(list(cases), index):
+                seconds[name].append(timed_seconds(cases[name]))
+    return TimingReport(
+        baseline=baseline,
+        rounds=rounds,
+        cases=tuple(_case(name, samples, seconds[baseline]) for name, samples in seconds.items()),
+    )
+
+
+def timed_seconds(case: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call, the device's work included."""
+    _synchronize()
+    start = time.perf_counter()
+    case()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _order(names: list[str], index: int) -> list[str]:
+    """A different neighbour and place for each case in each round, so that no case always runs on another's caches."""
+    turn = index // 2 % len(names)
+    rotated = names[turn:] + names[:turn]
+    return rotated if index % 2 == 0 else rotated[::-1]
+
+
+def _case(name: str, samples: list[float], base: list[float]) -> CaseTiming:
+    ratios = sorted(sample / reference for sample, reference in zip(samples, base, strict=True))
+    low, high = (ratios[0], ratios[0]) if len(ratios) == 1 else _quartiles(ratios)
+    return CaseTiming(
+        name=name,
+        median_seconds=statistics.median(samples),
+        min_seconds=min(samples),
+        ratio=statistics.median(ratios),
+        ratio_low=low,
+        ratio_high=high,
+        seconds=tuple(samples),
+    )
+
+
+def _quartiles(ratios: list[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, high
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,240 @@
+"""A frame is one call of a planned region: it decides at pack time, and computes again at unpack time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.errors import StaleTensor
+from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, run_step, set_state, view_of, whole_copy
+from jettison.trace.capture import TensorRef
+
+
+class Diverged(Exception):
+    """The forward did not do what was recorded. Raised inside a region, handled by its wrapper."""
+
+
+class Held:
+    """A kept slot: the tensor, and its version when autograd saved it."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+
+class Box:
+    """A value that recipes read. Empty until the forward comes by it."""
+
+    __slots__ = ("tensor", "version")
+
+    tensor: Tensor | None
+
+    def __init__(self) -> None:
+        self.tensor = None
+        self.version = 0
+
+    def fill(self, tensor: Tensor) -> None:
+        """Hold the values without their graph: a box that owned its graph would own its own handle."""
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
+
+
+class Handle:
+    """A dropped slot. Owns the boxes that its recipe reads."""
+
+    __slots__ = ("boxes", "frame", "slot")
+
+    def __init__(self, frame: Frame, slot: SlotAction, boxes: tuple[Box, ...]) -> None:
+        self.frame = frame
+        self.slot = slot
+        self.boxes = boxes
+
+
+class Frame:
+    """See the module docstring. Alive as long as one of its handles is."""
+
+    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "index", "memo", "name", "owners", "parameters", "ran",
+                 "recipe", "tap_calls")  # fmt: skip
+
+    def __init__(self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]]) -> None:
+        self.recipe = recipe
+        self.name = name
+        self.owners = owners
+        self.index = 0
+        self.boxes: list[Box] | None = [Box() for _ in recipe.boxes]
+        self.memo: dict[int, Tensor] = {}
+        self.counts: dict[int, int] | None = None
+        self.parameters: dict[int, tuple[dict[str, Any], str, int]] = {}
+        for buffer, dotted in recipe.parameters.items():
+            table, leaf = owners[dotted]
+            self.parameters[buffer] = (table, leaf, table[leaf]._version)
+        self.block_calls = 0
+        self.tap_calls: dict[str, int] = {}
+        self.ran = 0
+
+    # forward ---------------------------------------------------------------------------------------------------------
+
+    def enter(self, leaves: list[Any]) -> None:
+        """Box the inputs and the random state that recipes read."""
+        boxes = self.boxes
+        assert boxes is not None
+        for n, position in self.recipe.from_inputs:
+            boxes[n].fill(leaves[position])
+        if self.recipe.state_box is not None:
+            boxes[self.recipe.state_box].fill(get_state(_state_device(self.recipe)))
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd saves a tensor: keep it, or leave a handle."""
+        recipe = self.recipe
+        try:
+            slot = recipe.slots[self.index]
+        except IndexError:
+            raise Diverged(f"more than {len(recipe.slots)} saved tensors") from None
+        self.index += 1
+        ref = slot.ref
+        if tensor.shape != ref.size or tensor.dtype is not ref.dtype or tensor.stride() != ref.stride:
+            raise Diverged(
+                f"saved tensor {self.index - 1} is {tuple(tensor.shape)} {tensor.dtype}, recorded was {ref.size} {ref.dtype}"
+            )
+        if slot.kind == "drop":
+            boxes = self.boxes
+            assert boxes is not None
+            return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]))
+        if slot.kind == "parameter":
+            table, leaf = self.owners[slot.parameter]
+            if table[leaf].untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+                raise Diverged(f"saved tensor {self.index - 1} is not parameter {slot.parameter}")
+        elif slot.fill is not None:
+            assert self.boxes is not None
+            self.boxes[slot.fill].fill(tensor)
+        return Held(tensor)
+
+    def leave(self) -> None:
+        """The forward is over: every slot was met and every box is full. From here on handles own everything."""
+        if self.index != len(self.recipe.slots):
+            raise Diverged(f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}")
+        assert self.boxes is not None
+        for n, box in enumerate(self.boxes):
+            if box.tensor is None:
+                raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
+        self.boxes = None
+
+    # backward --------------------------------------------------------------------------------------------------------
+
+    def recompute(self, handle: Handle) -> Tensor:
+        """The tensor of a dropped slot."""
+        slot = handle.slot
+        buffer = slot.ref.buffer
+        with torch.no_grad():
+            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                    tensor = self._pull(buffer, handle)
+            else:
+                tensor = self._pull(buffer, handle)
+            self._release(buffer)
+            return tensor if slot.view is None else view_of(tensor, slot.view)
+
+    def _pull(self, buffer: int, handle: Handle) -> Tensor:
+        tensor = self.memo.get(buffer)
+        if tensor is not None:
+            return tensor
+        maker = self.recipe.makers.get(buffer)
+        if maker is not None:
+            self._run(self.recipe.steps[maker], handle)
+            return self.memo[buffer]
+        parameter = self.parameters.get(buffer)
+        if parameter is not None:
+            table, leaf, version = parameter
+            tensor = table[leaf]
+            if tensor._version != version:
+                raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, tensor._version)
+            return tensor
+        box = handle.boxes[handle.slot.boxes.index(self.recipe.box_of[buffer])]
+        assert box.tensor is not None
+        if box.tensor._version != box.version:
+            raise _stale("a kept tensor", self.name, box.version, box.tensor._version)
+        return box.tensor
+
+    def _run(self, step: Step, handle: Handle) -> None:
+        leaves = step.leaves.copy()
+        for position, buffer, ref in step.tensors:
+            tensor = self._pull(buffer, handle)
+            leaves[position] = tensor if ref is None else view_of(tensor, ref)
+        for position, old, _new in step.written:
+            if not self._last_use(old):
+                leaves[position] = whole_copy(leaves[position])
+        if step.state_in is not None:
+            current = get_state(step.device)
+            set_state(step.device, self._pull(step.state_in, handle))
+            out = run_step(step, leaves)
+            self._put(step.state_out, get_state(step.device))
+            set_state(step.device, current)
+        else:
+            out = run_step(step, leaves)
+        self.ran += 1
+        for position, _old, new in step.written:
+            self._put(new, leaves[position])
+        for position, buffer in step.outputs:
+            self._put(buffer, out[position])
+        for buffer in step.consumes:
+            self._release(buffer)
+
+    def _put(self, buffer: int | None, tensor: Tensor) -> None:
+        if buffer is not None and self.recipe.counts.get(buffer, 0) > 0:
+            self.memo[buffer] = tensor
+
+    def _last_use(self, buffer: int) -> bool:
+        if buffer not in self.memo:
+            return False
+        counts = self.counts
+        return (counts or self.recipe.counts)[buffer] == 1
+
+    def _release(self, buffer: int) -> None:
+        counts = self.counts
+        if counts is None:
+            counts = self.counts = self.recipe.counts.copy()
+        left = counts[buffer] - 1
+        if left <= 0:
+            self.memo.pop(buffer, None)
+            counts[buffer] = self.recipe.counts[buffer]
+        else:
+            counts[buffer] = left
+
+
+def unpack(packed: Any) -> Tensor:
+    """Autograd wants a saved tensor back."""
+    if type(packed) is Handle:
+        return packed.frame.recompute(packed)
+    if packed.tensor._version != packed.version:
+        raise _stale("a kept tensor", "a planned region", packed.version, packed.tensor._version)
+    return packed.tensor
+
+
+def _stale(what: str, where: str, then: int, now: int) -> StaleTensor:
+    return StaleTensor(
+        f"{what} of {where} was modified by an inplace operation between forward and backward: it is at version {now}; "
+        f"expected version {then}. Write to it after backward, or clone it first"
+    )
+
+
+def _state_device(recipe: Recipe) -> str:
+    return next((s.device for s in recipe.steps.values() if s.state_in is not None), "cpu")
+
+
+def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where each parameter and buffer of a module lives, so that it is found again when used."""
+    owners: dict[str, tuple[dict[str, Any], str]] = {}
+    for path, sub in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for leaf in sub._parameters:
+            owners[prefix + leaf] = (sub._parameters, leaf)
+        for leaf in sub._buffers:
+            owners[prefix + leaf] = (sub._buffers, leaf)
+    return owners
+
+
+__all__ = ["Box", "Diverged", "Frame", "Handle", "Held", "TensorRef", "owners_of", "unpack"]

@@ -1,0 +1,248 @@
+"""Recipes: what a region keeps, and how backward gets everything else again.
+
+NOTE [ Ownership ]
+Nothing global owns a tensor. A slot that is kept owns its tensor, as in plain autograd. A slot that is dropped leaves a
+handle in the graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads. Values
+computed again live in their frame's memo until their last recipe has used them; the frame is owned by its handles. When
+autograd releases a saved tensor its handle goes, and with the last handle goes everything else.
+
+NOTE [ Use counts ]
+A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count starts
+at that number, and at zero the memo lets go. Counts start again at zero, so that a second backward over a retained graph
+computes the same values once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from jettison.ledger.program import Source
+from jettison.trace.capture import Call, RegionTrace, Tap, TensorRef
+
+
+@dataclass(slots=True)
+class Step:
+    """One op to run again. ``plain`` lists positions of tensors among the flat arguments with how to view them."""
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any
+    tensors: list[tuple[int, int, TensorRef | None]]  # (flat position, buffer, view to take or None)
+    outputs: list[tuple[int, int]]  # (flat output position, buffer)
+    written: list[tuple[int, int, int]]  # (flat argument position, old buffer, new buffer)
+    consumes: tuple[int, ...]
+    state_in: int | None
+    state_out: int | None
+    device: str
+    simple: bool  # positional arguments only and none nested: call without unflattening
+
+
+@dataclass(slots=True)
+class SlotAction:
+    """What happens to one saved slot: ``parameter`` (passed through), ``keep`` or ``drop``."""
+
+    kind: str
+    ref: TensorRef
+    parameter: str = ""
+    boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads
+    view: TensorRef | None = None  # how the slot views the recomputed tensor; None where it is that tensor
+    fill: int | None = None  # box number that this slot fills
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A region's program under one decision, ready to run."""
+
+    trace: RegionTrace
+    kept: frozenset[int]
+    slots: list[SlotAction]
+    steps: dict[int, Step]  # by op index
+    makers: dict[int, int]  # recomputed buffer -> op index
+    counts: dict[int, int]
+    boxes: list[int]  # box number -> buffer
+    box_of: dict[int, int]
+    from_inputs: list[tuple[int, int]]  # (box, leaf position)
+    from_taps: list[tuple[int, Tap]]
+    from_blocks: dict[tuple[int, int], int]  # (nested call, output leaf) -> box
+    state_box: int | None
+    parameters: dict[int, str]  # buffers that recipes read by name
+    recomputed_ops: tuple[int, ...] = field(default=())
+
+    @property
+    def drops(self) -> int:
+        """Slots that are not kept."""
+        return sum(1 for s in self.slots if s.kind == "drop")
+
+
+def compile_recipe(trace: RegionTrace, kept: frozenset[int]) -> Recipe:
+    """Turn a decision into actions.
+
+    Args:
+        kept: buffers held between forward and backward. Free buffers (parameters, shared inputs) need not be named.
+
+    Raises:
+        ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
+    """
+    program = trace.program
+    again = program.recompute_set(kept)
+    makers = {b: i for i in again for b in program.ops[i].outputs}
+    for b in kept:
+        makers.pop(b, None)
+    dropped = [s for s in program.slots if s.buffer in makers]
+    counts = dict.fromkeys(makers, 0)
+    for slot in dropped:
+        counts[slot.buffer] += 1
+    reads: set[int] = set()
+    for i in again:
+        for b in program.ops[i].inputs:
+            reads.add(b)
+            if b in counts:
+                counts[b] += 1
+    parameters = {b: trace.names[b] for b in reads if b not in makers and program.buffers[b].source is Source.PARAMETER}
+    boxes = sorted(b for b in reads if b not in makers and b not in parameters)
+    box_of = {b: n for n, b in enumerate(boxes)}
+    steps = {}
+    source_refs = _source_refs(trace, box_of)
+    for i in again:
+        steps[i] = _step(trace.calls[i], program.ops[i].inputs, source_refs, makers, counts)
+    closures = _box_closures(program.ops, again, makers, box_of)
+    recipe = Recipe(
+        trace=trace, kept=kept, slots=[], steps=steps, makers=makers, counts=counts, boxes=boxes, box_of=box_of,
+        from_inputs=[], from_taps=[], from_blocks={}, state_box=None, parameters=parameters, recomputed_ops=again,
+    )  # fmt: skip
+    filled: set[int] = set()
+    for n, b in enumerate(boxes):
+        if b == trace.initial_state:
+            recipe.state_box = n
+        elif b in trace.inputs:
+            recipe.from_inputs.append((n, trace.inputs[b]))
+        elif b in trace.blocks:
+            recipe.from_blocks[trace.blocks[b]] = n
+        else:
+            continue
+        filled.add(n)
+    for slot, ref in zip(program.slots, trace.slots, strict=True):
+        recipe.slots.append(_slot_action(recipe, slot.buffer, ref, closures, source_refs, filled))
+    for n, b in enumerate(boxes):
+        if n not in filled:
+            recipe.from_taps.append((n, trace.taps[b]))
+    return recipe
+
+
+def _slot_action(
+    recipe: Recipe, buffer: int, ref: TensorRef, closures: dict[int, tuple[int, ...]],
+    source_refs: dict[int, TensorRef], filled: set[int],
+) -> SlotAction:  # fmt: skip
+    if buffer in recipe.makers:
+        source = source_refs.get(buffer)
+        return SlotAction(
+            "drop", ref, boxes=closures[recipe.makers[buffer]], view=None if source == ref else ref
+        )
+    info = recipe.trace.program.buffers[buffer]
+    if info.source is Source.PARAMETER:
+        return SlotAction("parameter", ref, parameter=recipe.trace.names[buffer])
+    fill = None
+    box = recipe.box_of.get(buffer)
+    if box is not None and box not in filled:
+        fill = box
+        filled.add(box)
+    return SlotAction("keep", ref, fill=fill)
+
+
+def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, TensorRef]:
+    """For each recomputable or boxed buffer, the view of it that the runtime will hold."""
+    refs: dict[int, TensorRef] = {}
+    for call in trace.calls:
+        for ref in call.outputs:
+            if ref is not None:
+                refs.setdefault(ref.buffer, ref)
+    # boxes are viewed explicitly: what fills one (a slot, a tap, an input) may be any view of the buffer
+    for b in box_of:
+        refs.pop(b, None)
+    return refs
+
+
+def _step(
+    call: Call, inputs: tuple[int, ...], source_refs: dict[int, TensorRef], makers: dict[int, int], counts: dict[int, int]
+) -> Step:
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    tensors = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, TensorRef):
+            tensors.append((position, leaf.buffer, None if source_refs.get(leaf.buffer) == leaf else leaf))
+    written = []
+    for old, new in call.written:
+        position = next(p for p, b, _ in tensors if b == old)
+        written.append((position, old, new))
+    outputs = [
+        (position, ref.buffer)
+        for position, ref in enumerate(call.outputs)
+        if ref is not None and ref.buffer in makers and counts[ref.buffer] > 0
+    ]
+    consumes = tuple(b for b in inputs if b in makers)
+    simple = not call.kwargs and len(leaves) == len(call.args)
+    return Step(
+        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device, simple
+    )
+
+
+def _box_closures(
+    ops: Any, again: tuple[int, ...], makers: dict[int, int], box_of: dict[int, int]
+) -> dict[int, tuple[int, ...]]:
+    """For each recomputed op, the boxes that it and everything before it read."""
+    closure: dict[int, set[int]] = {}
+    for i in again:
+        found: set[int] = set()
+        for b in ops[i].inputs:
+            if b in makers:
+                found |= closure[makers[b]]
+            elif b in box_of:
+                found.add(box_of[b])
+        closure[i] = found
+    return {i: tuple(sorted(found)) for i, found in closure.items()}
+
+
+def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
+    """The view ``ref`` of the storage that ``tensor`` lies in."""
+    if tensor.dtype is not ref.dtype:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
+    return tensor.as_strided(ref.size, ref.stride, ref.offset)
+
+
+def whole_copy(tensor: Tensor) -> Tensor:
+    """A copy of the whole storage, seen as ``tensor`` sees its own."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    flat = tensor.as_strided((count,), (1,), 0).clone()
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def run_step(step: Step, leaves: list[Any]) -> list[Any]:
+    """Call the op on its flat arguments; flat outputs."""
+    if step.simple:
+        out = step.func(*leaves)
+    else:
+        args, kwargs = tree_unflatten(leaves, step.spec)
+        out = step.func(*args, **kwargs)
+    if isinstance(out, Tensor):
+        return [out]
+    return tree_leaves(out)
+
+
+def get_state(device: str) -> Tensor:
+    """State of the default generator."""
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+def set_state(device: str, state: Tensor) -> None:
+    """Put a state of the default generator back."""
+    if device == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

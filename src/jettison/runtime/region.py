@@ -1,0 +1,300 @@
+"""A planned region: stands in for a module's ``forward``, with saved-tensor hooks around the real one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from jettison.errors import TraceError
+from jettison.runtime.frame import Diverged, Frame, owners_of, unpack
+from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.treatment import Treatment
+from jettison.runtime.verify import SequenceCheck
+from jettison.trace.capture import RegionTrace, Tap
+from jettison.trace.model import trace_root
+from jettison.trace.region import trace_region
+from jettison.trace.signature import ModuleGuard, call_signature, global_signature
+
+_active = threading.local()
+
+GIVE_UP_AFTER = 8  # recordings of one region before it is left to torch.utils.checkpoint
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A recipe for one signature. ``recipe`` is None where the region could not be recorded."""
+
+    recipe: Recipe | None
+    problem: str = ""
+    checked: bool = False
+    calls: int = 0
+
+
+@dataclass(kw_only=True)
+class RegionReport:
+    """What a region did so far."""
+
+    name: str
+    word: str
+    calls: int
+    recordings: int
+    fallback: str
+    slots_kept: int
+    slots_dropped: int
+    slots_parameter: int
+    kept_bytes: int
+    recomputed_ops: tuple[str, ...] = field(default=())
+
+
+class PlannedForward:
+    """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
+
+    def __init__(self, module: nn.Module, name: str, treatment: Treatment, *, blocks: tuple[str, ...] | None = None) -> None:
+        self.module = module
+        self.name = name
+        self.treatment = treatment
+        self.blocks = blocks or ()  # names of the regions inside this one, for the root
+        self.is_root = blocks is not None
+        self.forward: Callable[..., Any] = module.forward
+        self.had_own = "forward" in vars(module)
+        functools.update_wrapper(self, self.forward, updated=())
+        self.prepared: dict[Any, Prepared] = {}
+        self.recordings = 0
+        self.owners = owners_of(module)
+        self.guard: ModuleGuard | None = None
+        self.tap_hooks: dict[tuple[str, bool], Any] = {}
+        module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        leaves, signature = call_signature(args, kwargs)
+        if self.guard is None or not self.guard.holds():
+            self._forget()
+        key = (signature, global_signature())
+        prepared = self.prepared.get(key)
+        if prepared is None:
+            prepared = self._prepare(key, args, kwargs)
+        return self._run(prepared, key, leaves, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # a copied model trains plainly: the plan belongs to the original
+        return types.MethodType(type(self.module).forward, memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (type(self.module).forward, self.module)
+
+    def remove(self) -> None:
+        """Put the module's own forward back."""
+        if self.had_own:
+            self.module.forward = self.forward  # type: ignore[method-assign]
+        else:
+            self.module.__dict__.pop("forward", None)
+        for hook in self.tap_hooks.values():
+            hook.remove()
+        self.tap_hooks.clear()
+
+    def adopt(self, key: Any, trace: RegionTrace) -> None:
+        """Use a program recorded elsewhere for calls of this signature."""
+        self.guard = self.guard or ModuleGuard(self.module)
+        self._store(key, trace)
+
+    def report(self) -> RegionReport:
+        """What was kept and dropped, for the most used signature."""
+        best = max(self.prepared.values(), key=lambda p: p.calls, default=None)
+        recipe = best.recipe if best else None
+        kinds = [s.kind for s in recipe.slots] if recipe else []
+        ops = recipe.trace.program.ops if recipe else ()
+        return RegionReport(
+            name=self.name, word=self.treatment.word, calls=sum(p.calls for p in self.prepared.values()),
+            recordings=self.recordings, fallback=best.problem if best else "", slots_kept=kinds.count("keep"),
+            slots_dropped=kinds.count("drop"), slots_parameter=kinds.count("parameter"),
+            kept_bytes=recipe.trace.program.kept_bytes(recipe.kept) if recipe else 0,
+            recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
+        )  # fmt: skip
+
+    # preparing -------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        if self.guard is not None:
+            self.prepared.clear()
+        self.owners = owners_of(self.module)
+        self.guard = ModuleGuard(self.module)
+
+    def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        self.recordings += 1
+        if self.recordings > GIVE_UP_AFTER * 4:
+            return self._fall_back(key, f"recorded {self.recordings} times: it changes from call to call")
+        try:
+            if self.is_root:
+                trace = trace_root(self.module, args, kwargs, self.blocks)
+            else:
+                trace = trace_region(self.module, args, kwargs, shared=self._shared())
+            return self._store(key, trace)
+        except (TraceError, ValueError) as error:
+            return self._fall_back(key, str(error))
+
+    def _shared(self) -> frozenset[int]:
+        for prepared in self.prepared.values():
+            if prepared.recipe is not None:
+                program = prepared.recipe.trace.program
+                return frozenset(p for b, p in prepared.recipe.trace.inputs.items() if program.buffers[b].free)
+        return frozenset()
+
+    def _store(self, key: Any, trace: RegionTrace) -> Prepared:
+        recipe = compile_recipe(trace, self.treatment.kept(trace.program))
+        for _, tap in recipe.from_taps:
+            self._watch(tap)
+        prepared = self.prepared[key] = Prepared(recipe=recipe)
+        return prepared
+
+    def _fall_back(self, key: Any, problem: str) -> Prepared:
+        what = "kept as plain autograd keeps it" if self.treatment.word == "none" or self.is_root else "checkpointed whole"
+        warnings.warn(f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}: {problem}", stacklevel=4)
+        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+        return prepared
+
+    def _watch(self, tap: Tap) -> None:
+        where = (tap.path, tap.is_output)
+        if where in self.tap_hooks:
+            return
+        module = self.module.get_submodule(tap.path)
+
+        def seen(tree: Any) -> None:
+            frame = current_frame()
+            if frame is None or frame.region is not self:
+                return
+            counter = (tap.path, tap.is_output)
+            call = frame.taps_seen.get(counter, 0)
+            frame.taps_seen[counter] = call + 1
+            frame.tap(tap.path, tap.is_output, call, tree)
+
+        if tap.is_output:
+            self.tap_hooks[where] = module.register_forward_hook(lambda _m, _a, out: seen(out))
+        else:
+            self.tap_hooks[where] = module.register_forward_pre_hook(lambda _m, a, k: seen((a, k)), with_kwargs=True)
+
+    # running ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for _attempt in range(3):
+            prepared.calls += 1
+            if prepared.recipe is None:
+                return self._run_fallback(args, kwargs)
+            before = _Before(self.module)
+            try:
+                return self._run_planned(prepared, leaves, args, kwargs)
+            except Diverged as divergence:
+                before.restore(self.name, str(divergence))
+                if prepared.checked and self.recordings <= GIVE_UP_AFTER:
+                    self._forget()
+                    prepared = self._prepare(key, args, kwargs)
+                else:
+                    prepared = self._fall_back(key, str(divergence))
+        return self._run_fallback(args, kwargs)
+
+    def _run_planned(self, prepared: Prepared, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recipe = prepared.recipe
+        assert recipe is not None
+        frame = ActiveFrame(recipe, self)
+        stack = _stack()
+        frame.enter(leaves)
+        outer = stack[-1] if stack else None
+        if outer is not None and outer.check is not None:
+            outer.check.paused = True
+        stack.append(frame)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
+                if prepared.checked:
+                    output = self.forward(*args, **kwargs)
+                else:
+                    with SequenceCheck(recipe.trace) as frame.check:
+                        output = self.forward(*args, **kwargs)
+        finally:
+            stack.pop()
+            if outer is not None and outer.check is not None:
+                outer.check.paused = False
+        frame.leave()
+        prepared.checked = True
+        if outer is not None:
+            outer.block_done(output)
+        return output
+
+    def _run_fallback(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.treatment.word == "none" or self.is_root:
+            return self.forward(*args, **kwargs)
+        return torch.utils.checkpoint.checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+class ActiveFrame(Frame):
+    """A frame while its forward runs: it also listens at module boundaries."""
+
+    __slots__ = ("check", "region", "taps_seen")
+
+    def __init__(self, recipe: Recipe, region: PlannedForward) -> None:
+        super().__init__(recipe, region.name, region.owners)
+        self.region = region
+        self.check: SequenceCheck | None = None
+        self.taps_seen: dict[tuple[str, bool], int] = {}
+
+    def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
+        """A module boundary was crossed; box what recipes want of it."""
+        assert self.boxes is not None
+        leaves: list[Any] | None = None
+        for n, tap in self.recipe.from_taps:
+            if tap.path == path and tap.is_output is is_output and tap.call == call:
+                leaves = tree_leaves(tree) if leaves is None else leaves
+                self.boxes[n].fill(leaves[tap.leaf])
+
+    def block_done(self, output: Any) -> None:
+        """A nested region has run; box its outputs if this region's recipes read them."""
+        call = self.block_calls
+        self.block_calls += 1
+        wanted = self.recipe.from_blocks
+        if wanted and self.boxes is not None:
+            for leaf, tensor in enumerate(tree_leaves(output)):
+                n = wanted.get((call, leaf))
+                if n is not None and isinstance(tensor, Tensor):
+                    self.boxes[n].fill(tensor)
+
+
+def current_frame() -> ActiveFrame | None:
+    """The innermost region that is running its forward on this thread."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+def _stack() -> list[ActiveFrame]:
+    if not hasattr(_active, "stack"):
+        _active.stack = []
+    return _active.stack
+
+
+class _Before:
+    """Enough of the world to run a region's forward again: random states, and proof that nothing else changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self.versions = [b._version for b in module.buffers()]
+
+    def restore(self, name: str, why: str) -> None:
+        if self.versions != [b._version for b in self.module.buffers()]:
+            raise TraceError(
+                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot be run "
+                "again; leave it out with regions=[...]"
+            )
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(self.cuda)

@@ -1,0 +1,178 @@
+"""Treatments: from a recorded program to the set of buffers to keep. One type, one verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jettison.errors import UsageError
+from jettison.ledger.program import Op, Program, Source
+
+MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "aten._grouped_mm", "aten.convolution")
+
+
+class Treatment(Protocol):
+    """Decides what a region keeps. Must be deterministic."""
+
+    @property
+    def word(self) -> str:
+        """How plans and tables call it."""
+
+    def kept(self, program: Program) -> frozenset[int]:
+        """Buffers to hold between forward and backward; always enough to compute the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll:
+    """Plain autograd: what it saves stays."""
+
+    word: str = "none"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        return program.saved_buffers()
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Only the inputs stay, and what cannot be computed again."""
+
+    word: str = "full"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        wanted = {b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM, Source.BLOCK) and b.keepable}
+        return close(program, frozenset(b for b in wanted if program.buffers[b].producer is None))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveOp:
+    """Outputs of matrix products and fused attention stay; the rest is computed again from them."""
+
+    word: str = "selective-op"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        wanted = {
+            b for op in program.ops if op.name.startswith(MATMULS) for b in op.outputs if program.buffers[b].keepable
+        }
+        wanted |= {b.index for b in program.buffers if b.source is Source.INPUT}
+        return close(program, frozenset(wanted) | Full().kept(program))
+
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """The paper's selective recomputation: the attention core (scores, softmax, dropout) goes, the rest stays."""
+
+    word: str = "selective"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        core = attention_core(program)
+        base = frozenset(b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM) and b.keepable)
+        return close(program, program.saved_buffers() - core | base)
+
+
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """A decision made before: these buffers of this program; any other program falls back to ``otherwise``."""
+
+    digest: str
+    buffers: frozenset[int]
+    otherwise: Treatment
+    word: str = "mixed"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        if program.digest() == self.digest:
+            return self.buffers
+        return self.otherwise.kept(program)
+
+
+def close(program: Program, wanted: frozenset[int]) -> frozenset[int]:
+    """Add what must be kept because it can be neither computed nor found, and leave out what nobody would read."""
+    must = set(wanted)
+    while True:
+        needed, missing = _demand(program, frozenset(must))
+        if not missing:
+            return frozenset(b for b in must if b in needed and not program.buffers[b].free)
+        must |= missing
+
+
+def _demand(program: Program, kept: frozenset[int]) -> tuple[set[int], set[int]]:
+    """Buffers that backward reads under ``kept``, and slots to keep as well so that it can."""
+    missing: set[int] = set()
+    needed: set[int] = set()
+    for slot_buffer in program.needed_buffers():
+        stack, local, broken = [slot_buffer], set(), False
+        while stack:
+            b = stack.pop()
+            if b in local:
+                continue
+            local.add(b)
+            buffer = program.buffers[b]
+            if b in kept or buffer.free:
+                continue
+            op = program.ops[buffer.producer] if buffer.producer is not None else None
+            if op is None or op.anchor is not None:
+                nearest = b if buffer.keepable else slot_buffer
+                missing.add(nearest)
+                broken = True
+                continue
+            stack.extend(op.inputs)
+        if not broken:
+            needed |= local
+    return needed, missing
+
+
+def attention_core(program: Program) -> frozenset[int]:
+    """Buffers between the product that makes the attention scores and the one that uses the probabilities.
+
+    Found from each softmax: back through elementwise ops to a matrix product, forward to the next ones. Empty with fused
+    attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
+    """
+    readers: dict[int, list[Op]] = {}
+    for op in program.ops:
+        for b in op.inputs:
+            readers.setdefault(b, []).append(op)
+    core: set[int] = set()
+    for op in program.ops:
+        if "softmax" not in op.name or "backward" in op.name:
+            continue
+        size = max((program.buffers[b].nbytes for b in op.outputs), default=0)
+        back, forth, ends = [op], [op], False
+        seen: set[int] = set()
+        found: set[int] = set()
+        while back:
+            current = back.pop()
+            for b in current.inputs:
+                producer = program.buffers[b].producer
+                if producer is None or producer in seen:
+                    continue
+                seen.add(producer)
+                found.add(b)
+                if not program.ops[producer].name.startswith(MATMULS):
+                    back.append(program.ops[producer])
+        while forth:
+            current = forth.pop()
+            for b in current.outputs:
+                found.add(b)
+                for reader in readers.get(b, ()):
+                    if reader.name.startswith(MATMULS):
+                        ends = True
+                    elif reader.index not in seen:
+                        seen.add(reader.index)
+                        forth.append(reader)
+        if ends:
+            core |= {b for b in found if program.buffers[b].nbytes * 8 >= size}
+    return frozenset(core & program.saved_buffers())
+
+
+NAMED: dict[str, Treatment] = {t.word: t for t in (KeepAll(), Full(), SelectiveOp(), Selective())}
+
+
+def treatment(word: str) -> Treatment:
+    """The treatment that a policy word names.
+
+    Raises:
+        UsageError: no such word.
+    """
+    try:
+        return NAMED[word]
+    except KeyError:
+        raise UsageError(f"unknown policy {word!r}; expected one of {', '.join(NAMED)} or every:K") from None

@@ -1,0 +1,39 @@
+"""The first real run of every region is checked, op by op, against what was recorded on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jettison.runtime.frame import Diverged
+from jettison.trace.capture import RegionTrace, signature_of
+from jettison.trace.opinfo import computes, is_bookkeeping
+
+
+class SequenceCheck(TorchDispatchMode):
+    """Raises `Diverged` at the first ATen call that is not the recorded one, or returns other shapes or strides.
+
+    Casts that autocast took from its cache are recorded but do not happen: they are skipped.
+    """
+
+    def __init__(self, trace: RegionTrace) -> None:
+        super().__init__()
+        self.sequence = trace.sequence
+        self.at = 0
+        self.paused = False  # while a nested region, which checks itself, is running
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.paused or is_bookkeeping(func) or not computes(func, args, kwargs, out):
+            return out
+        got = signature_of(func, out)
+        while self.at < len(self.sequence):
+            expected, skippable = self.sequence[self.at]
+            self.at += 1
+            if expected == got:
+                return out
+            if not skippable:
+                raise Diverged(f"call {self.at} was {got[0]}{list(got[1])}, recorded was {expected[0]}{list(expected[1])}")
+        raise Diverged(f"call {got[0]} came after the last recorded one")

@@ -1,0 +1,127 @@
+"""Which modules of a model are its repeated blocks, and which of them are alike."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from jettison.errors import UsageError
+
+REGION_MARK = "__jettison_region__"
+
+
+def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[str]:
+    """Dotted names of the modules to plan as regions, in the order in which the model names them.
+
+    Explicit ``regions`` (names) win; then classes marked with `jettison.checkpointable`; then the members of the
+    outermost `ModuleList` or `Sequential` that hold at least two composite modules of one class.
+
+    Raises:
+        UsageError: a name in ``regions`` is not a module of the model, or two regions contain one another.
+    """
+    modules = dict(model.named_modules())
+    if regions is not None:
+        names = list(regions)
+        for name in names:
+            if name not in modules:
+                close = ", ".join(list(modules)[1:6])
+                raise UsageError(f"region {name!r} is not a module of {type(model).__name__}; it has {close}, ...")
+        return _disjoint(names)
+    marked = [name for name, m in modules.items() if name and getattr(type(m), REGION_MARK, False)]
+    if marked:
+        return _outermost(marked)
+    found: list[str] = []
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _is_stack(module):
+            prefix = f"{name}." if name else ""
+            found.extend(prefix + child for child, m in module.named_children() if _is_composite(m))
+    return _outermost(found)
+
+
+def _is_stack(container: nn.Module) -> bool:
+    kinds = [type(child) for child in container.children() if _is_composite(child)]
+    return len(kinds) >= 2 and len(set(kinds)) < len(kinds)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    own = sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None)
+    return own >= 2
+
+
+def _outermost(names: list[str]) -> list[str]:
+    chosen: list[str] = []
+    for name in names:
+        if not any(name.startswith(f"{other}.") for other in chosen):
+            chosen.append(name)
+    return chosen
+
+
+def _disjoint(names: list[str]) -> list[str]:
+    for a in names:
+        for b in names:
+            if a != b and b.startswith(f"{a}."):
+                raise UsageError(f"region {b!r} lies inside region {a!r}; give one of the two")
+    return list(dict.fromkeys(names))
+
+
+def structural_keys(modules: dict[str, nn.Module]) -> dict[str, tuple[Any, ...]]:
+    """For each module a key that is equal for modules built alike: classes, parameter shapes, flags and settings.
+
+    An integer that equals every sibling's position in its container is a number, not a setting, and is left out.
+    """
+    families: dict[str, list[str]] = {}
+    for name in modules:
+        families.setdefault(name.rpartition(".")[0], []).append(name)
+    keys = {}
+    for names in families.values():
+        ordinals = _ordinals({name: modules[name] for name in names})
+        for name in names:
+            keys[name] = tuple(
+                (path, type(m).__module__, type(m).__qualname__, _settings(m, path, ordinals), _tensors(m))
+                for path, m in modules[name].named_modules()
+            )
+    return keys
+
+
+def _ordinals(siblings: dict[str, nn.Module]) -> set[tuple[str, str]]:
+    """(module path, attribute) pairs whose value is the sibling's own position, in every sibling."""
+    if len(siblings) < 2:
+        return set()
+    found: set[tuple[str, str]] | None = None
+    for name, module in siblings.items():
+        last = name.rpartition(".")[2]
+        position = int(last) if last.isdigit() else -1
+        mine = {
+            (path, key) for path, m in module.named_modules() for key, value in vars(m).items()
+            if type(value) is int and value == position
+        }  # fmt: skip
+        found = mine if found is None else found & mine
+    return found or set()
+
+
+def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> tuple[Any, ...]:
+    out = []
+    for key, value in sorted(vars(module).items()):
+        if isinstance(value, bool | int | float | str | type(None)):
+            if (path, key) not in ordinals:
+                out.append((key, value))
+        elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+            out.append((key, f"{value.__module__}.{value.__qualname__}"))
+        elif isinstance(value, tuple) and all(isinstance(v, bool | int | float | str) for v in value):
+            out.append((key, value))
+    return tuple(out)
+
+
+def _tensors(module: nn.Module) -> tuple[Any, ...]:
+    def meta(tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        return tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype), tensor.requires_grad
+
+    return (
+        tuple((name, meta(p)) for name, p in module._parameters.items()),
+        tuple((name, meta(b)) for name, b in module._buffers.items()),
+    )

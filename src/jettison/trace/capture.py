@@ -1,0 +1,336 @@
+"""Capture: run a region once and write down its ATen ops, its buffers, and what autograd saved of them.
+
+NOTE [ Identity of a saved tensor ]
+A dispatch mode sees every ATen call below autograd; pack hooks see every tensor that autograd saves, above it. The two are
+matched by storage: while a capture lasts it holds every storage that it has seen, so that no address is used twice, and a
+tensor is (buffer, size, stride, storage offset, dtype). A transposed square matrix, an offset slice or an expanded row is
+therefore never mistaken for its base. An in-place write gives the storage a new version, which is a new buffer: whoever
+saved or read the old one refers to the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
+from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, writes
+
+RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as a view of a buffer; ``offset`` in elements from the start of the storage."""
+
+    buffer: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """A place at a module boundary where a buffer can be seen: call ``call`` of module ``path``, leaf ``leaf``."""
+
+    path: str
+    call: int
+    is_output: bool
+    leaf: int
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
+
+    ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
+    ``written`` maps each buffer that the op overwrites to the buffer that it becomes.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[TensorRef | None, ...]
+    written: tuple[tuple[int, int], ...] = ()
+    state_in: int | None = None
+    state_out: int | None = None
+    device: str = "cpu"
+
+
+@dataclass(kw_only=True)
+class RegionTrace:
+    """A captured region: the pure `Program`, and what is needed to run parts of it again."""
+
+    program: Program
+    calls: list[Call]
+    slots: list[TensorRef]
+    taps: dict[int, Tap]
+    inputs: dict[int, int]  # buffer -> leaf position of the region's flattened arguments
+    names: dict[int, str]  # buffer -> dotted name of the parameter or registered buffer
+    output_leaves: list[Any]  # TensorRef, or the value itself, in the order of the flattened output
+    output_spec: Any
+    sequence: list[tuple[Any, bool]] = field(default_factory=list)  # every call's signature, and whether it may be skipped
+    initial_state: int | None = None  # buffer of the random state at the start, if the region draws
+    blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the region uses the default random generator."""
+        return self.initial_state is not None
+
+
+class Recorder:
+    """The growing record of one region."""
+
+    def __init__(self, module: nn.Module, inputs: list[Any]) -> None:
+        self.module = module
+        self.buffers: list[dict[str, Any]] = []
+        self.ops: list[dict[str, Any]] = []
+        self.calls: list[Call] = []
+        self.slots: list[TensorRef] = []
+        self.slot_info: list[tuple[int, str]] = []
+        self.taps: dict[int, Tap] = {}
+        self.inputs: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+        self.blocks: dict[int, tuple[int, int]] = {}
+        self.path: list[str] = []
+        self.initial_state: int | None = None
+        self.state: int | None = None
+        self.state_broken = False
+        self.sequence: list[tuple[Any, bool]] = []
+        self._current: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._named: dict[int, str] = {}
+        for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+            self._named.setdefault(_storage_key(tensor), name)
+        for position, leaf in enumerate(inputs):
+            if isinstance(leaf, Tensor):
+                self._input(leaf, position)
+
+    @property
+    def where(self) -> str:
+        """Path of the module that runs now, relative to the region."""
+        return self.path[-1] if self.path else ""
+
+    def _input(self, tensor: Tensor, position: int) -> None:
+        key = _storage_key(tensor)
+        if key in self._current or key in self._named:
+            return
+        b = self._new_buffer(tensor, Source.INPUT, name=str(position), keepable=True)
+        self.inputs[b] = position
+
+    def _new_buffer(self, tensor: Tensor, source: Source, **more: Any) -> int:
+        storage = tensor.untyped_storage()
+        index = len(self.buffers)
+        self.buffers.append({"index": index, "nbytes": storage.nbytes(), "source": source, **more})
+        self._alive.append((storage, tensor))
+        self._current[_storage_key(tensor)] = index
+        return index
+
+    def ref(self, tensor: Tensor) -> TensorRef:
+        """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
+        key = _storage_key(tensor)
+        index = self._current.get(key)
+        if index is None:
+            name = self._named.get(key)
+            if name is not None:
+                index = self._new_buffer(tensor, Source.PARAMETER, name=name, free=True)
+                self.names[index] = name
+            else:
+                index = self._new_buffer(tensor, Source.OUTER)
+        return TensorRef(index, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+
+    def block_output(self, tensor: Tensor, call: int, leaf: int) -> None:
+        """A nested region made this tensor."""
+        if _storage_key(tensor) not in self._current:
+            b = self._new_buffer(tensor, Source.BLOCK, name=f"{call}.{leaf}", keepable=True)
+            self.blocks[b] = (call, leaf)
+        self.state_broken = True
+
+    def saved(self, tensor: Tensor) -> None:
+        """Autograd saved this tensor."""
+        ref = self.ref(tensor)
+        self.slots.append(ref)
+        self.slot_info.append((len(self.ops) - 1, self.where))
+        self.buffers[ref.buffer]["keepable"] = True
+
+    def boundary(self, path: str, call: int, is_output: bool, tree: Any) -> None:
+        """Tensors that cross a module boundary can be held without a saved slot."""
+        for leaf, tensor in enumerate(tree_leaves(tree)):
+            if isinstance(tensor, Tensor) and _storage_key(tensor) in self._current:
+                ref = self.ref(tensor)
+                if self.buffers[ref.buffer]["source"] is Source.OP and ref.buffer not in self.taps:
+                    self.taps[ref.buffer] = Tap(path, call, is_output, leaf, ref)
+                    self.buffers[ref.buffer]["keepable"] = True
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Run one op through ``run`` and record it, unless it only makes views."""
+        spec_args, spec_kwargs = tree_map(self._spec, (args, kwargs))
+        written_tensors = writes(func, args, kwargs)
+        before = [self._current[_storage_key(t)] for t in written_tensors]
+        out = run()
+        if computes(func, args, kwargs, out):
+            self.sequence.append((signature_of(func, out), self._is_weight_cast(func, spec_args)))
+        out_leaves = [leaf for leaf in tree_leaves(out)]
+        fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
+        if not fresh and not written_tensors:
+            return out
+        random = draws(func, args, kwargs)
+        anchor = anchor_of(func, kwargs, spec_args)
+        index = len(self.ops)
+        inputs = list(dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef)))
+        outputs: list[int] = []
+        written: list[tuple[int, int]] = []
+        for t, old in zip(written_tensors, before, strict=True):
+            new = self._new_buffer(t, Source.OP, producer=index)
+            if self.buffers[old]["source"] is not Source.OP:
+                anchor = Anchor.MUTATED
+                self.buffers[old]["overwritten"] = True
+                if old in self.names:
+                    self.names[new] = self.names[old]
+            written.append((old, new))
+            outputs.append(new)
+        refs: list[TensorRef | None] = []
+        for t in out_leaves:
+            if isinstance(t, Tensor) and _storage_key(t) not in self._current:
+                outputs.append(self._new_buffer(t, Source.OP, producer=index))
+            refs.append(self.ref(t) if isinstance(t, Tensor) and self.ref(t).buffer in outputs else None)
+        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
+        state_in = state_out = None
+        if random and anchor is None:
+            if self.state_broken:
+                anchor = Anchor.OPAQUE
+            else:
+                state_in, state_out = self._advance_state(index, device)
+                inputs.append(state_in)
+                outputs.append(state_out)
+        flops, moved = op_cost(func, args, kwargs, out)
+        self.ops.append(
+            {
+                "index": index, "name": str(func), "inputs": tuple(inputs), "outputs": tuple(outputs), "flops": flops,
+                "bytes_moved": moved, "path": self.where, "price_key": price_key(func, spec_args, spec_kwargs),
+                "anchor": anchor,
+            }
+        )  # fmt: skip
+        self.calls.append(
+            Call(func, tuple(spec_args), spec_kwargs, tuple(refs), tuple(written), state_in, state_out, device)
+        )
+        return out
+
+    def _spec(self, leaf: Any) -> Any:
+        return self.ref(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _is_weight_cast(self, func: Any, spec_args: Any) -> bool:
+        if func._schema.name != "aten::_to_copy" or not torch.is_autocast_enabled("cpu") | torch.is_autocast_enabled("cuda"):
+            return False
+        return self.buffers[spec_args[0].buffer]["source"] is Source.PARAMETER
+
+    def _advance_state(self, op: int, device: str) -> tuple[int, int]:
+        size = RNG_STATE_BYTES.get(device, 5056)
+        if self.state is None:
+            self.state = self.initial_state = len(self.buffers)
+            self.buffers.append({"index": self.state, "nbytes": size, "source": Source.RANDOM, "keepable": True})
+        before, after = self.state, len(self.buffers)
+        self.buffers.append({"index": after, "nbytes": size, "source": Source.RANDOM, "producer": op})
+        self.state = after
+        return before, after
+
+    def finish(self, output: Any) -> RegionTrace:
+        """Close the record."""
+        leaves, spec = tree_flatten(output)
+        output_leaves = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        overwritten = {b["index"] for b in self.buffers if b.pop("overwritten", False)}
+        for op in self.ops:
+            if op["anchor"] is None and overwritten.intersection(op["inputs"]):
+                op["anchor"] = Anchor.MUTATED
+        for b in overwritten:
+            self.buffers[b]["free"] = False
+        self.program = Program(
+            buffers=tuple(Buffer(**b) for b in self.buffers),
+            ops=tuple(Op(**op) for op in self.ops),
+            slots=tuple(
+                Slot(
+                    index=i, buffer=ref.buffer, shape=ref.size, dtype=str(ref.dtype).removeprefix("torch."),
+                    op=self.ops[info[0]]["name"] if info[0] >= 0 else "", path=info[1],
+                )
+                for i, (ref, info) in enumerate(zip(self.slots, self.slot_info, strict=True))
+            ),
+            outputs=tuple(r.buffer for r in output_leaves if isinstance(r, TensorRef)),
+        )  # fmt: skip
+        return RegionTrace(
+            program=self.program, calls=self.calls, slots=self.slots, taps=self.taps, inputs=self.inputs,
+            names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence, initial_state=self.initial_state,
+            blocks=self.blocks,
+        )  # fmt: skip
+
+
+class CaptureMode(TorchDispatchMode):
+    """Feeds every ATen call to the recorder on top of the stack; nested regions push their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorders: list[Recorder] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.recorders or is_bookkeeping(func):
+            return func(*args, **kwargs)
+        return self.recorders[-1].call(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Ops and saved tensors go to ``recorder`` until the block ends; inner saved-tensor hooks are refused."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            recorder.saved(tensor)
+            return tensor
+
+        self.recorders.append(recorder)
+        hooks = _watch_modules(recorder)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                yield
+        finally:
+            self.recorders.pop()
+            for hook in hooks:
+                hook.remove()
+
+
+def _watch_modules(recorder: Recorder) -> list[Any]:
+    hooks = []
+    calls: dict[str, int] = {}
+    for path, module in recorder.module.named_modules():
+        if path == "":
+            continue
+
+        def before(_m: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            calls[path] = calls.get(path, -1) + 1
+            recorder.path.append(path)
+            recorder.boundary(path, calls[path], False, (args, kwargs))
+
+        def after(_m: nn.Module, _args: Any, output: Any, path: str = path) -> None:
+            if recorder.path and recorder.path[-1] == path:
+                recorder.path.pop()
+            recorder.boundary(path, calls.get(path, 0), True, output)
+
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_hook(after))
+    return hooks
+
+
+def signature_of(func: Any, out: Any) -> tuple[Any, ...]:
+    """One call as two runs of the same forward must agree on it: the op, and shape, stride and dtype of its results."""
+    return func, tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

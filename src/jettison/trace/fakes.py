@@ -1,0 +1,126 @@
+"""Fake twins: a model's and a batch's structure on fake tensors, for tracing without memory.
+
+A twin shares no storage with its model and allocates none: each parameter, buffer and plain tensor attribute becomes a
+fake tensor of the same shape, stride, dtype and device. Tensors that share a storage still share one; tied
+parameters stay one object.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
+
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+
+
+class StepFakeMode(FakeTensorMode):
+    """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts.
+
+    `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
+    real one takes float32 and float16 too.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return _grouped_mm(*args, **kwargs)
+        return super().dispatch(func, types, args, kwargs)
+
+
+def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
+    """A fresh mode for one trace. Enter it outside (before) any recording or counting dispatch mode."""
+    return StepFakeMode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+def fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None = None) -> nn.Module:
+    """A deep copy of `model` whose every tensor is fake. `device` overrides the device (needed for a meta model)."""
+    faker = _Faker(mode, None if device is None else torch.device(device))
+    memo: dict[int, Any] = {}
+    for tensor in _tensors_of(model):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = faker.like(tensor)
+    return copy.deepcopy(model, memo)
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None = None) -> Any:
+    """The same tree with each tensor faked; other leaves as they are."""
+    faker = _Faker(mode, None if device is None else torch.device(device))
+    return tree_map(lambda leaf: faker.like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+class _Faker:
+    """Fakes tensors of one model, keeping storages shared that were."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device | None) -> None:
+        self._mode = mode
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake leaf in the place of `tensor`, of the same Python class if that is a kind of parameter."""
+        if is_traceable_wrapper_subclass(tensor):  # DTensor and its like fake their parts
+            wrapped: Tensor = self._mode.from_tensor(tensor)
+            return wrapped
+        device = self._device or tensor.device
+        fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)
+        if isinstance(tensor, nn.Parameter):
+            return _as_parameter(tensor, fake)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def _meta(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        shared = self._storages[storage._cdata]
+        return meta.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
+    twin = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        twin.__dict__.setdefault(name, value)
+    return twin
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included."""
+    yield from model.parameters()
+    yield from model.buffers()
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors_in(value, seen)
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, seen)
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Shape and stride of `aten._grouped_mm`: rows padded to 16 bytes, as its kernel allocates them."""
+    groups = offs.shape[0] if offs is not None else 0
+    if a.dim() == 2:
+        shape = (groups, a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[2])
+    else:
+        shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[2])
+    dtype = out_dtype or a.dtype
+    align = 16 // dtype.itemsize
+    row = -(-shape[-1] // align) * align
+    stride = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return a.new_empty_strided(shape, stride, dtype=dtype)

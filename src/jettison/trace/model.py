@@ -1,0 +1,344 @@
+"""Trace a whole model: one program per class of blocks, one for the root around them, and the order of the calls."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from jettison.errors import TraceError
+from jettison.ledger.program import Program
+from jettison.trace.blocks import find_blocks, structural_keys
+from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
+from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
+from jettison.trace.signature import call_signature
+from jettison.trace.values import tracing
+
+LossFn = Callable[[Any], Tensor]
+
+
+@dataclass(kw_only=True)
+class BlockCall:
+    """One call of a block in the forward, in call order. ``problem`` says why it could not be recorded."""
+
+    name: str
+    class_key: str
+    problem: str = ""
+
+
+@dataclass(kw_only=True)
+class BlockClass:
+    """Blocks that compute the same thing on tensors of the same shape."""
+
+    key: str
+    trace: RegionTrace | None
+    example: str  # name of the block that was recorded
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    problem: str = ""
+
+
+@dataclass(kw_only=True)
+class ModelTrace:
+    """The record of one training forward of a model, and the fake twin that it was taken from."""
+
+    calls: list[BlockCall]
+    classes: dict[str, BlockClass]
+    root: RegionTrace
+    twin: nn.Module
+    mode: FakeTensorMode
+    batch: Any  # fake or real, as the twin takes it
+    loss_fn: LossFn | None
+    values_known: bool
+    seconds: float
+    outside: list[TensorRef] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        """Everything run on the twin belongs into this context."""
+        return tracing(self.mode, values_known=self.values_known)
+
+    def program(self, call: BlockCall) -> Program | None:
+        """The program of a block call; None where it could not be recorded."""
+        trace = self.classes[call.class_key].trace
+        return trace.program if trace else None
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple or list, ``model(batch)`` otherwise."""
+    args, kwargs = as_call(batch)
+    return model(*args, **kwargs)
+
+
+def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """The scalar to differentiate: ``loss_fn(output)``, ``output.loss``, or the output itself.
+
+    Raises:
+        TraceError: none of the three gives a scalar tensor.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    elif isinstance(output, Tensor):
+        loss = output
+    else:
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise TraceError(
+            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn=... that makes one of the output"
+        )
+    return loss
+
+
+def trace_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+    values_known: bool = True,
+    mode: FakeTensorMode | None = None,
+) -> ModelTrace:
+    """Record one training forward without allocating model memory.
+
+    Args:
+        model: any module; its tensors may be real, fake (then ``mode`` is theirs) or on ``meta``.
+        values_known: the batch holds real values that the forward may look at.
+
+    Raises:
+        TraceError: the root itself cannot be recorded, or there is no scalar loss.
+    """
+    started = time.perf_counter()
+    mode = mode or fake_mode(allow_non_fake_inputs=True)
+    with torch.random.fork_rng(devices=[]):
+        twin = fake_twin(model, mode)
+        held = batch if values_known else fake_batch(batch, mode)
+    tracer = _Tracer(twin, regions)
+    with tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad():
+        root, outside = tracer.run(held, loss_fn)
+    trace = ModelTrace(
+        calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
+        values_known=values_known, seconds=time.perf_counter() - started, outside=outside,
+    )  # fmt: skip
+    for cls in trace.classes.values():
+        if cls.problem:
+            trace.warnings.append(f"blocks like {cls.example} cannot be recorded and fall back to checkpointing: {cls.problem}")
+    _mark_shared(trace, tracer)
+    return trace
+
+
+@contextlib.contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Every use of a weight under autocast casts it anew, as far as a recording is concerned."""
+    # with the cache on, the second use of a weight would find a cast copy that no recorded op made
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Iterable[str]) -> RegionTrace:
+    """Record what a model does around its blocks, for arguments like these.
+
+    Raises:
+        TraceError: it cannot run on tensors without values.
+    """
+    mode = mode_of(module, args, kwargs)
+    twin = fake_twin(module, mode)
+    tracer = _Tracer(twin, blocks)
+    with recording_errors(), tracing(mode, values_known=True), tracer.installed(), uncached_autocast(), torch.enable_grad():
+        output, root = tracer.forward(args, kwargs)
+    return root.finish(output)
+
+
+def mode_of(module: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
+    """The fake mode that these tensors belong to, or a new one."""
+    tensors = [*tree_leaves((args, kwargs)), *module.parameters()]
+    found = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+    return found or fake_mode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def recording_errors() -> Iterator[None]:
+    """What goes wrong while a forward runs on fake tensors is a `TraceError`."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        first = str(error).splitlines()[0][:200] if str(error) else ""
+        raise TraceError(f"{type(error).__name__}: {first}") from error
+
+
+class _Tracer:
+    """Runs the twin once: blocks are recorded on the first call of their class, later calls are stubbed."""
+
+    def __init__(self, twin: nn.Module, regions: Iterable[str] | None) -> None:
+        self.twin = twin
+        self.names = find_blocks(twin, regions)
+        self.capture = CaptureMode()
+        self.calls: list[BlockCall] = []
+        self.classes: dict[str, BlockClass] = {}
+        self.root: Recorder | None = None
+        self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
+        self.leaf_storages: list[dict[int, int]] = []  # a call's leaf position -> storage
+        self._keys: dict[str, Any] = {}
+        self._class_ids: dict[Any, str] = {}
+        self._held: list[Any] = []
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        modules = dict(self.twin.named_modules())
+        self._keys = structural_keys({name: modules[name] for name in self.names})
+        for name in self.names:
+            module = modules[name]
+            module.forward = self._wrap(name, module, module.forward)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for name in self.names:
+                modules[name].__dict__.pop("forward", None)
+
+    def _wrap(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return self._block(name, module, forward, args, kwargs)
+
+        return traced
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
+        leaves, _ = call_signature(args, kwargs)
+        self.root = root = Recorder(self.twin, leaves)
+        with self.capture, self.capture.recording(root):
+            output = type(self.twin).forward(self.twin, *args, **kwargs)
+        return output, root
+
+    def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
+        output, root = self.forward(*as_call(batch))
+        inside = len(root.slots)
+        with self.capture, self.capture.recording(root):
+            loss = loss_of(output, loss_fn)
+        if not loss.requires_grad:
+            raise TraceError("the loss does not require gradients; expected a training forward with trainable parameters")
+        outside = root.slots[inside:]
+        del root.slots[inside:], root.slot_info[inside:]
+        return root.finish(output), outside
+
+    def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self.root is None:
+            return forward(*args, **kwargs)
+        leaves, signature = call_signature(args, kwargs)
+        identity = (self._keys[name], signature)
+        key = self._class_ids.get(identity)
+        if key is None:
+            key = f"{type(module).__name__}.{len(self._class_ids)}"
+            self._class_ids[identity] = key
+            self.classes[key] = self._record(key, name, module, forward, args, kwargs, leaves)
+        call = len(self.calls)
+        cls = self.classes[key]
+        self.calls.append(BlockCall(name=name, class_key=key, problem=cls.problem))
+        storages = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._held.append(storage)
+                storages[position] = storage._cdata
+                self.uses.setdefault(storage._cdata, set()).add(call)
+        self.leaf_storages.append(storages)
+        output = self._stub(cls, forward, args, kwargs, leaves)
+        for position, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                self.root.block_output(leaf, call, position)
+        return output
+
+    def _record(
+        self, key: str, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
+    ) -> BlockClass:
+        recorder = Recorder(module, leaves)
+        trace, problem = None, ""
+        try:
+            with recording_errors(), self.capture.recording(recorder):
+                output = forward(*args, **kwargs)
+            trace = recorder.finish(output)
+        except TraceError as error:
+            problem = str(error)
+        return BlockClass(key=key, trace=trace, example=name, args=args, kwargs=kwargs, problem=problem)
+
+    def _stub(self, cls: BlockClass, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+        """Outputs like the block's own, tied to its inputs in the graph, without its memory."""
+        recorders, self.capture.recorders = self.capture.recorders, []
+        try:
+            if cls.trace is None:
+                raise TraceError(
+                    f"block {cls.example!r} cannot be recorded ({cls.problem}); its output is unknown, so the model cannot be "
+                    "planned from a trace; keep this block out with regions=[...] or use policy='full' for it"
+                )
+            return stub_outputs(cls.trace, leaves)
+        finally:
+            self.capture.recorders = recorders
+
+
+def stub_outputs(trace: RegionTrace, leaves: list[Any]) -> Any:
+    """What the region returned, made anew from metadata; inputs that it returned are passed through."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    by_input = {b: leaves[position] for b, position in trace.inputs.items()}
+    made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    fresh = list(_Stub.apply(made, device, *tensors)) if made else []
+    out = []
+    for leaf in trace.output_leaves:
+        if not isinstance(leaf, TensorRef):
+            out.append(leaf)
+        elif leaf.buffer in by_input:
+            out.append(by_input[leaf.buffer])
+        else:
+            out.append(fresh.pop(0))
+    return tree_unflatten(out, trace.output_spec)
+
+
+class _Stub(torch.autograd.Function):
+    """Stands for a block in the root's graph. Holds its inputs, as the block would hold what it shares."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[TensorRef], device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.metas = [(t.shape, t.dtype, t.device) if t.is_floating_point() and t.requires_grad else None for t in tensors]
+        out = tuple(torch.empty_strided(r.size, r.stride, dtype=r.dtype, device=device) for r in made)
+        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        made = [None if m is None else torch.empty(m[0], dtype=m[1], device=m[2]) for m in ctx.metas]
+        return None, None, *made
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and keyword arguments of the model."""
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
+    """Arguments that several blocks get (rotary tables, masks, encoder output) cost no single block a byte."""
+    shared: dict[str, set[int]] = {}
+    for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
+        for position, storage in storages.items():
+            if len(tracer.uses[storage]) > 1:
+                shared.setdefault(call.class_key, set()).add(position)
+    for key, positions in shared.items():
+        region = trace.classes[key].trace
+        if region is not None:
+            free = {b for b, position in region.inputs.items() if position in positions}
+            buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
+            region.program = replace(region.program, buffers=buffers)

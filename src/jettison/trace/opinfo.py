@@ -1,0 +1,106 @@
+"""What an ATen op means to a recorder: does it write, does it draw, may it run twice, what does it cost."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from jettison.ledger.program import Anchor
+
+aten = torch.ops.aten
+
+# Answers that a second run may give differently (ties, thread order), so that they are kept: see TRAPS "discrete decisions".
+DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian", "mode",
+            "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
+
+_BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
+                "aten::sym_storage_offset", "aten::_is_zerotensor"}  # fmt: skip
+
+
+def is_bookkeeping(func: Any) -> bool:
+    """Calls that ask about a tensor and compute nothing."""
+    return func._schema.name in _BOOKKEEPING
+
+
+def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether a call makes new memory or writes to old; a call that only makes views does neither."""
+    if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        return True
+    given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    return any(isinstance(t, Tensor) and t.untyped_storage()._cdata not in given for t in tree_leaves(out))
+
+
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call overwrites, by its schema."""
+    found: list[Tensor] = []
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            value = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name)
+            found.extend(t for t in tree_leaves(value) if isinstance(t, Tensor))
+    if func._schema.name == "aten::native_batch_norm" and len(args) > 5 and args[5]:
+        found.extend(t for t in args[3:5] if isinstance(t, Tensor))  # the schema does not say so; training mode does
+    unique: dict[int, Tensor] = {t.untyped_storage()._cdata: t for t in found}
+    return list(unique.values())
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes numbers from a random generator: tagged so, and not with a dropout probability of zero."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.name == "dropout_p":
+            value = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name, arg.default_value)
+            return bool(value)
+    return True
+
+
+def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | None:
+    """Why this call may not run again, before its surroundings are known."""
+    name = func._schema.name.split("::")[1]
+    namespace = func._schema.name.split("::")[0]
+    if name in DISCRETE:
+        return Anchor.DISCRETE
+    if any(isinstance(v, torch.Generator) for v in tree_leaves((spec_args, kwargs))):
+        return Anchor.GENERATOR
+    if namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+        return Anchor.COLLECTIVE
+    if name in ("lift_fresh", "lift", "lift_fresh_copy", "_local_scalar_dense", "set_", "resize_"):
+        return Anchor.OPAQUE
+    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in tree_leaves((spec_args, kwargs))):
+        return Anchor.OPAQUE
+    return None
+
+
+def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
+    """Equal for calls that cost the same: op, shapes, strides, dtypes and constants."""
+
+    def text(leaf: Any) -> str:
+        if hasattr(leaf, "buffer"):
+            return f"{str(leaf.dtype)[6:]}{list(leaf.size)}{list(leaf.stride)}"
+        return repr(leaf)
+
+    return f"{func}({', '.join(text(leaf) for leaf in tree_leaves((spec_args, spec_kwargs)))})"
+
+
+def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
+    """FLOPs (a multiply-add is 2) and bytes read plus written of one call."""
+    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+    moved = sum(_touched_bytes(t) for t in tensors)
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=out)), moved
+    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
+        query, key, value = args[:3]
+        b, a, s, d = query.shape
+        return 2 * b * a * s * key.shape[-2] * (d + value.shape[-1]), moved
+    return 0, moved
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    # a broadcast dim has stride 0: its elements are the same memory
+    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.element_size()

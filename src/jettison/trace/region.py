@@ -1,0 +1,60 @@
+"""Trace one region on its own, from the arguments of a call that is about to happen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from jettison.trace.capture import CaptureMode, Recorder, RegionTrace
+from jettison.trace.fakes import fake_twin
+from jettison.trace.model import mode_of, recording_errors, uncached_autocast
+from jettison.trace.values import tracing
+
+
+def trace_region(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    shared: frozenset[int] = frozenset(),
+) -> RegionTrace:
+    """Record a module's forward for arguments like these, on fake tensors.
+
+    Args:
+        shared: leaf positions of arguments that live elsewhere anyway and cost this region nothing.
+
+    Raises:
+        TraceError: the forward cannot run on tensors without values, or returns what cannot be recorded.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    mode = mode_of(module, args, kwargs)
+    twin = fake_twin(module, mode)  # its blocks and itself run their classes' own forward
+    capture = CaptureMode()
+    with recording_errors(), tracing(mode, values_known=True), uncached_autocast(), torch.enable_grad():
+        faked = [_like(leaf, mode) for leaf in leaves]
+        fake_args, fake_kwargs = tree_unflatten(faked, spec)
+        recorder = Recorder(twin, faked)
+        with capture, capture.recording(recorder):
+            output = type(module).forward(twin, *fake_args, **fake_kwargs)
+        trace = recorder.finish(output)
+    free = {b for b, position in trace.inputs.items() if position in shared}
+    buffers = tuple(replace(b, free=True) if b.index in free else b for b in trace.program.buffers)
+    trace.program = replace(trace.program, buffers=buffers)
+    return trace
+
+
+def _like(leaf: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+        return leaf
+    if not leaf.is_floating_point():
+        return leaf  # ids and masks keep their values: a forward may look at them
+    fake = mode.from_tensor(leaf.detach())
+    if leaf.requires_grad:
+        fake = fake.requires_grad_()
+        fake = fake if leaf.is_leaf else fake.view_as(fake)
+    return fake

@@ -1,0 +1,97 @@
+"""What must be the same for a recorded program to stand for a call: arguments, modes, settings."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def leaf_signature(leaf: Any) -> Any:
+    """A tensor by its metadata, a plain value by itself, anything else by its type."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.storage_offset(), leaf.device.type
+    if isinstance(leaf, _SCALARS):
+        return type(leaf), leaf
+    return type(leaf)
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The flat leaves of a call, and its hashable signature (positional and keyword structure included)."""
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, (spec, tuple(map(leaf_signature, leaves)))
+
+
+def global_signature() -> tuple[Any, ...]:
+    """Process-wide switches that choose kernels or cast arguments."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+    )
+
+
+class ModuleGuard:
+    """Notices that a module would run differently than when it was recorded.
+
+    Watches train/eval, which parameters want gradients, replaced submodules and parameters, and every plain setting
+    (numbers, strings, functions) on the modules and on the configuration objects that they hold.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.settings: list[tuple[dict[str, Any], str, Any]] = []
+        self.parameters: list[tuple[dict[str, Any], str, bool]] = []
+        seen: set[int] = set()
+        for sub in module.modules():
+            self._watch(vars(sub), seen)
+            for name, child in sub._modules.items():
+                self.settings.append((sub._modules, name, child))  # type: ignore[arg-type]
+            for name, parameter in sub._parameters.items():
+                if parameter is not None:
+                    self.parameters.append((sub._parameters, name, parameter.requires_grad))
+
+    def _watch(self, attributes: dict[str, Any], seen: set[int], *, nested: bool = False) -> None:
+        if id(attributes) in seen:
+            return
+        seen.add(id(attributes))
+        for key, value in attributes.items():
+            if isinstance(value, _SCALARS) or isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+                self.settings.append((attributes, key, value))
+            elif not nested and key[:1] != "_" and hasattr(value, "__dict__") and _is_configuration(value):
+                self._watch(vars(value), seen, nested=True)
+
+    def holds(self) -> bool:
+        """Whether everything watched is as it was."""
+        for attributes, key, value in self.settings:
+            now = attributes.get(key, _MISSING)
+            if now is not value and (now.__class__ is not value.__class__ or isinstance(value, nn.Module) or now != value):
+                return False
+        for attributes, key, wants in self.parameters:
+            parameter = attributes.get(key)
+            if parameter is None or parameter.requires_grad is not wants:
+                return False
+        return True
+
+    def forgive(self) -> None:
+        """Stop watching what has changed: it proved not to matter."""
+        self.settings = [(a, k, v) for a, k, v in self.settings if a.get(k, _MISSING) is v or a.get(k, _MISSING) == v]
+
+
+_MISSING = object()
+
+
+def _is_configuration(value: Any) -> bool:
+    return not isinstance(value, nn.Module | Tensor | type) and not callable(value)

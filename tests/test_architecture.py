@@ -1,0 +1,206 @@
+"""Imports go one way, and the rooms that must not need torch do not import it."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+PACKAGE = SOURCE / "jettison"
+
+RANKS: tuple[tuple[str, ...], ...] = (
+    ("units", "errors", "dtypes"),
+    ("spec",),
+    ("ledger",),
+    ("formula", "trace"),
+    ("cost",),
+    ("plan",),
+    ("runtime",),
+    ("parallel",),
+    ("measure",),
+    ("train",),
+    ("export",),
+    ("report",),
+    ("api",),
+    ("cli",),
+)
+RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
+BASE = frozenset(RANKS[0])
+FREE = frozenset({"cli"})  # may import anything, since it does so when a verb is called
+
+WITHOUT_TORCH = ("units", "errors", "dtypes", "spec", "ledger", "formula", "cost", "plan", "export", "report", "cli")
+"""Rooms that can be imported where torch is not installed."""
+
+
+class Import(NamedTuple):
+    """One imported module, as written in one line of one file."""
+
+    file: str
+    line: int
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.target}"
+
+
+def room_of(file: Path) -> str:
+    """The room that a file belongs to; "" is the package's own ``__init__``."""
+    first = file.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    """All imports of a file, those inside functions too, with relative ones made absolute."""
+    name = str(file.relative_to(SOURCE))
+    package = file.relative_to(SOURCE).parent.parts
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), filename=name)):
+        if isinstance(node, ast.Import):
+            yield from (Import(name, node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            if module == "jettison":  # `from jettison import units` names a room, or a public object
+                yield from (Import(name, node.lineno, f"jettison.{alias.name}") for alias in node.names)
+            else:
+                yield Import(name, node.lineno, module)
+
+
+def complaint(room: str, found: Import) -> str | None:
+    """Why ``room`` may not have this import, or None where it may."""
+    parts = found.target.split(".")
+    if parts[0] != "jettison" or room in FREE:
+        return None
+    target = parts[1] if len(parts) > 1 else ""
+    if target in {room, "", "__version__"}:
+        return None
+    if target not in RANK_OF:
+        return f"{found}: {target!r} is no room; expected one of {', '.join(RANK_OF)}"
+    if room in BASE and target in BASE:
+        return None
+    if RANK_OF[target] >= RANK_OF[room]:
+        return f"{found}: {room!r} (rank {RANK_OF[room]}) may import lower ranks only, {target!r} has {RANK_OF[target]}"
+    return None
+
+
+def source_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_imports_go_one_way() -> None:
+    complaints = [
+        reason
+        for file in source_files()
+        if (room := room_of(file))
+        for found in imports_of(file)
+        if (reason := complaint(room, found)) is not None
+    ]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_every_file_belongs_to_a_room() -> None:
+    strays = [str(file.relative_to(SOURCE)) for file in source_files() if room_of(file) not in {"", *RANK_OF}]
+    assert not strays, f"{strays} belong to no room; add the room to RANKS"
+
+
+def test_the_package_itself_loads_no_room() -> None:
+    code = "import jettison, sys; print(*(name for name in sys.modules if name.startswith('jettison.')))"
+    assert run_python(code).split() == []
+
+
+def test_rooms_without_torch_never_name_it() -> None:
+    rooms = frozenset(WITHOUT_TORCH) - FREE
+    found = [
+        str(found)
+        for file in source_files()
+        if room_of(file) in rooms
+        for found in imports_of(file)
+        if found.target.split(".")[0] in {"torch", "transformers"}
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_modules_are_imported_by_from() -> None:
+    """See NOTE [ Verbs that share a room's name ]: ``import jettison.plan.x as y`` would find the function ``plan``."""
+    found = [
+        f"{file.relative_to(SOURCE)}:{node.lineno} writes `import {alias.name}`; write `from ... import ...`"
+        for file in source_files()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.startswith("jettison.")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("room", "target", "allowed"),
+    [
+        ("ledger", "jettison.units", True),
+        ("ledger", "jettison.ledger.program", True),
+        ("errors", "jettison.units", True),
+        ("plan", "jettison.ledger.program", True),
+        ("ledger", "jettison.plan.problem", False),
+        ("formula", "jettison.trace.capture", False),
+        ("trace", "jettison.formula", False),
+        ("units", "jettison.ledger", False),
+        ("plan", "jettison.Plan", False),
+        ("cli", "jettison.api", True),
+        ("plan", "numpy", True),
+    ],
+)
+def test_the_rule_itself(room: str, target: str, allowed: bool) -> None:
+    assert (complaint(room, Import("x.py", 1, target)) is None) == allowed
+
+
+PROBE = """
+import importlib, json, sys
+leaks = {}
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    for heavy in ("torch", "transformers"):
+        if heavy in sys.modules:
+            leaks.setdefault(heavy, name)
+print(json.dumps(leaks))
+"""
+
+
+def run_python(code: str, *args: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=env, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_rooms_without_torch_do_not_import_it() -> None:
+    rooms = [r for r in WITHOUT_TORCH if (PACKAGE / f"{r}.py").exists() or (PACKAGE / r / "__init__.py").exists()]
+    leaks = json.loads(run_python(PROBE, json.dumps(["jettison", *(f"jettison.{room}" for room in rooms)])))
+    assert not leaks, f"imported by: {leaks}"
+
+
+def test_a_submodule_does_not_take_a_public_name() -> None:
+    code = """
+import importlib, types, jettison
+for name in ("ledger", "plan"):
+    module = types.ModuleType(f"jettison.{name}")
+    setattr(jettison, name, module)
+assert isinstance(vars(jettison)["ledger"], types.ModuleType)  # not a public name: bound as ever
+assert "plan" not in vars(jettison)
+"""
+    run_python(code)
+
+
+def test_public_names() -> None:
+    import jettison
+
+    with pytest.raises(AttributeError, match="no attribute 'autocheckpoint'; it offers auto_checkpoint"):
+        _ = jettison.autocheckpoint
+    assert {"auto_checkpoint", "Ledger", "__version__"} <= set(dir(jettison))
+    assert jettison.Ledger.__module__ == "jettison.ledger.record"
