@@ -1,4 +1,4 @@
-"""Bitwise comparison notices one bit, treats NaN and signed zero by their bits, and will not compare a model with itself."""
+"""Bitwise comparison: it notices one bit, knows NaN and signed zero, and compares no model with itself."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def test_fake_step_counts_what_the_real_one_does():
     mode = fake_mode()
     twin, fake = fake_twin(model, mode), fake_batch(batch, mode)
     with mode, AllocationCounter(static_tensors(twin, fake)) as counted:
-        twin.zero_grad()
         step(twin, fake)
-    assert counted.peak_bytes == real.peak_bytes - unique_bytes(p.grad for p in ()) and counted.live_bytes > 0
+    assert counted.peak_bytes == real.peak_bytes
+    assert counted.live_bytes == real.live_bytes
 
 
 def test_layer_marks_follow_forward_and_backward():
@@ -226,7 +226,7 @@ def fake_meta(model):
 
 
 def test_fake_grouped_matmul_in_float32_like_the_real_one():
-    a, b, offs = torch.randn(8, 6), torch.randn(2, 6, 10), torch.tensor([3, 8], dtype=torch.int32)
+    a, b, offs = torch.randn(8, 8), torch.randn(2, 8, 12), torch.tensor([3, 8], dtype=torch.int32)
     real = torch.ops.aten._grouped_mm(a, b, offs)
     mode = fake_mode()
     assert isinstance(mode, FakeTensorMode)

@@ -1,7 +1,7 @@
 """A lower bound on the seconds of the rest of a walk, from any position and any prefix.
 
-Each position's constraint "prefix + need <= budget" (NOTE [ The step is a path ]) gets a multiplier, in picoseconds per byte.
-Relaxed that way the cheapest rest of the walk is a shortest path, so that from position r with P bytes held
+Each position's constraint "prefix + need <= budget" (NOTE [ The step is a path ]) gets a multiplier, in picoseconds per
+byte. Relaxed that way the cheapest rest of the walk is a shortest path, so that from position r with P bytes held
 
     seconds so far + P * held_price[r] + rest[r]
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
+ROUNDING = 1e-9  # share of the dearest path by which bounds are lowered, far above the rounding of their sums
 SCALE = 1e3  # the relaxation counts in thousandths of the budget and of the dearest path: well-scaled for simplex
 
 
@@ -56,9 +57,7 @@ class BudgetedWalk:
             fitting: list[Move] = []
             if prefix is not None:
                 room = budget_bytes - prefix
-                fitting = [
-                    m for m in moves if max(m.need_bytes, m.resident_bytes + walk.floors[m.stop]) <= room
-                ]
+                fitting = [m for m in moves if max(m.need_bytes, m.resident_bytes + walk.floors[m.stop]) <= room]
                 for m in fitting:
                     reached = shortest[m.stop]
                     after = prefix + m.resident_bytes
@@ -73,7 +72,8 @@ def relax(budgeted: BudgetedWalk, multipliers: Sequence[float] | Floats) -> Boun
     prices = [max(0.0, float(p)) for p in multipliers]
     held = list(accumulate(reversed(prices)))[::-1]
     skipped = [0.0, *accumulate(prices)]  # sums of multipliers, for positions that a segment passes over
-    rest = [float("inf")] * walk.count + [prices[-1] * (walk.loss_need_bytes - budget)]
+    most = sum(max((m.picoseconds for m in moves), default=0) for moves in budgeted.moves)
+    rest = [float("inf")] * walk.count + [prices[-1] * (walk.loss_need_bytes - budget) - ROUNDING * (1 + most)]
     for r in reversed(range(walk.count)):
         rest[r] = min(
             (
@@ -110,7 +110,7 @@ def best_multipliers(budgeted: BudgetedWalk) -> Floats:
 
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:
-    """Columns: every move, then the prefix at positions 1 .. R. Rows: path, prefix, budget, R at a time, and the loss."""
+    """Columns: every move, then the prefix at positions 1 .. R. Rows: R paths, R prefixes, R budgets, and the loss."""
     walk, count = budgeted.walk, budgeted.walk.count
     moves = [m for group in budgeted.moves for m in group]
     prefix_row, budget_row = count, 2 * count

@@ -1,9 +1,10 @@
 """The fastest way through a step under a budget in absolute bytes, with a certificate.
 
-What is minimised is the recompute added to a step, in seconds; what is bounded is every level of NOTE [ The step's levels ].
-For each root option: the duals of a linear relaxation (HiGHS) give a bound from every position on (bound.py), a beam of labels
-gives a good plan, and labels thinned with a known loss (labels.py) prove it, mostly with nothing thinned at all. Root
-options whose bound is no better than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
+What is minimised is the recompute added to a step, in seconds; what is bounded is every level of
+NOTE [ The step's levels ]. For each root option: the duals of a linear relaxation (HiGHS) give a bound from every
+position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss (labels.py) prove it,
+mostly with nothing thinned at all. Root options whose bound is no better than the best plan are left out. Every answer
+is replayed by `evaluate` before it is returned.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jettison.errors import Infeasible
 from jettison.plan.bound import Bound, BudgetedWalk, best_multipliers, relax
 from jettison.plan.labels import Path, fastest_path
 from jettison.plan.levels import Choice, Levels, evaluate
-from jettison.plan.moves import PICOSECONDS, Walk, minimum_budget, walks
+from jettison.plan.moves import PICOSECONDS, Walk, walks
 from jettison.plan.problem import StepProblem
 
 DEFAULT_GAP = 0.005
@@ -38,8 +39,8 @@ class Status(StrEnum):
 class Certificate:
     """What is proven about a choice.
 
-    ``gap`` is the share of a step's time that a better choice could still save: (objective - lower bound) / (plain step +
-    objective), with a plain step of 0 seconds where it is not known.
+    ``gap`` is the share of a step's time that a better choice could still save: (objective - lower bound) / (plain step
+    + objective), with a plain step of 0 seconds where it is not known.
     """
 
     lower_bound_seconds: float
@@ -68,14 +69,15 @@ def choose(problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP)
         Infeasible: no choice fits; the error carries the smallest budget that one does.
     """
     begin = time.perf_counter()
-    minimum = minimum_budget(problem)
+    all_walks = walks(problem)
+    minimum = min(walk.minimum_budget_bytes for walk in all_walks)
     if minimum > budget_bytes:
         raise Infeasible(minimum_budget_bytes=minimum, budget_bytes=budget_bytes)
     unhindered = _fastest_options(problem)
     if unhindered is not None and evaluate(problem, unhindered).peak_bytes <= budget_bytes:
         choice, bound, status = unhindered, float("inf"), Status.NOTHING_TO_DO
     else:
-        choice, bound, status = _search(problem, budget_bytes, gap)
+        choice, bound, status = _search(problem, all_walks, budget_bytes, gap)
     levels = evaluate(problem, choice)
     assert levels.peak_bytes <= budget_bytes, f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
     bound = min(bound, levels.seconds)
@@ -120,58 +122,56 @@ class _Candidate:
 
 @dataclass(kw_only=True)
 class _Best:
-    """The best plan so far; of equally fast ones the first found."""
+    """The best plan so far and the walk it is on; of equally fast ones the first found."""
 
-    path: Path | None = None
-    walk: Walk | None = None
+    plan: tuple[Walk, Path] | None = None
 
     @property
     def picoseconds(self) -> int | None:
-        return None if self.path is None else self.path.picoseconds
+        return None if self.plan is None else self.plan[1].picoseconds
 
     def offer(self, walk: Walk, path: Path | None) -> None:
-        if path is not None and (self.path is None or path.picoseconds < self.path.picoseconds):
-            self.path, self.walk = path, walk
+        if path is not None and (self.plan is None or path.picoseconds < self.plan[1].picoseconds):
+            self.plan = (walk, path)
 
     def beats(self, bound: float) -> bool:
         """Whether nothing with this lower bound can be better; seconds are whole numbers of picoseconds."""
-        return self.path is not None and bound > self.path.picoseconds - 1 + 1e-9 * (1 + self.path.picoseconds)
+        best = self.picoseconds
+        return best is not None and bound > best - 1
 
 
-def _search(problem: StepProblem, budget_bytes: int, gap: float) -> tuple[Choice, float, Status]:
-    """The best choice found, a lower bound in seconds, and the status."""
+def _search(
+    problem: StepProblem, all_walks: tuple[Walk, ...], budget_bytes: int, gap: float
+) -> tuple[Choice, float, Status]:
+    """The best choice found, a lower bound in seconds (infinite where it is proven to be the best) and the status."""
     best = _Best()
-    candidates = list(_candidates(problem, budget_bytes, best))
-    bound = 0.0
+    candidates = list(_candidates(all_walks, budget_bytes, best))
     for width in PROOF_WIDTHS:
         for candidate in candidates:
             if not best.beats(candidate.proven):
                 _prove(candidate, best, width)
-        assert best.path is not None and best.walk is not None, "the smallest budget is met, so a beam has found a plan"
-        objective = best.path.picoseconds
-        bound = min([float(objective), *(c.proven for c in candidates)])
-        if _gap(problem, objective / PICOSECONDS, bound / PICOSECONDS) <= gap:
-            break
-    else:
-        return best.walk.choice(best.path.moves), bound / PICOSECONDS, Status.GAP_OPEN
-    optimal = bound >= objective
-    status = Status.OPTIMAL if optimal else Status.WITHIN_GAP
-    return best.walk.choice(best.path.moves), float("inf") if optimal else bound / PICOSECONDS, status
+        assert best.plan is not None, "no budget below the smallest comes here, so a beam has found a plan"
+        walk, path = best.plan
+        choice = walk.choice(path.moves)
+        bound = min((c.proven for c in candidates), default=float("inf"))
+        if best.beats(bound):
+            return choice, float("inf"), Status.OPTIMAL
+        if _gap(problem, path.picoseconds / PICOSECONDS, bound / PICOSECONDS) <= gap:
+            return choice, bound / PICOSECONDS, Status.WITHIN_GAP
+    return choice, bound / PICOSECONDS, Status.GAP_OPEN
 
 
-def _candidates(problem: StepProblem, budget_bytes: int, best: _Best) -> Iterator[_Candidate]:
+def _candidates(all_walks: tuple[Walk, ...], budget_bytes: int, best: _Best) -> Iterator[_Candidate]:
     """Root options that may hold the best plan, most promising first; each one's beam is offered to ``best``."""
-    multipliers = None
-    fitting = [
-        BudgetedWalk.of(walk, budget_bytes) for walk in walks(problem) if walk.minimum_budget_bytes <= budget_bytes
-    ]
-    no_prices = [0.0] * (len(problem.regions) + 1)
-    for budgeted in sorted(fitting, key=lambda b: relax(b, no_prices).picoseconds):
-        bound = relax(budgeted, no_prices if multipliers is None else multipliers)
+    fitting = [BudgetedWalk.of(walk, budget_bytes) for walk in all_walks if walk.minimum_budget_bytes <= budget_bytes]
+    roomiest = min(fitting, key=lambda b: b.walk.minimum_budget_bytes)
+    multipliers = best_multipliers(roomiest)  # valid for the other root options, too, if not the best for them
+    bounded = [(relax(b, multipliers), b) for b in fitting]
+    for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
         if best.beats(bound.picoseconds):
-            continue  # the multipliers of another root option are valid here, too
-        multipliers = best_multipliers(budgeted)
-        bound = max(bound, relax(budgeted, multipliers), key=lambda b: b.picoseconds)
+            return
+        if budgeted is not roomiest:
+            bound = max(bound, relax(budgeted, best_multipliers(budgeted)), key=lambda b: b.picoseconds)
         if not best.beats(bound.picoseconds):
             best.offer(budgeted.walk, fastest_path(budgeted, bound, width=BEAM_WIDTH, beam=True).path)
             yield _Candidate(budgeted=budgeted, bound=bound, proven=bound.picoseconds)
@@ -181,5 +181,5 @@ def _prove(candidate: _Candidate, best: _Best, width: int) -> None:
     """Search the candidate for something better than the best plan, and note what that proves."""
     found = fastest_path(candidate.budgeted, candidate.bound, width=width, below=best.picoseconds)
     best.offer(candidate.walk, found.path)
-    assert best.picoseconds is not None
-    candidate.proven = max(candidate.proven, best.picoseconds - found.loss)
+    if best.picoseconds is not None:
+        candidate.proven = max(candidate.proven, best.picoseconds - found.loss)

@@ -1,21 +1,22 @@
 """What one region can trade: bytes held until backward against seconds of recompute, the exact lower hull of it.
 
 NOTE [ Keep or recompute is a cut ]
-For a price per byte, choose what backward computes again so that `seconds of it + price * bytes kept` is least. Let `n_b`
-say that backward needs buffer b, and `r_o` that op o runs again. Slots are needed; an op that runs again needs its inputs;
-a needed buffer is kept unless its op runs again:
+For a price per byte, choose what backward computes again so that `seconds of it + price * bytes kept` is least. Let
+`n_b` say that backward needs buffer b, and `r_o` that op o runs again. Slots are needed; an op that runs again needs
+its inputs; a needed buffer is kept unless its op runs again:
 
     minimise  sum_o seconds_o r_o + price * sum_b bytes_b max(0, n_b - r_op(b))
     with      n_b = 1 for slots,   r_o <= n_b for every input b of o
 
-Free buffers stand outside. This is a minimum s-t cut, with n_b -> r_op(b) at the price of the bytes (to the sink where the op
-may not run again; unbounded where the buffer cannot be kept), r_o -> sink at its seconds, and r_o -> n_b unbounded. Sweeping
-the price walks the lower hull of all (bytes, seconds) pairs; a query at the slope between two neighbours either finds a
-vertex between them or proves that there is none (Eisner & Severance 1976).
-Seconds are counted in whole picoseconds and prices as multiples of 1 / resolution with resolution > 2 * (all bytes)^2,
-which is fine enough that no vertex is missed: two lines between integer points differ by at least 1 / (all bytes).
+Free buffers stand outside. This is a minimum s-t cut, with n_b -> r_op(b) at the price of the bytes (to the sink where
+the op may not run again; unbounded where the buffer cannot be kept), r_o -> sink at its seconds, and r_o -> n_b
+unbounded. Sweeping the price walks the lower hull of all (bytes, seconds) pairs; a query at the slope between two
+neighbours either finds a vertex between them or proves that there is none (Eisner & Severance 1976). Seconds are
+counted in whole picoseconds and prices as multiples of 1 / resolution with resolution > 2 * (all bytes)^2, which is
+fine enough that no vertex is missed: two lines between integer points differ by at least 1 / (all bytes). Of equally
+cheap choices the cut takes the one that needs the least (its minimal source side), which is unique.
 
-Torch's min-cut partitioner solves the cut at one price, for one joint graph; the sweep and the closure over recompute are ours.
+Torch's min-cut partitioner solves such a cut at one price, for the joint graph of forward and backward.
 """
 
 from __future__ import annotations
@@ -170,7 +171,9 @@ def _build_network(program: Program, picoseconds: Sequence[int], resolution: int
     repeatable = _repeatable_ops(program)
     wanted, again = _reachable(program, repeatable)
     network = CutNetwork(unbounded=unbounded)
-    again_node = {o: network.add_node() for o in again}
+    again_node: dict[int, int] = {}
+    for o, leader in _leaders(program, wanted, again).items():
+        again_node[o] = network.add_node() if leader == o else again_node[leader]
     needed_node = {b: network.add_node() for b in wanted if program.buffers[b].keepable}
 
     def producer(b: int) -> int | None:
@@ -189,7 +192,8 @@ def _build_network(program: Program, picoseconds: Sequence[int], resolution: int
     for o, tail in again_node.items():
         network.add_edge(tail, SINK, fixed=resolution * picoseconds[o])
         for b in _costly(program, program.ops[o].inputs):
-            network.add_edge(tail, node(b), fixed=unbounded)
+            if node(b) != tail:
+                network.add_edge(tail, node(b), fixed=unbounded)
     for b in _costly(program, program.needed_buffers()):
         network.add_edge(SOURCE, node(b), fixed=unbounded)
     return _Network(network=network, needed_node=needed_node, again_node=again_node)
@@ -213,6 +217,25 @@ def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int],
             again.append(op.index)
             wanted.update(_costly(program, op.inputs))
     return sorted(wanted), again
+
+
+def _leaders(program: Program, wanted: Iterable[int], again: Iterable[int]) -> dict[int, int]:
+    """For each op, last first, the op that decides whether it runs again: itself, or its only reader.
+
+    An op whose results can neither be kept nor are saved, and that one op alone reads, has no choice of its own. Runs
+    of such ops become one node, which keeps the network small.
+    """
+    readers: dict[int, set[int]] = {b: set() for b in wanted}
+    leaders: dict[int, int] = {}
+    needed = program.needed_buffers()
+    for o in again:
+        results = [b for b in program.ops[o].outputs if b in readers and program.buffers[b].producer == o]
+        forced = {leader for b in results for leader in readers[b]}
+        own = len(forced) != 1 or any(program.buffers[b].keepable or b in needed for b in results)
+        leaders[o] = o if own else forced.pop()
+        for b in _costly(program, program.ops[o].inputs):
+            readers[b].add(leaders[o])
+    return leaders
 
 
 def _costly(program: Program, buffers: Iterable[int]) -> list[int]:

@@ -1,14 +1,14 @@
 """The fastest path under a budget by labels: (bytes held, seconds so far) pairs that nothing else beats in both.
 
 NOTE [ Labels and what thinning costs ]
-At each position keep the pairs (prefix, seconds) that no other pair dominates (NOTE [ The step is a path ]), drop those whose
-lower bound (bound.py) is no better than the best plan known, and extend them by every move. That is exact. Where
+At each position keep the pairs (prefix, seconds) that no other pair dominates (NOTE [ The step is a path ]), drop those
+whose lower bound (bound.py) is no better than the best plan known, and extend them by every move. That is exact. Where
 more than `width` labels are left, the list is thinned:
 
 - `beam`: keep those with the best bounds. Fast and good, proves nothing.
-- otherwise: cut the range of seconds into `width` equal buckets and keep the shortest prefix of each. Whatever was dropped has a
-  stand-in that holds no more and is slower by less than a bucket, so the result is within the sum of the bucket widths
-  of the optimum (the scaling argument of Ibarra & Kim 1975 for knapsacks). The sum is reported as `loss`.
+- otherwise: cut the range of seconds into `width` equal buckets and keep the shortest prefix of each. Whatever was
+  dropped has a stand-in that holds no more and is slower by less than a bucket, so the result is within the sum of the
+  bucket widths of the optimum (the scaling argument of Ibarra & Kim 1975 for knapsacks). The sum is reported as `loss`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """``path`` is None where nothing beats the limit. The optimum is at most ``loss`` picoseconds better than the answer."""
+    """``path`` is None where nothing beats the limit. The optimum is at most ``loss`` picoseconds below the answer."""
 
     path: Path | None
     loss: int
@@ -113,10 +113,10 @@ def _lower_bounds(labels: _Labels, bound: Bound, r: int) -> NDArray[np.float64]:
 
 
 def _promising(labels: _Labels, bound: Bound, r: int, below: int | None) -> _Labels:
-    """Those that may still end below the limit; rounding of the bound is given a part in 10^9."""
+    """Those that may still end below the limit."""
     if below is None:
         return labels
-    return labels.take(_lower_bounds(labels, bound, r) <= below - 1 + 1e-9 * (1 + below))
+    return labels.take(_lower_bounds(labels, bound, r) <= below - 1)
 
 
 def _undominated(labels: _Labels) -> _Labels:

@@ -68,7 +68,7 @@ def evaluate(problem: StepProblem, choice: Choice) -> Levels:
     root = _root_option(problem, choice.root)
     covers = tuple(_covers(problem, choice))
     static, count = problem.static_bytes, len(problem.regions)
-    levels = []
+    levels: list[tuple[Phase, int | None, int]] = []
     held = 0
     for r, cover in enumerate(covers):
         before = held - (cover.resident_bytes if r > cover.start else 0)

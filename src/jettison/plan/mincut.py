@@ -1,11 +1,11 @@
 """Minimum s-t cut with exact integer capacities that grow with a price, restarted from the flow at a lower price.
 
-A flow that is feasible at one price stays feasible at any higher one, because capacities only grow. Sweeping the price upwards
-therefore only ever augments; a copy of the residual is the whole state. Capacities are Python integers of any size, so the
-cut is exact and the same on every machine. The minimal source side of a minimum cut does not depend on the flow that
-found it, which makes the answer unique.
+A flow that is feasible at one price stays feasible at any higher one, because capacities only grow. Sweeping the price
+upwards therefore only ever augments; a copy of the residual is the whole state. Capacities are Python integers of any
+size, so the cut is exact and the same on every machine. The minimal source side of a minimum cut does not depend on the
+flow that found it, which makes the answer unique.
 
-Sources: Ford & Fulkerson 1956 (maximum flow = minimum cut); Dinic 1970 (blocking flows); Picard 1976 (closure problems).
+Sources: Ford & Fulkerson 1956 (maximum flow = minimum cut); Dinic 1970 (blocking flows); Picard 1976 (closures).
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The choice over a step as a path: what every option needs, and the smallest budget, exactly.
 
 NOTE [ The step is a path ]
-Fix the root's option. Walk the regions in order; the state before region r is what the regions before it hold, the prefix
-P. An option (or a segment from r to some stop) adds `resident` to P, and every level of NOTE [ The step's levels ] that it
-takes part in is P plus a constant of its own. The largest of these constants is its `need`: the option may be taken
-exactly when P + need <= budget. At the end P + loss need <= budget; tail and optimizer do not depend on P. So a plan is
-a path over the positions 0 .. R whose moves have a need, a resident size and a cost. Two things follow:
+Fix the root's option. Walk the regions in order; the state before region r is what the regions before it hold, the
+prefix P. An option (or a segment from r to some stop) adds `resident` to P, and every level of
+NOTE [ The step's levels ] that it takes part in is P plus a constant of its own. The largest of these constants is its
+`need`: the option may be taken exactly when P + need <= budget. At the end P + loss need <= budget; tail and optimizer
+do not depend on P. So a plan is a path over the positions 0 .. R whose moves have a need, a resident size and a cost.
+Two things follow:
 
-*The smallest budget is a recursion.* A longer prefix raises every later level alike, so the smallest budget for the rest
-of the walk is P + floor_r, where floor_R is the loss need and
+*The smallest budget is a recursion.* A longer prefix raises every later level alike, so the smallest budget for the
+rest of the walk is P + floor_r, where floor_R is the loss need and
 
     floor_r = min over moves m from r of max(need_m, resident_m + floor_stop(m))
 
@@ -45,7 +46,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """A step under one root option, see NOTE [ The step is a path ]. ``moves[r]`` start at r, none dominates another."""
+    """A step under one root option (NOTE [ The step is a path ]). ``moves[r]`` start at r; none dominates another."""
 
     root: str
     root_picoseconds: int
@@ -148,7 +149,7 @@ def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
 
 
 def _undominated(moves: list[Move]) -> tuple[Move, ...]:
-    """Without those that another one with the same end beats or equals in bytes, need and seconds; the earlier stays."""
+    """Without those that another one with the same end beats or equals in bytes, need and seconds."""
     kept: list[Move] = []
     for m in sorted(moves, key=lambda m: (m.stop, m.picoseconds, m.resident_bytes, m.need_bytes)):
         if not any(

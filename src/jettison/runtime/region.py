@@ -78,6 +78,20 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
+        outer = current_frame()
+        if outer is None or outer.check is None:
+            output = self._call(args, kwargs)
+        else:
+            outer.check.paused = True
+            try:
+                output = self._call(args, kwargs)
+            finally:
+                outer.check.paused = False
+        if outer is not None:
+            outer.block_done(output)
+        return output
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, signature = call_signature(args, kwargs)
         if self.guard is None or not self.guard.holds():
             self._forget()
@@ -104,10 +118,16 @@ class PlannedForward:
             hook.remove()
         self.tap_hooks.clear()
 
-    def adopt(self, key: Any, trace: RegionTrace) -> None:
-        """Use a program recorded elsewhere for calls of this signature."""
+    def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
+        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very tensors."""
         self.guard = self.guard or ModuleGuard(self.module)
-        self._store(key, trace)
+        self._store(key, trace).checked = checked
+
+    def nested_done(self, output: Any) -> None:
+        """A stand-in for a nested region has run inside this one."""
+        frame = current_frame()
+        if frame is not None and frame.region is self:
+            frame.block_done(output)
 
     def report(self) -> RegionReport:
         """What was kept and dropped, for the most used signature."""
@@ -209,9 +229,6 @@ class PlannedForward:
         frame = ActiveFrame(recipe, self)
         stack = _stack()
         frame.enter(leaves)
-        outer = stack[-1] if stack else None
-        if outer is not None and outer.check is not None:
-            outer.check.paused = True
         stack.append(frame)
         try:
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
@@ -222,12 +239,8 @@ class PlannedForward:
                         output = self.forward(*args, **kwargs)
         finally:
             stack.pop()
-            if outer is not None and outer.check is not None:
-                outer.check.paused = False
         frame.leave()
         prepared.checked = True
-        if outer is not None:
-            outer.block_done(output)
         return output
 
     def _run_fallback(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

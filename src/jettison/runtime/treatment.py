@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from jettison.cost import CPU, op_seconds
 from jettison.errors import UsageError
 from jettison.ledger.program import Op, Program, Source
+from jettison.plan.frontier import pareto_frontier
 
 MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "aten._grouped_mm", "aten.convolution")
 
@@ -82,6 +84,20 @@ class Exactly:
         if program.digest() == self.digest:
             return self.buffers
         return self.otherwise.kept(program)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The cheapest recompute that keeps no more than this share of what plain autograd would."""
+
+    fraction: float
+    word: str = "mixed"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        points = pareto_frontier(program, [op_seconds(op, CPU) for op in program.ops])
+        limit = self.fraction * program.kept_bytes(program.saved_buffers())
+        fitting = [p for p in points if p.kept_bytes <= limit]
+        return min(fitting, key=lambda p: p.seconds).kept if fitting else points[0].kept
 
 
 def close(program: Program, wanted: frozenset[int]) -> frozenset[int]:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
-from jettison.trace.signature import call_signature
+from jettison.trace.signature import call_signature, global_signature
 from jettison.trace.values import tracing
 
 LossFn = Callable[[Any], Tensor]
@@ -30,6 +30,7 @@ class BlockCall:
 
     name: str
     class_key: str
+    shared: frozenset[int] = frozenset()  # leaf positions of arguments that other blocks get as well
     problem: str = ""
 
 
@@ -42,6 +43,7 @@ class BlockClass:
     example: str  # name of the block that was recorded
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    signature: Any = None
     problem: str = ""
 
 
@@ -58,7 +60,8 @@ class ModelTrace:
     loss_fn: LossFn | None
     values_known: bool
     seconds: float
-    outside: list[TensorRef] = field(default_factory=list)
+    root_signature: Any = None
+    outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
 
     def context(self) -> contextlib.AbstractContextManager[None]:
@@ -123,9 +126,11 @@ def trace_model(
     tracer = _Tracer(twin, regions)
     with tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad():
         root, outside = tracer.run(held, loss_fn)
+        root_signature = (call_signature(*as_call(held))[1], global_signature())
     trace = ModelTrace(
         calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
-        values_known=values_known, seconds=time.perf_counter() - started, outside=outside,
+        values_known=values_known, seconds=time.perf_counter() - started, root_signature=root_signature,
+        outside=outside,
     )  # fmt: skip
     for cls in trace.classes.values():
         if cls.problem:
@@ -242,6 +247,7 @@ class _Tracer:
             key = f"{type(module).__name__}.{len(self._class_ids)}"
             self._class_ids[identity] = key
             self.classes[key] = self._record(key, name, module, forward, args, kwargs, leaves)
+            self.classes[key].signature = (signature, global_signature())
         call = len(self.calls)
         cls = self.classes[key]
         self.calls.append(BlockCall(name=name, class_key=key, problem=cls.problem))
@@ -286,13 +292,28 @@ class _Tracer:
             self.capture.recorders = recorders
 
 
-def stub_outputs(trace: RegionTrace, leaves: list[Any]) -> Any:
-    """What the region returned, made anew from metadata; inputs that it returned are passed through."""
+class Probe(Protocol):
+    """Told when a stubbed block starts its forward and its backward."""
+
+    def forward(self, call: int) -> None: ...
+    def backward(self, call: int) -> None: ...
+
+
+def stub_outputs(
+    trace: RegionTrace, leaves: list[Any], *, probe: Probe | None = None, call: int = 0, held: tuple[Any, ...] = ()
+) -> Any:
+    """What the region returned, made anew from metadata; inputs that it returned are passed through.
+
+    Args:
+        held: kept alive until the stub's backward, as the block would.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     by_input = {b: leaves[position] for b, position in trace.inputs.items()}
     made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
     device = next((t.device for t in tensors), torch.device("cpu"))
-    fresh = list(_Stub.apply(made, device, *tensors)) if made else []
+    if probe is not None:
+        probe.forward(call)
+    fresh = list(_Stub.apply(made, device, (probe, call, held), *tensors)) if made else []
     out = []
     for leaf in trace.output_leaves:
         if not isinstance(leaf, TensorRef):
@@ -305,19 +326,24 @@ def stub_outputs(trace: RegionTrace, leaves: list[Any]) -> Any:
 
 
 class _Stub(torch.autograd.Function):
-    """Stands for a block in the root's graph. Holds its inputs, as the block would hold what it shares."""
+    """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, out of nothing."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[TensorRef], device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, made: list[TensorRef], device: torch.device, extra: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.metas = [(t.shape, t.dtype, t.device) if t.is_floating_point() and t.requires_grad else None for t in tensors]
+        ctx.extra = extra
         out = tuple(torch.empty_strided(r.size, r.stride, dtype=r.dtype, device=device) for r in made)
         ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        probe, call, _held = ctx.extra
+        if probe is not None:
+            probe.backward(call)
+        ctx.extra = (None, call, ())
         made = [None if m is None else torch.empty(m[0], dtype=m[1], device=m[2]) for m in ctx.metas]
-        return None, None, *made
+        return None, None, None, *made
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -333,9 +359,8 @@ def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
     """Arguments that several blocks get (rotary tables, masks, encoder output) cost no single block a byte."""
     shared: dict[str, set[int]] = {}
     for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
-        for position, storage in storages.items():
-            if len(tracer.uses[storage]) > 1:
-                shared.setdefault(call.class_key, set()).add(position)
+        call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
+        shared.setdefault(call.class_key, set()).update(call.shared)
     for key, positions in shared.items():
         region = trace.classes[key].trace
         if region is not None:

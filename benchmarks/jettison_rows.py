@@ -1,0 +1,46 @@
+"""Jettison's own rows: at a rival's measured peak, and with everything kept but the hooks on.
+
+Imported lazily, so that the harness runs, and says what is missing, where the package cannot do it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from benchmarks.models import Batch
+from benchmarks.rivals import Handle, Rival
+
+
+def at_peak(name: str, budget_bytes: int) -> Rival:
+    """`jettison.auto_checkpoint` under a budget of a rival's measured peak."""
+
+    def apply(model: nn.Module, batch: Batch) -> Handle:
+        import jettison
+
+        return jettison.auto_checkpoint(model, batch, memory_budget=budget_bytes, loss_fn=None)
+
+    return Rival(name=f"jettison at the peak of: {name}", apply=apply)
+
+
+def keep_all() -> Rival:
+    """Hooks on, nothing recomputed: the price of the bookkeeping alone."""
+
+    def apply(model: nn.Module, batch: Batch) -> Handle:
+        import jettison
+
+        return jettison.apply(model, policy="none", batch=batch)
+
+    return Rival(name="jettison keep-all (hooks on)", apply=apply)
+
+
+def attempt(rival: Rival, model: nn.Module, batch: Batch, say: Callable[[str], None]) -> Handle | None:
+    """Apply, or say why the row is left out."""
+    try:
+        return rival.apply(model, batch)
+    except (ImportError, AttributeError) as missing:
+        say(f"{rival.name}: left out, the package lacks it ({missing})")
+    except Exception as failure:  # an infeasible budget is a result, not a crash of the benchmark
+        say(f"{rival.name}: left out, {type(failure).__name__}: {failure}")
+    return None

@@ -1,0 +1,272 @@
+"""From a trace and a budget to a plan that has been rehearsed.
+
+The solver adds up levels that were rehearsed block by block; the whole step's rehearsal is the judge. Where the two differ
+the solver's budget is moved by the difference and it is asked again, until what it chooses fits when rehearsed and no
+budget is left unused that the next option would need.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from jettison.cost import CPU, CUDA, op_seconds
+from jettison.errors import Infeasible
+from jettison.ledger.program import Program
+from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
+from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_root, rehearse_step, twin_optimizer
+from jettison.plan.artefact import LayerPlan, Plan, Predicted, SolverReport, policy_word, recompute_flops
+from jettison.plan.chain import Solution, choose
+from jettison.plan.frontier import FrontierPoint, pareto_frontier
+from jettison.plan.levels import Choice
+from jettison.plan.moves import minimum_budget
+from jettison.plan.problem import Region, StepProblem
+from jettison.runtime.treatment import Exactly, KeepAll, Share, Treatment
+from jettison.trace.capture import Call, RegionTrace, TensorRef
+from jettison.trace.model import ModelTrace
+
+BLOCK_POINTS = 12
+ROOT_POINTS = 6
+ATTEMPTS = 8
+PYTHON_SECONDS_PER_OP = 6e-6  # replaying one op costs this much beside the op itself (measured, 2 CPU cores)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class Rehearsed:
+    """One choice, as treatments, and what its rehearsal gave."""
+
+    solution: Solution
+    treatments: dict[str, Treatment]
+    root: Treatment
+    step: StepRehearsal
+
+
+@dataclass(kw_only=True)
+class Planner:
+    """Everything that is known about one step: made once, asked for as many budgets as wanted."""
+
+    trace: ModelTrace
+    measure: bool = True
+    optimizer: torch.optim.Optimizer | None = None
+    progress: Progress = lambda _text: None
+    prices: dict[str, OpPrice] = field(default_factory=dict)
+    baseline: StepRehearsal = field(init=False)
+    points: dict[str, dict[str, FrontierPoint]] = field(init=False)
+    root_points: dict[str, FrontierPoint] = field(init=False)
+    problem: StepProblem = field(init=False)
+    workspace: MeasuredWorkspace = field(init=False)
+    _rehearsals: dict[Any, Rehearsed] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.workspace = MeasuredWorkspace({})
+        everything = dict.fromkeys((c.name for c in self.trace.calls), KeepAll())
+        self.progress("rehearsing the plain step")
+        self.baseline = rehearse_step(
+            self.trace, everything, KeepAll(), optimizer=self.optimizer, workspace=self.workspace
+        )
+        if self.measure:
+            self.progress("pricing ops")
+            self.prices = measure_ops(self.workspace.unknown.values())
+            self.workspace = MeasuredWorkspace(self.prices)
+            self.baseline = rehearse_step(
+                self.trace, everything, KeepAll(), optimizer=self.optimizer, workspace=self.workspace
+            )
+        self.progress("rehearsing options")
+        self.problem = self._problem()
+
+    # what can be chosen ----------------------------------------------------------------------------------------------
+
+    def _problem(self) -> StepProblem:
+        trace = self.trace
+        self.points, options = {}, {}
+        for key, cls in trace.classes.items():
+            assert cls.trace is not None
+            found = pareto_frontier(cls.trace.program, self.seconds_of(cls.trace), max_points=BLOCK_POINTS)
+            self.points[key] = {p.key: p for p in found}
+            options[key] = tuple(rehearse_block(trace, cls, p.kept, p.key, p.seconds, self.workspace) for p in found)
+        found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
+        self.root_points = {p.key: p for p in found}
+        roots = tuple(rehearse_root(trace, p.kept, p.key, p.seconds, self.workspace) for p in found)
+        seen: set[str] = set()
+        regions = []
+        for call in trace.calls:
+            module = trace.twin.get_submodule(call.name)
+            gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad) if call.name not in seen else 0
+            seen.add(call.name)
+            regions.append(
+                Region(
+                    name=call.name, class_key=call.class_key, options=options[call.class_key], gradient_bytes=gradients
+                )
+            )
+        base = self.baseline
+        return StepProblem(
+            static_bytes=base.static_bytes,
+            optimizer_peak_bytes=max(0, base.optimizer_peak_bytes - base.static_bytes),
+            regions=tuple(regions),
+            root=roots,
+            plain_seconds=self.plain_seconds(),
+        )
+
+    def seconds_of(self, trace: RegionTrace) -> list[float]:
+        """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes."""
+        rates = CUDA if any(p.is_cuda for p in self.trace.twin.parameters()) else CPU
+        out = []
+        for op, call in zip(trace.program.ops, trace.calls, strict=True):
+            price = self.prices.get(_request(call).key) if self.prices else None
+            measured = price.seconds if price is not None else None
+            out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, rates)))
+        return out
+
+    def plain_seconds(self) -> float:
+        """A step without recompute: forward once, and backward at twice that (a matmul has two in its backward)."""
+        classes = {k: sum(self.seconds_of(c.trace)) for k, c in self.trace.classes.items() if c.trace}
+        forward = sum(classes.get(c.class_key, 0.0) for c in self.trace.calls) + sum(self.seconds_of(self.trace.root))
+        return 3 * forward
+
+    # choosing --------------------------------------------------------------------------------------------------------
+
+    def rehearse(self, solution: Solution) -> Rehearsed:
+        """Run a choice on fake tensors; every choice once."""
+        choice = solution.choice
+        known = self._rehearsals.get(choice)
+        if known is None:
+            treatments, root = self._treatments(choice)
+            step = rehearse_step(
+                self.trace, treatments, root, optimizer=self.optimizer, workspace=self.workspace
+            )
+            known = self._rehearsals[choice] = Rehearsed(
+                solution=solution, treatments=treatments, root=root, step=step
+            )
+        return known
+
+    def _treatments(self, choice: Choice) -> tuple[dict[str, Treatment], Treatment]:
+        chosen: dict[str, FrontierPoint] = {}
+        programs: dict[str, Program] = {}
+        for call, key in zip(self.trace.calls, choice.regions, strict=True):
+            point = self.points[call.class_key][key]
+            program = self.trace.program(call)
+            assert program is not None
+            if call.name not in chosen or point.kept_bytes < chosen[call.name].kept_bytes:
+                chosen[call.name], programs[call.name] = point, program
+        treatments: dict[str, Treatment] = {name: exactly(programs[name], p.kept) for name, p in chosen.items()}
+        return treatments, exactly(self.trace.root.program, self.root_points[choice.root].kept)
+
+    def smallest(self) -> Rehearsed:
+        """The plan of the fewest bytes."""
+        return self.rehearse(choose(self.problem, minimum_budget(self.problem)))
+
+    def plan(self, budget_bytes: int) -> Rehearsed:
+        """The fastest plan whose rehearsal fits.
+
+        Raises:
+            Infeasible: none does; the error carries the rehearsed peak of the smallest plan.
+        """
+        smallest = self.smallest()
+        if smallest.step.peak_bytes > budget_bytes:
+            raise Infeasible(
+                minimum_budget_bytes=smallest.step.peak_bytes, budget_bytes=budget_bytes,
+                reason=f"The {smallest.step.phase} pass sets the peak.",
+            )  # fmt: skip
+        best = smallest
+        effective = budget_bytes
+        low, high = minimum_budget(self.problem), None
+        for _ in range(ATTEMPTS):
+            self.progress("choosing")
+            try:
+                found = self.rehearse(choose(self.problem, effective))
+            except Infeasible:
+                low = max(low, effective)
+                break
+            peak = found.step.peak_bytes
+            if peak <= budget_bytes:
+                if _faster(found, best):
+                    best = found
+                low = max(low, effective)
+                if found.solution.certificate.objective_seconds <= 0.0:
+                    break
+                step = budget_bytes - peak
+                target = effective + step if high is None else (low + high) // 2
+            else:
+                high = effective if high is None else min(high, effective)
+                target = effective - (peak - budget_bytes) if low < effective else effective
+                if target <= low:
+                    target = (low + high) // 2
+            if high is not None and (high - low) <= max(1, budget_bytes // 500):
+                break
+            if target == effective or (high is None and target - effective <= budget_bytes // 500):
+                break
+            effective = target
+        return best
+
+    def artefact(self, found: Rehearsed, budget_bytes: int) -> Plan:
+        """The plan as a document."""
+        trace, choice = self.trace, found.solution.choice
+        layers: dict[str, LayerPlan] = {}
+        for call, key in zip(trace.calls, choice.regions, strict=True):
+            program = trace.program(call)
+            assert program is not None
+            point = self.points[call.class_key][key]
+            if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
+                layers[call.name] = layer_plan(call.name, program, point)
+        certificate = found.solution.certificate
+        plain = self.problem.plain_seconds
+        added = certificate.objective_seconds
+        return Plan(
+            budget_bytes=budget_bytes,
+            minimum_budget_bytes=self.smallest().step.peak_bytes,
+            predicted=Predicted(
+                peak_bytes=found.step.peak_bytes, step_seconds=plain + added,
+                overhead_fraction=added / plain if plain else 0.0,
+            ),
+            solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
+            layers=tuple(layers.values()),
+            root=layer_plan("", trace.root.program, self.root_points[choice.root]),
+            model=fingerprint(trace),
+            torch_version=torch.__version__,
+        )  # fmt: skip
+
+
+def _faster(a: Rehearsed, b: Rehearsed) -> bool:
+    return a.solution.certificate.objective_seconds < b.solution.certificate.objective_seconds
+
+
+def exactly(program: Program, kept: frozenset[int]) -> Exactly:
+    """This decision for this program; for another one (a shorter batch, say) as large a share of what it saves."""
+    total = program.kept_bytes(program.saved_buffers())
+    return Exactly(program.digest(), kept, Share(program.kept_bytes(kept) / total if total else 1.0))
+
+
+def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
+    """One layer's entry."""
+    return LayerPlan(
+        layer=name, policy=policy_word(program, point.kept), kept_bytes=point.kept_bytes,
+        recompute_flops=recompute_flops(program, point.kept), digest=program.digest(), option=point.key,
+        kept=tuple(sorted(point.kept)), price=point.price,
+    )  # fmt: skip
+
+
+def fingerprint(trace: ModelTrace) -> str:
+    """Names the model: its class, and names, shapes and dtypes of its parameters."""
+    import hashlib
+
+    text = [type(trace.twin).__qualname__]
+    for name, p in trace.twin.named_parameters():
+        text.append(f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _request(call: Call) -> OpRequest:
+    def meta(leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            return TensorMeta(leaf.size, leaf.stride, leaf.dtype, call.device)
+        if isinstance(leaf, list | tuple):
+            return type(leaf)(meta(v) for v in leaf)
+        return leaf
+
+    return OpRequest(func=call.func, args=meta(call.args), kwargs={k: meta(v) for k, v in call.kwargs.items()})

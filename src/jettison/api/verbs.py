@@ -1,0 +1,209 @@
+"""`trace`, `plan`, `apply` and `auto_checkpoint`: what a user of the library calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.api.planner import Planner, Rehearsed, exactly, fingerprint
+from jettison.errors import UnsupportedModule, UsageError
+from jettison.measure.rehearse import twin_optimizer
+from jettison.plan.artefact import Plan
+from jettison.runtime.region import PlannedForward, RegionReport
+from jettison.runtime.treatment import KeepAll, Treatment, treatment
+from jettison.trace.model import LossFn, ModelTrace, trace_model
+from jettison.units import parse_bytes
+
+Policy = str | Treatment | Mapping[str, "str | Treatment"]
+
+
+@dataclass(kw_only=True)
+class Applied:
+    """A plan at work on a model. `remove()` gives the model back as it was."""
+
+    regions: list[PlannedForward]
+    plan: Plan | None = None
+
+    def remove(self) -> None:
+        """Every module runs its own forward again."""
+        for region in reversed(self.regions):
+            region.remove()
+
+    def report(self) -> list[RegionReport]:
+        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
+        return [region.report() for region in self.regions]
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def trace(
+    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, regions: Iterable[str] | None = None
+) -> ModelTrace:
+    """Record one training forward of ``model`` on ``batch`` without allocating model memory.
+
+    Args:
+        batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple. Real, fake or ``meta`` tensors.
+        loss_fn: makes the scalar loss of the output, where the output is not it and has no ``.loss``.
+        regions: names of the modules to plan one by one; by default the model's repeated blocks.
+
+    Raises:
+        TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
+    """
+    return trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+
+
+def plan(
+    traced: ModelTrace, memory_budget: str | int, *, optimizer: torch.optim.Optimizer | None = None, measure: bool = True
+) -> Plan:
+    """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
+
+    Args:
+        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+        optimizer: over the twin's parameters; its state and its step count towards the peak.
+        measure: price ops by running them here; else by FLOPs and bytes.
+
+    Raises:
+        Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
+        UsageError: the budget cannot be read.
+    """
+    budget_bytes = parse_bytes(memory_budget)
+    planner = Planner(trace=traced, measure=measure, optimizer=optimizer)
+    return planner.artefact(planner.plan(budget_bytes), budget_bytes)
+
+
+def auto_checkpoint(
+    model: nn.Module,
+    batch: Any,
+    memory_budget: str | int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> Applied:
+    """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
+
+    The budget is the peak of allocated bytes in a training step: parameters, gradients, activations, transients, and the
+    optimizer's state where ``optimizer`` is given. The model trains as before, with bitwise the same gradients.
+    Call it under the same autocast and train/eval state as training.
+
+    Args:
+        batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
+        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+
+    Raises:
+        Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
+        TraceError: the model cannot be recorded, or there is no scalar loss.
+        UsageError: the budget cannot be read.
+    """
+    budget_bytes = parse_bytes(memory_budget)
+    _refuse(model)
+    progress("tracing")
+    traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+    mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
+    planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
+    found = planner.plan(budget_bytes)
+    return _apply_rehearsed(model, planner, found, budget_bytes)
+
+
+def _apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
+    regions = install(model, planner.trace, found.treatments, found.root)
+    return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
+
+
+def apply(
+    model: nn.Module,
+    policy: Policy | None = None,
+    *,
+    plan: Plan | None = None,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+) -> Applied:
+    """Apply a plan, or a policy of your own.
+
+    Args:
+        policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``, ``every:K``, a
+            `Treatment`, or a mapping from block name to one of these (blocks left out keep everything).
+        plan: what `plan` made for this very model and batch.
+        batch: one training batch; needed for ``plan``, and to record ahead of the first step.
+
+    Raises:
+        PlanMismatch: the plan was made for another model or another batch.
+        UsageError: neither or both of policy and plan; an unknown word; an unknown block.
+    """
+    if (policy is None) == (plan is None):
+        raise UsageError("give either policy= or plan=, not both and not neither")
+    _refuse(model)
+    if batch is None:
+        raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
+    traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+    names = list(dict.fromkeys(c.name for c in traced.calls))
+    if plan is not None:
+        digests = {c.name: p.digest() for c in traced.calls if (p := traced.program(c)) is not None}
+        plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
+        programs = {c.name: p for c in traced.calls if (p := traced.program(c)) is not None}
+        treatments: dict[str, Treatment] = {
+            entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers
+        }
+        root: Treatment = exactly(traced.root.program, frozenset(plan.root.kept))
+    else:
+        assert policy is not None
+        treatments, root = _from_policy(policy, names), KeepAll()
+    return Applied(regions=install(model, traced, treatments, root), plan=plan)
+
+
+def _from_policy(policy: Policy, names: list[str]) -> dict[str, Treatment]:
+    if isinstance(policy, Mapping):
+        unknown = sorted(set(policy) - set(names))
+        if unknown:
+            raise UsageError(f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}")
+        return {name: _treatment(policy.get(name, "none")) for name in names}
+    return dict.fromkeys(names, _treatment(policy))
+
+
+def _treatment(word: str | Treatment) -> Treatment:
+    return treatment(word) if isinstance(word, str) else word
+
+
+def install(
+    model: nn.Module, traced: ModelTrace, treatments: Mapping[str, Treatment], root: Treatment
+) -> list[PlannedForward]:
+    """Put planned forwards in place of the blocks' and the model's own, with the programs that were traced."""
+    regions = []
+    for name, how in treatments.items():
+        region = PlannedForward(model.get_submodule(name), name, how)
+        regions.append(region)
+        for call in traced.calls:
+            cls = traced.classes[call.class_key]
+            if call.name == name and cls.trace is not None:
+                region.adopt(cls.signature, cls.trace)
+    regions.append(PlannedForward(model, "", root, blocks=tuple(treatments)))
+    regions[-1].adopt(traced.root_signature, traced.root)
+    return regions
+
+
+def _refuse(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module.forward, PlannedForward):
+            raise UnsupportedModule(f"{name or 'the model'} already runs under a plan; call .remove() on its handle first")
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UnsupportedModule(
+                f"{name or 'the model'} has gradient checkpointing switched on; call gradient_checkpointing_disable() first: "
+                "Jettison would recompute inside what is recomputed"
+            )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModule("scripted modules have no Python forward to plan; pass the eager module")
+
+
+__all__ = ["Applied", "Tensor", "apply", "auto_checkpoint", "install", "plan", "trace"]
