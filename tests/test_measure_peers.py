@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,10 +19,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    import benchmarks.models
-    import benchmarks.rivals
-
-    return sys.modules["benchmarks"]
+    return SimpleNamespace(models=import_module("benchmarks.models"), rivals=import_module("benchmarks.rivals"))
 
 
 @pytest.mark.filterwarnings("ignore")

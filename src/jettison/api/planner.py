@@ -45,6 +45,7 @@ class Rehearsed:
     treatments: dict[str, Treatment]
     root: Treatment
     step: StepRehearsal
+    segments: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

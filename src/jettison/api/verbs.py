@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from jettison.api.planner import Planner, Rehearsed, exactly, fingerprint
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.rehearse import twin_optimizer
 from jettison.plan.artefact import Plan
+from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward, RegionReport
 from jettison.runtime.treatment import KeepAll, Treatment, treatment
 from jettison.trace.model import LossFn, ModelTrace, trace_model
@@ -115,7 +116,7 @@ def auto_checkpoint(
 
 
 def _apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
-    regions = install(model, planner.trace, found.treatments, found.root)
+    regions = install(model, planner.trace, found.treatments, found.root, found.segments)
     return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
 
 
@@ -155,40 +156,35 @@ def apply(
             entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers
         }
         root: Treatment = exactly(traced.root.program, frozenset(plan.root.kept))
+        segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     else:
         assert policy is not None
-        treatments, root = _from_policy(policy, names), KeepAll()
-    return Applied(regions=install(model, traced, treatments, root), plan=plan)
+        treatments, segments, root = *_from_policy(policy, names), KeepAll()
+    return Applied(regions=install(model, traced, treatments, root, segments), plan=plan)
 
 
-def _from_policy(policy: Policy, names: list[str]) -> dict[str, Treatment]:
+def _from_policy(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment], list[list[str]]]:
+    """Treatments by block, and the runs of blocks that are one checkpoint segment each."""
     if isinstance(policy, Mapping):
         unknown = sorted(set(policy) - set(names))
         if unknown:
             raise UsageError(f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}")
-        return {name: _treatment(policy.get(name, "none")) for name in names}
-    return dict.fromkeys(names, _treatment(policy))
+        return {name: _treatment(policy.get(name, "none")) for name in names}, []
+    if isinstance(policy, str) and policy.startswith("every:"):
+        step = _every(policy)
+        return dict.fromkeys(names, treatment("full")), [names[i : i + step] for i in range(0, len(names), step)]
+    return dict.fromkeys(names, _treatment(policy)), []
+
+
+def _every(policy: str) -> int:
+    text = policy.removeprefix("every:")
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"got {policy!r}; expected every:K with a whole number K of at least 1, such as every:2")
+    return int(text)
 
 
 def _treatment(word: str | Treatment) -> Treatment:
     return treatment(word) if isinstance(word, str) else word
-
-
-def install(
-    model: nn.Module, traced: ModelTrace, treatments: Mapping[str, Treatment], root: Treatment
-) -> list[PlannedForward]:
-    """Put planned forwards in place of the blocks' and the model's own, with the programs that were traced."""
-    regions = []
-    for name, how in treatments.items():
-        region = PlannedForward(model.get_submodule(name), name, how)
-        regions.append(region)
-        for call in traced.calls:
-            cls = traced.classes[call.class_key]
-            if call.name == name and cls.trace is not None:
-                region.adopt(cls.signature, cls.trace)
-    regions.append(PlannedForward(model, "", root, blocks=tuple(treatments)))
-    regions[-1].adopt(traced.root_signature, traced.root)
-    return regions
 
 
 def _refuse(model: nn.Module) -> None:
@@ -204,6 +200,3 @@ def _refuse(model: nn.Module) -> None:
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedModule("scripted modules have no Python forward to plan; pass the eager module")
-
-
-__all__ = ["Applied", "Tensor", "apply", "auto_checkpoint", "install", "plan", "trace"]

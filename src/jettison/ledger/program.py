@@ -111,14 +111,17 @@ class Program:
         """Buffers that backward asks for: those with a slot."""
         return frozenset(slot.buffer for slot in self.slots)
 
-    def recompute_set(self, kept: frozenset[int]) -> tuple[int, ...]:
+    def recompute_set(self, kept: frozenset[int], *, also: frozenset[int] = frozenset()) -> tuple[int, ...]:
         """Op indices that backward runs again when only ``kept`` buffers (and free ones) are held, in order.
+
+        Args:
+            also: buffers wanted beside the saved ones.
 
         Raises:
             ValueError: a needed buffer can neither be kept nor computed.
         """
         again: set[int] = set()
-        stack = [b for b in self.needed_buffers() if b not in kept]
+        stack = [b for b in self.needed_buffers() | also if b not in kept]
         seen: set[int] = set()
         while stack:
             b = stack.pop()

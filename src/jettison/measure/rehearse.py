@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 from jettison.plan.problem import RegionOption, RootOption
+from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.treatment import Exactly, KeepAll, Treatment
 from jettison.trace.capture import RegionTrace, TensorRef
@@ -248,6 +249,7 @@ def rehearse_step(
     trace: ModelTrace,
     treatments: dict[str, Treatment],
     root: Treatment,
+    segments: Iterable[list[str]] = (),
     *,
     optimizer: torch.optim.Optimizer | None = None,
     workspace: Workspace | None = None,
@@ -259,14 +261,7 @@ def rehearse_step(
         optimizer: of the twin (see `twin_optimizer`). Its state is made in a first step that is not counted.
     """
     twin = trace.twin
-    regions = [PlannedForward(twin.get_submodule(name), name, t) for name, t in treatments.items()]
-    for region in regions:
-        for call in trace.calls:
-            cls = trace.classes[call.class_key]
-            if call.name == region.name and cls.trace is not None:
-                region.adopt(cls.signature, cls.trace, checked=True)
-    regions.append(PlannedForward(twin, "", root, blocks=tuple(treatments)))
-    regions[-1].adopt(trace.root_signature, trace.root, checked=True)
+    regions = install(twin, trace, treatments, root, segments, checked=True)
     try:
         with trace.context(), _quiet_gc():
             if optimizer is not None and not optimizer.state:

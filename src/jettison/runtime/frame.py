@@ -57,15 +57,15 @@ class Handle:
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "index", "memo", "name", "owners", "parameters", "ran",
-                 "recipe", "tap_calls")  # fmt: skip
+    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "name", "owners", "parameters",
+                 "ran", "recipe")  # fmt: skip
 
     def __init__(self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]]) -> None:
         self.recipe = recipe
         self.name = name
         self.owners = owners
         self.index = 0
-        self.boxes: list[Box] | None = [Box() for _ in recipe.boxes]
+        self.boxes: list[Any] | None = [Box() for _ in recipe.boxes]
         self.memo: dict[int, Tensor] = {}
         self.counts: dict[int, int] | None = None
         self.parameters: dict[int, tuple[dict[str, Any], str, int]] = {}
@@ -73,15 +73,26 @@ class Frame:
             table, leaf = owners[dotted]
             self.parameters[buffer] = (table, leaf, table[leaf]._version)
         self.block_calls = 0
-        self.tap_calls: dict[str, int] = {}
+        self.handed: dict[int, Handle] = {}
         self.ran = 0
 
     # forward ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, leaves: list[Any]) -> None:
-        """Box the inputs and the random state that recipes read."""
+    def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
+        """Box the inputs and the random state that recipes read.
+
+        Args:
+            before: by leaf position, handles with which the block before computes its output again.
+        """
         boxes = self.boxes
         assert boxes is not None
+        for buffer, n in self.recipe.links.items():
+            position = self.recipe.trace.inputs[buffer]
+            handle = before.get(position) if before else None
+            if handle is not None:
+                boxes[n] = handle
+            else:  # something came between the two blocks: hold the input after all
+                boxes[n].fill(leaves[position])
         for n, position in self.recipe.from_inputs:
             boxes[n].fill(leaves[position])
         if self.recipe.state_box is not None:
@@ -119,9 +130,12 @@ class Frame:
             raise Diverged(f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}")
         assert self.boxes is not None
         for n, box in enumerate(self.boxes):
-            if box.tensor is None:
+            if type(box) is Box and box.tensor is None:
                 raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
-        self.boxes = None
+        boxes, self.boxes = self.boxes, None
+        self.handed = {
+            leaf: Handle(self, slot, tuple([boxes[n] for n in slot.boxes])) for leaf, slot in self.recipe.handed.items()
+        }
 
     # backward --------------------------------------------------------------------------------------------------------
 
@@ -154,6 +168,9 @@ class Frame:
                 raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, tensor._version)
             return tensor
         box = handle.boxes[handle.slot.boxes.index(self.recipe.box_of[buffer])]
+        if type(box) is Handle:
+            tensor = self.memo[buffer] = box.frame.recompute(box)
+            return tensor
         assert box.tensor is not None
         if box.tensor._version != box.version:
             raise _stale("a kept tensor", self.name, box.version, box.tensor._version)

@@ -72,6 +72,8 @@ class Recipe:
     from_blocks: dict[tuple[int, int], int]  # (nested call, output leaf) -> box
     state_box: int | None
     parameters: dict[int, str]  # buffers that recipes read by name
+    links: dict[int, int] = field(default_factory=dict)  # input buffer -> box that holds the block before's output handle
+    handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
     recomputed_ops: tuple[int, ...] = field(default=())
 
     @property
@@ -80,24 +82,35 @@ class Recipe:
         return sum(1 for s in self.slots if s.kind == "drop")
 
 
-def compile_recipe(trace: RegionTrace, kept: frozenset[int]) -> Recipe:
+def compile_recipe(
+    trace: RegionTrace,
+    kept: frozenset[int],
+    *,
+    linked: frozenset[int] = frozenset(),
+    handed: frozenset[int] = frozenset(),
+) -> Recipe:
     """Turn a decision into actions.
 
     Args:
         kept: buffers held between forward and backward. Free buffers (parameters, shared inputs) need not be named.
+        linked: leaf positions of inputs that the block before computes again instead of this one holding them.
+        handed: output leaves that the block after asks for in the same way.
 
     Raises:
         ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
     """
     program = trace.program
-    again = program.recompute_set(kept)
+    asked = {leaf: ref for leaf, ref in enumerate(trace.output_leaves) if leaf in handed and isinstance(ref, TensorRef)}
+    link_buffers = {b for b, position in trace.inputs.items() if position in linked}
+    kept = kept - link_buffers
+    again = program.recompute_set(kept | link_buffers, also=frozenset(ref.buffer for ref in asked.values()))
     makers = {b: i for i in again for b in program.ops[i].outputs}
     for b in kept:
         makers.pop(b, None)
-    dropped = [s for s in program.slots if s.buffer in makers]
-    counts = dict.fromkeys(makers, 0)
-    for slot in dropped:
-        counts[slot.buffer] += 1
+    counts = dict.fromkeys((*makers, *link_buffers), 0)
+    for buffer in [s.buffer for s in program.slots] + [ref.buffer for ref in asked.values()]:
+        if buffer in counts:
+            counts[buffer] += 1
     reads: set[int] = set()
     for i in again:
         for b in program.ops[i].inputs:
@@ -105,7 +118,7 @@ def compile_recipe(trace: RegionTrace, kept: frozenset[int]) -> Recipe:
             if b in counts:
                 counts[b] += 1
     parameters = {b: trace.names[b] for b in reads if b not in makers and program.buffers[b].source is Source.PARAMETER}
-    boxes = sorted(b for b in reads if b not in makers and b not in parameters)
+    boxes = sorted({b for b in reads if b not in makers and b not in parameters} | link_buffers)
     box_of = {b: n for n, b in enumerate(boxes)}
     steps = {}
     source_refs = _source_refs(trace, box_of)
@@ -115,10 +128,13 @@ def compile_recipe(trace: RegionTrace, kept: frozenset[int]) -> Recipe:
     recipe = Recipe(
         trace=trace, kept=kept, slots=[], steps=steps, makers=makers, counts=counts, boxes=boxes, box_of=box_of,
         from_inputs=[], from_taps=[], from_blocks={}, state_box=None, parameters=parameters, recomputed_ops=again,
+        links={b: box_of[b] for b in link_buffers},
     )  # fmt: skip
     filled: set[int] = set()
     for n, b in enumerate(boxes):
-        if b == trace.initial_state:
+        if b in link_buffers:
+            pass
+        elif b == trace.initial_state:
             recipe.state_box = n
         elif b in trace.inputs:
             recipe.from_inputs.append((n, trace.inputs[b]))
@@ -129,6 +145,9 @@ def compile_recipe(trace: RegionTrace, kept: frozenset[int]) -> Recipe:
         filled.add(n)
     for slot, ref in zip(program.slots, trace.slots, strict=True):
         recipe.slots.append(_slot_action(recipe, slot.buffer, ref, closures, source_refs, filled))
+    for leaf, ref in asked.items():
+        if ref.buffer in makers or ref.buffer in link_buffers:
+            recipe.handed[leaf] = _slot_action(recipe, ref.buffer, ref, closures, source_refs, filled)
     for n, b in enumerate(boxes):
         if n not in filled:
             recipe.from_taps.append((n, trace.taps[b]))
@@ -139,6 +158,8 @@ def _slot_action(
     recipe: Recipe, buffer: int, ref: TensorRef, closures: dict[int, tuple[int, ...]],
     source_refs: dict[int, TensorRef], filled: set[int],
 ) -> SlotAction:  # fmt: skip
+    if buffer in recipe.links:
+        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=ref)
     if buffer in recipe.makers:
         source = source_refs.get(buffer)
         return SlotAction(
@@ -185,7 +206,7 @@ def _step(
         for position, ref in enumerate(call.outputs)
         if ref is not None and ref.buffer in makers and counts[ref.buffer] > 0
     ]
-    consumes = tuple(b for b in inputs if b in makers)
+    consumes = tuple(b for b in inputs if b in counts)
     simple = not call.kwargs and len(leaves) == len(call.args)
     return Step(
         call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device, simple

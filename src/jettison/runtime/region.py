@@ -6,6 +6,7 @@ import functools
 import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
-from jettison.runtime.frame import Diverged, Frame, owners_of, unpack
+from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
@@ -38,6 +39,15 @@ class Prepared:
     problem: str = ""
     checked: bool = False
     calls: int = 0
+
+
+@dataclass(kw_only=True)
+class Link:
+    """A region's place in a checkpoint segment: which inputs the one before computes again, which outputs it does itself."""
+
+    before: PlannedForward | None = None
+    inputs: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the one before)
+    outputs: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -73,6 +83,8 @@ class PlannedForward:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
+        self.link: Link | None = None
+        self.pending: dict[int, tuple[Any, int, Handle]] = {}  # output leaf -> the output (weak), its version, its recipe
         module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +184,11 @@ class PlannedForward:
         return frozenset()
 
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
-        recipe = compile_recipe(trace, self.treatment.kept(trace.program))
+        link = self.link or Link()
+        recipe = compile_recipe(
+            trace, self.treatment.kept(trace.program), linked=frozenset(p for p, _ in link.inputs),
+            handed=frozenset(link.outputs),
+        )  # fmt: skip
         for _, tap in recipe.from_taps:
             self._watch(tap)
         prepared = self.prepared[key] = Prepared(recipe=recipe)
@@ -228,7 +244,7 @@ class PlannedForward:
         assert recipe is not None
         frame = ActiveFrame(recipe, self)
         stack = _stack()
-        frame.enter(leaves)
+        frame.enter(leaves, self._from_before(leaves))
         stack.append(frame)
         try:
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
@@ -241,7 +257,25 @@ class PlannedForward:
             stack.pop()
         frame.leave()
         prepared.checked = True
+        if frame.handed:
+            tensors = tree_leaves(output)
+            self.pending = {
+                leaf: (weakref.ref(tensors[leaf]), tensors[leaf]._version, handle) for leaf, handle in frame.handed.items()
+            }
+            frame.handed = {}
         return output
+
+    def _from_before(self, leaves: list[Any]) -> dict[int, Handle]:
+        if self.link is None or self.link.before is None:
+            return {}
+        pending, self.link.before.pending = self.link.before.pending, {}
+        found = {}
+        for position, leaf in self.link.inputs:
+            if leaf in pending:
+                output, version, handle = pending[leaf]
+                if output() is leaves[position] and leaves[position]._version == version:
+                    found[position] = handle
+        return found
 
     def _run_fallback(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.treatment.word == "none" or self.is_root:

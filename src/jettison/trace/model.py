@@ -31,6 +31,7 @@ class BlockCall:
     name: str
     class_key: str
     shared: frozenset[int] = frozenset()  # leaf positions of arguments that other blocks get as well
+    links: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the call before) that are one tensor
     problem: str = ""
 
 
@@ -199,6 +200,7 @@ class _Tracer:
         self._keys: dict[str, Any] = {}
         self._class_ids: dict[Any, str] = {}
         self._held: list[Any] = []
+        self._last_output: dict[int, int] = {}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -250,7 +252,10 @@ class _Tracer:
             self.classes[key].signature = (signature, global_signature())
         call = len(self.calls)
         cls = self.classes[key]
-        self.calls.append(BlockCall(name=name, class_key=key, problem=cls.problem))
+        links = tuple(
+            (position, self._last_output[id(leaf)]) for position, leaf in enumerate(leaves) if id(leaf) in self._last_output
+        )
+        self.calls.append(BlockCall(name=name, class_key=key, links=links, problem=cls.problem))
         storages = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -260,9 +265,12 @@ class _Tracer:
                 self.uses.setdefault(storage._cdata, set()).add(call)
         self.leaf_storages.append(storages)
         output = self._stub(cls, forward, args, kwargs, leaves)
+        self._last_output = {}
         for position, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 self.root.block_output(leaf, call, position)
+                self._last_output[id(leaf)] = position
+                self._held.append(leaf)
         return output
 
     def _record(

@@ -1,0 +1,51 @@
+"""Put planned forwards in the place of a model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from jettison.runtime.region import Link, PlannedForward
+from jettison.runtime.treatment import Treatment
+from jettison.trace.model import ModelTrace
+
+
+def install(
+    model: nn.Module,
+    traced: ModelTrace,
+    treatments: Mapping[str, Treatment],
+    root: Treatment,
+    segments: Iterable[list[str]] = (),
+    *,
+    checked: bool = False,
+) -> list[PlannedForward]:
+    """Wrap the blocks and the model, with the programs that were traced. Remove in reverse order.
+
+    Args:
+        treatments: by block name.
+        segments: runs of block names; within a run only the first block holds its input.
+        checked: the programs ran on these very tensors, so that the first run need not be compared with them.
+    """
+    regions = {name: PlannedForward(model.get_submodule(name), name, how) for name, how in treatments.items()}
+    _link(regions, traced, segments)
+    for call in traced.calls:
+        cls = traced.classes[call.class_key]
+        if cls.trace is not None and call.name in regions:
+            regions[call.name].adopt(cls.signature, cls.trace, checked=checked)
+    around = PlannedForward(model, "", root, blocks=tuple(treatments))
+    around.adopt(traced.root_signature, traced.root, checked=checked)
+    return [*regions.values(), around]
+
+
+def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:
+    links = {call.name: call.links for call in traced.calls}
+    for run in segments:
+        for first, second in zip(run, run[1:], strict=False):
+            inputs = links.get(second, ())
+            if inputs:
+                regions[second].link = Link(before=regions[first], inputs=inputs)
+                earlier = regions[first].link or Link()
+                regions[first].link = Link(
+                    before=earlier.before, inputs=earlier.inputs, outputs=tuple(out for _, out in inputs)
+                )
