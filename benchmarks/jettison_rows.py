@@ -19,7 +19,7 @@ def at_peak(name: str, budget_bytes: int) -> Rival:
     def apply(model: nn.Module, batch: Batch) -> Handle:
         import jettison
 
-        return jettison.auto_checkpoint(model, batch, memory_budget=budget_bytes, loss_fn=None)
+        return jettison.auto_checkpoint(model, batch, memory_budget=budget_bytes, holds_output=False)
 
     return Rival(name=f"jettison at the peak of: {name}", apply=apply)
 

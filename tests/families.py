@@ -28,10 +28,11 @@ class Case:
     attention: str = "sdpa"
     dropout: bool = False
     tied: bool = False
+    cache: bool = False  # decoders: leave `use_cache` on, as most configurations do; the output then holds keys and values
     layers: int = LAYERS
 
     def __str__(self) -> str:
-        extras = [word for word, on in (("dropout", self.dropout), ("tied", self.tied)) if on]
+        extras = [word for word, on in (("dropout", self.dropout), ("tied", self.tied), ("cache", self.cache)) if on]
         return "-".join([self.family, self.precision, self.attention, *extras])
 
 
@@ -105,7 +106,7 @@ def _t5(case: Case) -> dict[str, Any]:
 
 
 def _vit(case: Case) -> dict[str, Any]:
-    image = {"image_size": 32, "patch_size": 8, "num_labels": LABELS}
+    image = {"image_size": 64, "patch_size": 8, "num_labels": LABELS}
     return {**_bert(case), **image}
 
 
@@ -141,6 +142,8 @@ def build(case: Case, *, steps: int = 3, seed: int = 0) -> Built:
 def _hugging_face(case: Case) -> nn.Module:
     model_class, config_class, settings = FAMILIES[case.family]
     more: dict[str, Any] = {} if case.family == "vit" else {"vocab_size": VOCABULARY}
+    if case.family not in ("bert", "vit"):
+        more["use_cache"] = case.cache
     if case.family in TIED_CHOICE:
         more["tie_word_embeddings"] = case.tied
     config = getattr(transformers, config_class)(**settings(case), **more, attn_implementation=case.attention)
@@ -149,7 +152,7 @@ def _hugging_face(case: Case) -> nn.Module:
 
 def _batch(case: Case, dtype: torch.dtype) -> Batch:
     if case.family == "vit":
-        return {"pixel_values": torch.randn(BATCH, 3, 32, 32, dtype=dtype), "labels": torch.randint(LABELS, (BATCH,))}
+        return {"pixel_values": torch.randn(BATCH, 3, 64, 64, dtype=dtype), "labels": torch.randint(LABELS, (BATCH,))}
     ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE))
     if case.family == "encoder":
         return {"input_ids": ids}

@@ -88,6 +88,7 @@ def auto_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
+    holds_output: bool = True,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Applied:
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
@@ -99,6 +100,8 @@ def auto_checkpoint(
     Args:
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+        holds_output: the loop still holds the model's output (logits and all) while it runs backward, as
+            ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which frees it.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
@@ -109,6 +112,7 @@ def auto_checkpoint(
     _refuse(model)
     progress("tracing")
     traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+    traced.holds_output = holds_output
     mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
     planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
     found = planner.plan(budget_bytes)

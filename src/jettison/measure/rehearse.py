@@ -232,16 +232,17 @@ def _chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
 
 
 def _run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int]:
-    """One forward and backward; peak bytes of each. The output lives through backward, as in most training loops."""
+    """One forward and backward; peak bytes of each. The output lives through backward where the training loop holds it."""
     counter.reset_peak()
     with torch.enable_grad():
         output = call_model(model, trace.batch)
         loss = loss_of(output, trace.loss_fn)
+    if not trace.holds_output:
+        del output
     torch.clear_autocast_cache()
     forward = counter.peak_bytes
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         loss.backward()
-    del output
     return forward, counter.peak_bytes
 
 

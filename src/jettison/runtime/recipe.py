@@ -207,7 +207,7 @@ def _step(
         if ref is not None and ref.buffer in makers and counts[ref.buffer] > 0
     ]
     consumes = tuple(b for b in inputs if b in counts)
-    simple = not call.kwargs and len(leaves) == len(call.args)
+    simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
     return Step(
         call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device, simple
     )
@@ -258,7 +258,8 @@ def run_step(step: Step, leaves: list[Any]) -> list[Any]:
 
 def get_state(device: str) -> Tensor:
     """State of the default generator."""
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    # detach() is an op that a rehearsal's allocation counter sees; reading the state is not
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state().detach()
 
 
 def set_state(device: str, state: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
 from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
-from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.recipe import Recipe, compile_recipe, get_state
 from jettison.runtime.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
 from jettison.trace.capture import RegionTrace, Tap
@@ -332,7 +332,7 @@ class _Before:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.cpu = torch.get_rng_state()
+        self.cpu = get_state("cpu")
         self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         self.versions = [b._version for b in module.buffers()]
 

@@ -62,6 +62,7 @@ class ModelTrace:
     values_known: bool
     seconds: float
     root_signature: Any = None
+    holds_output: bool = True  # the training loop still has the model's output while it runs backward
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
 
