@@ -29,11 +29,12 @@ class Case:
     dropout: bool = False
     tied: bool = False
     cache: bool = False  # decoders: leave `use_cache` on, as most configurations do; the output then holds keys and values
+    router_loss: bool = False  # Mixtral's load-balancing loss, out of router logits that hooks collect in a side list
     layers: int = LAYERS
 
     def __str__(self) -> str:
-        extras = [word for word, on in (("dropout", self.dropout), ("tied", self.tied), ("cache", self.cache)) if on]
-        return "-".join([self.family, self.precision, self.attention, *extras])
+        flags = {"dropout": self.dropout, "tied": self.tied, "cache": self.cache, "router": self.router_loss}
+        return "-".join([self.family, self.precision, self.attention, *(word for word, on in flags.items() if on)])
 
 
 @dataclass(kw_only=True)
@@ -87,7 +88,7 @@ def _gated(case: Case) -> dict[str, Any]:
 
 
 def _mixtral(case: Case) -> dict[str, Any]:
-    routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    routing = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": case.router_loss}
     return {**_gated(case), **routing, "intermediate_size": HIDDEN}
 
 

@@ -7,9 +7,9 @@ budget is left unused that the next option would need.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any
 
 import torch
@@ -24,13 +24,14 @@ from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
 from jettison.plan.levels import Choice
 from jettison.plan.moves import minimum_budget
-from jettison.plan.problem import Region, StepProblem
-from jettison.runtime.treatment import Exactly, KeepAll, Share, Treatment
+from jettison.plan.problem import Region, RegionOption, SegmentOption, StepProblem
+from jettison.runtime.treatment import Exactly, Full, KeepAll, Share, Treatment
 from jettison.trace.capture import Call, RegionTrace, TensorRef
 from jettison.trace.model import ModelTrace
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
+SEGMENT_SIZES = (2, 3, 4, 6, 8, 12, 16)
 ATTEMPTS = 8
 PYTHON_SECONDS_PER_OP = 6e-6  # replaying one op costs this much beside the op itself (measured, 2 CPU cores)
 
@@ -66,20 +67,26 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.workspace = MeasuredWorkspace({})
-        everything = dict.fromkeys((c.name for c in self.trace.calls), KeepAll())
+        if self.measure:
+            self.progress("pricing ops")
+            self._price()
         self.progress("rehearsing the plain step")
+        everything = dict.fromkeys((c.name for c in self.trace.calls), KeepAll())
         self.baseline = rehearse_step(
             self.trace, everything, KeepAll(), optimizer=self.optimizer, workspace=self.workspace
         )
-        if self.measure:
-            self.progress("pricing ops")
-            self.prices = measure_ops(self.workspace.unknown.values())
-            self.workspace = MeasuredWorkspace(self.prices)
-            self.baseline = rehearse_step(
-                self.trace, everything, KeepAll(), optimizer=self.optimizer, workspace=self.workspace
-            )
         self.progress("rehearsing options")
         self.problem = self._problem()
+
+    def _price(self) -> None:
+        """Run every distinct op of the step once, forward and backward, for its seconds and its workspace."""
+        trace = self.trace
+        for key, cls in trace.classes.items():
+            if cls.trace is not None:
+                rehearse_block(trace, cls, cls.trace.program.saved_buffers(), key, 0.0, self.workspace)
+        rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace)
+        self.prices = measure_ops(self.workspace.unknown.values())
+        self.workspace = MeasuredWorkspace(self.prices)
 
     # what can be chosen ----------------------------------------------------------------------------------------------
 
@@ -111,8 +118,49 @@ class Planner:
             optimizer_peak_bytes=max(0, base.optimizer_peak_bytes - base.static_bytes),
             regions=tuple(regions),
             root=roots,
+            segments=tuple(self._segments(options)),
             plain_seconds=self.plain_seconds(),
         )
+
+    def _segments(self, options: dict[str, tuple[RegionOption, ...]]) -> Iterator[SegmentOption]:
+        """Runs of blocks of which only the first holds its input: what is computed again adds up along the run.
+
+        Levels follow from the blocks' own: a block in a run holds what plain autograd saves of it until its backward.
+        """
+        calls = self.trace.calls
+        if len({c.name for c in calls}) < len(calls):
+            return  # a block that is called twice has one treatment, not a place in one run
+        full = {key: self._full_option(key) for key in options}
+        longest = 2 * isqrt(len(calls))
+        for size in (n for n in SEGMENT_SIZES if n <= longest):
+            for start in range(len(calls) - size + 1):
+                run = calls[start : start + size]
+                if not all(c.links for c in run[1:]):
+                    continue
+                members = [full[c.class_key] for c in run]
+                held = 0
+                peaks = []
+                for option, saved, _again in members:
+                    peaks.append(option.backward_peak_bytes + held)
+                    held += saved
+                yield SegmentOption(
+                    key="segment", start=start, stop=start + size, resident_bytes=members[0][0].resident_bytes,
+                    forward_peak_bytes=members[0][0].resident_bytes + max(o.forward_peak_bytes for o, _, _ in members),
+                    backward_peak_bytes=tuple(peaks),
+                    seconds=members[-1][0].seconds + sum(again for _, _, again in members[:-1]),
+                )  # fmt: skip
+
+    def _full_option(self, key: str) -> tuple[RegionOption, int, float]:
+        """Only the input held: levels, bytes that plain autograd saves, and seconds with the output computed again too."""
+        cls = self.trace.classes[key]
+        assert cls.trace is not None
+        program = cls.trace.program
+        kept = Full().kept(program)
+        seconds = self.seconds_of(cls.trace)
+        alone = sum(seconds[i] for i in program.recompute_set(kept))
+        along = sum(seconds[i] for i in program.recompute_set(kept, also=frozenset(program.outputs)))
+        option = rehearse_block(self.trace, cls, kept, "full", alone, self.workspace)
+        return option, program.kept_bytes(program.saved_buffers()), along
 
     def seconds_of(self, trace: RegionTrace) -> list[float]:
         """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes."""
@@ -138,11 +186,12 @@ class Planner:
         known = self._rehearsals.get(choice)
         if known is None:
             treatments, root = self._treatments(choice)
+            segments = [[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments]
             step = rehearse_step(
-                self.trace, treatments, root, optimizer=self.optimizer, workspace=self.workspace
+                self.trace, treatments, root, segments, optimizer=self.optimizer, workspace=self.workspace
             )
             known = self._rehearsals[choice] = Rehearsed(
-                solution=solution, treatments=treatments, root=root, step=step
+                solution=solution, treatments=treatments, root=root, step=step, segments=segments
             )
         return known
 
@@ -150,13 +199,19 @@ class Planner:
         chosen: dict[str, FrontierPoint] = {}
         programs: dict[str, Program] = {}
         for call, key in zip(self.trace.calls, choice.regions, strict=True):
-            point = self.points[call.class_key][key]
             program = self.trace.program(call)
             assert program is not None
+            point = self._point(call.class_key, key, program)
             if call.name not in chosen or point.kept_bytes < chosen[call.name].kept_bytes:
                 chosen[call.name], programs[call.name] = point, program
         treatments: dict[str, Treatment] = {name: exactly(programs[name], p.kept) for name, p in chosen.items()}
         return treatments, exactly(self.trace.root.program, self.root_points[choice.root].kept)
+
+    def _point(self, class_key: str, key: str, program: Program) -> FrontierPoint:
+        if key != "segment":
+            return self.points[class_key][key]
+        kept = Full().kept(program)
+        return FrontierPoint(key=key, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
 
     def smallest(self) -> Rehearsed:
         """The plan of the fewest bytes."""
@@ -212,7 +267,7 @@ class Planner:
         for call, key in zip(trace.calls, choice.regions, strict=True):
             program = trace.program(call)
             assert program is not None
-            point = self.points[call.class_key][key]
+            point = self._point(call.class_key, key, program)
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
         certificate = found.solution.certificate
@@ -227,6 +282,7 @@ class Planner:
             ),
             solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
             layers=tuple(layers.values()),
+            segments=tuple((run[0], run[-1]) for run in found.segments),
             root=layer_plan("", trace.root.program, self.root_points[choice.root]),
             model=fingerprint(trace),
             torch_version=torch.__version__,

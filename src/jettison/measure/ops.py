@@ -103,14 +103,24 @@ def measure_ops(requests: Iterable[OpRequest], *, total_seconds: float = 10.0) -
 
 
 class MeasuredWorkspace:
-    """A `workspace` for `AllocationCounter` that looks measured prices up; unknown calls count as 0 and are listed."""
+    """A `workspace` for `AllocationCounter` that looks measured prices up.
+
+    Calls of an operator that has no price at all count as 0 and are listed in `unknown`. An operator whose every priced
+    call took nothing is not looked up again: a key costs more than many a fake kernel.
+    """
 
     def __init__(self, prices: Mapping[str, OpPrice]) -> None:
         self._prices = prices
+        self._free: dict[str, bool] = {}
+        for key, price in prices.items():
+            name = key.partition("(")[0]
+            self._free[name] = self._free.get(name, True) and not price.workspace_bytes
         self.unknown: dict[str, OpRequest] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of workspace of this call."""
+        if self._free.get(str(func), False):
+            return 0
         request = OpRequest.of(func, args, kwargs)
         price = self._prices.get(request.key)
         if price is None:

@@ -33,9 +33,9 @@ def install(
         cls = traced.classes[call.class_key]
         if cls.trace is not None and call.name in regions:
             regions[call.name].adopt(cls.signature, cls.trace, checked=checked)
-    around = PlannedForward(model, "", root, blocks=tuple(treatments))
-    around.adopt(traced.root_signature, traced.root, checked=checked)
-    return [*regions.values(), around]
+    outer = PlannedForward(model, "", root, blocks=tuple(treatments))
+    outer.adopt(traced.root_signature, traced.root, checked=checked)
+    return [*regions.values(), outer]
 
 
 def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:

@@ -69,8 +69,11 @@ class RegionReport:
 class PlannedForward:
     """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
 
-    def __init__(self, module: nn.Module, name: str, treatment: Treatment, *, blocks: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, treatment: Treatment, *, blocks: tuple[str, ...] | None = None, twin: bool = True
+    ) -> None:
         self.module = module
+        self.twin = twin  # record on a fake copy of the module
         self.name = name
         self.treatment = treatment
         self.blocks = blocks or ()  # names of the regions inside this one, for the root
@@ -171,7 +174,7 @@ class PlannedForward:
             if self.is_root:
                 trace = trace_root(self.module, args, kwargs, self.blocks)
             else:
-                trace = trace_region(self.module, args, kwargs, shared=self._shared())
+                trace = trace_region(self.module, args, kwargs, shared=self._shared(), copy=self.twin)
             return self._store(key, trace)
         except (TraceError, ValueError) as error:
             return self._fall_back(key, str(error))

@@ -81,6 +81,7 @@ class RegionTrace:
     sequence: list[tuple[Any, bool]] = field(default_factory=list)  # every call's signature, and whether it may be skipped
     initial_state: int | None = None  # buffer of the random state at the start, if the region draws
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
+    constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
 
     @property
     def draws(self) -> bool:
@@ -270,6 +271,7 @@ class Recorder:
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps, inputs=self.inputs,
             names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence, initial_state=self.initial_state,
             blocks=self.blocks,
+            constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
         )  # fmt: skip
 
 

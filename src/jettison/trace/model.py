@@ -322,7 +322,7 @@ def stub_outputs(
     device = next((t.device for t in tensors), torch.device("cpu"))
     if probe is not None:
         probe.forward(call)
-    fresh = list(_Stub.apply(made, device, (probe, call, held), *tensors)) if made else []
+    fresh = list(_Stub.apply(made, trace.constants, device, (probe, call, held), *tensors)) if made else []
     out = []
     for leaf in trace.output_leaves:
         if not isinstance(leaf, TensorRef):
@@ -338,11 +338,15 @@ class _Stub(torch.autograd.Function):
     """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, out of nothing."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[TensorRef], device: torch.device, extra: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, made: list[TensorRef], constants: frozenset[int], device: torch.device, extra: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.metas = [(t.shape, t.dtype, t.device) if t.is_floating_point() and t.requires_grad else None for t in tensors]
         ctx.extra = extra
         out = tuple(torch.empty_strided(r.size, r.stride, dtype=r.dtype, device=device) for r in made)
-        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        ctx.mark_non_differentiable(
+            *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not t.is_floating_point())
+        )
         return out
 
     @staticmethod
@@ -352,7 +356,7 @@ class _Stub(torch.autograd.Function):
             probe.backward(call)
         ctx.extra = (None, call, ())
         made = [None if m is None else torch.empty(m[0], dtype=m[1], device=m[2]) for m in ctx.metas]
-        return None, None, None, *made
+        return None, None, None, None, *made
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

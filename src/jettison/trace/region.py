@@ -22,10 +22,12 @@ def trace_region(
     kwargs: dict[str, Any],
     *,
     shared: frozenset[int] = frozenset(),
+    copy: bool = True,
 ) -> RegionTrace:
     """Record a module's forward for arguments like these, on fake tensors.
 
     Args:
+        copy: run a fake copy of the module; without, itself on its real parameters, where what it runs is not its own.
         shared: leaf positions of arguments that live elsewhere anyway and cost this region nothing.
 
     Raises:
@@ -33,7 +35,7 @@ def trace_region(
     """
     leaves, spec = tree_flatten((args, kwargs))
     mode = mode_of(module, args, kwargs)
-    twin = fake_twin(module, mode)  # its blocks and itself run their classes' own forward
+    twin = fake_twin(module, mode) if copy else module  # its blocks and itself run their classes' own forward
     capture = CaptureMode()
     with recording_errors(), tracing(mode, values_known=True), uncached_autocast(), torch.enable_grad():
         faked = [_like(leaf, mode) for leaf in leaves]

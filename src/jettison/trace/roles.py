@@ -16,8 +16,8 @@ from jettison.trace.capture import RegionTrace, TensorRef
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
 _ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "leaky_relu", "elu", "softplus", "mish", "hardswish", "erf")
 _SAVES_ITS_RESULT = (
-    "_softmax", "_safe_softmax", "_log_softmax", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "exp", "reciprocal", "native_dropout",
-    *_NORMS, "_scaled_dot_product", "nll_loss_forward", "cumsum",
+    "_softmax", "_safe_softmax", "_log_softmax", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "exp", "reciprocal",
+    "native_dropout", *_NORMS, "_scaled_dot_product", "nll_loss_forward", "cumsum",
 )  # fmt: skip
 _ATTENTION = "_scaled_dot_product"
 _SOFTMAX = ("_softmax", "_safe_softmax")

@@ -28,10 +28,16 @@ class RealUntilFake(TorchDispatchMode):
                 return func(*args, **kwargs)
             if isinstance(leaf, torch.Tensor):
                 has_real = True
-        if torch.Tag.nondeterministic_seeded in func.tags and not has_real:
+        # random or not yet written: no forward decides anything by such values, and they may be as large as activations
+        if not has_real and (torch.Tag.nondeterministic_seeded in func.tags or _is_empty_float(func, kwargs)):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return func._schema.name in ("aten::empty", "aten::empty_strided") and dtype.is_floating_point
 
 
 @contextlib.contextmanager

@@ -1,0 +1,133 @@
+"""The proof as an artefact: what a plan claimed, and what was seen when it ran. JSON of schema ``jettison.proof/1``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from jettison.errors import UsageError
+from jettison.units import format_bytes
+
+SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerProof:
+    """One layer between forward and backward: bytes that plain autograd saves, that the plan said, that were held."""
+
+    layer: str
+    policy: str
+    plain_bytes: int
+    predicted_bytes: int
+    observed_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """A planned model beside an independent copy that trains plainly, from the same state and the same random numbers.
+
+    ``budget_bytes`` and ``predicted_peak_bytes`` are None where a policy was applied and not a plan. ``differences``
+    names what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds, between its quartiles.
+    """
+
+    gradients_identical: bool
+    losses_identical: bool
+    random_state_identical: bool
+    buffers_identical: bool
+    parameters_identical: bool
+    gradients_compared: int
+    differences: tuple[str, ...]
+    steps: int
+    budget_bytes: int | None
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int
+    baseline_peak_bytes: int
+    step_time_ratio: float
+    step_time_ratio_low: float
+    step_time_ratio_high: float
+    baseline_step_seconds: float
+    rounds: int
+    layers: tuple[LayerProof, ...]
+    plan_hash: str | None
+    device: str
+    torch_version: str
+
+    @property
+    def passed(self) -> bool:
+        """The same training to the bit, and a measured peak within the budget."""
+        return not self.failures()
+
+    @property
+    def saved_bytes_agree(self) -> bool:
+        """Every layer held what was predicted, to the byte."""
+        return all(entry.predicted_bytes == entry.observed_bytes for entry in self.layers)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """How far the predicted peak is above the measured one, as a fraction of it; negative where it is below."""
+        if self.predicted_peak_bytes is None:
+            return None
+        return (self.predicted_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
+
+    def failures(self) -> tuple[str, ...]:
+        """What was not shown, one sentence each; empty where the proof holds."""
+        claims = {
+            "gradients": self.gradients_identical,
+            "losses": self.losses_identical,
+            "random number streams": self.random_state_identical,
+            "buffers": self.buffers_identical,
+            "parameters after the steps": self.parameters_identical,
+        }
+        found = [f"the {name} differ from those of a plain copy" for name, holds in claims.items() if not holds]
+        if self.budget_bytes is not None and self.measured_peak_bytes > self.budget_bytes:
+            found.append(
+                f"the measured peak, {format_bytes(self.measured_peak_bytes)} ({self.measured_peak_bytes}B), is above the "
+                f"budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes}B)"
+            )
+        return tuple(found)
+
+    def document(self) -> dict[str, Any]:
+        """The proof as what JSON is made of."""
+        layers = [asdict(entry) for entry in self.layers]
+        totals = {
+            name: sum(entry[name] for entry in layers) for name in ("plain_bytes", "predicted_bytes", "observed_bytes")
+        }
+        return {"schema": SCHEMA, "passed": self.passed, **asdict(self), "layers": layers, "saved": totals}
+
+    def to_json(self) -> str:
+        """The document as JSON text; `from_json` reads it back."""
+        return json.dumps(self.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Proof:
+        """Read a proof back.
+
+        Raises:
+            UsageError: the text is not a proof of this schema; the message names the first wrong key.
+        """
+        try:
+            _header().validate_json(text, strict=True)
+            return _adapter().validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    schema: Literal["jettison.proof/1"]
+
+
+@cache
+def _header() -> TypeAdapter[_Header]:
+    return TypeAdapter(_Header)
+
+
+@cache
+def _adapter() -> TypeAdapter[Proof]:
+    return TypeAdapter(Proof)

@@ -1,0 +1,145 @@
+"""Two more ways to say what may be computed again: around a function call, and on a module's class.
+
+`checkpoint(function, *args)` has the calling convention of `torch.utils.checkpoint.checkpoint`. The modules that the function
+reaches (itself, what it is bound to, its closure, its globals) are where its parameters are found again in backward; a
+tensor that it reaches by any other way is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from jettison.runtime.region import PlannedForward
+from jettison.runtime.treatment import Treatment, treatment
+from jettison.trace.blocks import REGION_MARK
+
+Class = TypeVar("Class", bound=type[nn.Module])
+
+
+class _Regions(dict[Any, "_FunctionRegion"]):
+    """Regions of functions that reach a module; kept on the module, and not copied with it."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Regions:
+        return _Regions()
+
+    def __reduce__(self) -> Any:
+        return _Regions, ()
+
+
+_SHELF = "_jettison_function_regions"
+_ownerless = _Regions()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, policy: str | Treatment = "full", **kwargs: Any) -> Any:
+    """Call ``function(*args, **kwargs)``; what it saves for backward is treated by ``policy``.
+
+    Args:
+        policy: ``none``, ``selective``, ``selective-op``, ``full``, or a `Treatment`.
+
+    Raises:
+        UsageError: an unknown policy word.
+    """
+    how = treatment(policy) if isinstance(policy, str) else policy
+    found = tuple(_modules_of(function))
+    parameters = tuple(_parameters_of(function))
+    key = (_code_of(function), how, tuple(map(id, found)), tuple(map(id, parameters)))
+    owner: Any = (*found, *parameters, None)[0]
+    regions = _ownerless if owner is None else owner.__dict__.setdefault(_SHELF, _Regions())
+    region = regions.get(key)
+    if region is None:
+        region = regions[key] = _FunctionRegion(found, parameters, how)
+    return region.run(function, args, kwargs)
+
+
+def checkpointable(cls: Class) -> Class:
+    """Class decorator: instances are regions, whatever container they stand in. How they are treated is the plan's choice."""
+    setattr(cls, REGION_MARK, True)
+    return cls
+
+
+class _Body(nn.Module):
+    """The modules a function reaches, as one module."""
+
+    def __init__(self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...]) -> None:
+        super().__init__()
+        self.current: list[Callable[..., Any]] = []
+        for i, module in enumerate(found):
+            self._modules[f"reached{i}"] = module
+        for i, parameter in enumerate(parameters):
+            self._parameters[f"given{i}"] = parameter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.current[-1](*args, **kwargs)
+
+
+class _FunctionRegion:
+    def __init__(self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...], how: Treatment) -> None:
+        self.body = _Body(found, parameters)
+        self.planned = PlannedForward(self.body, "a checkpointed function", how, twin=False)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.body.current.append(function)
+        try:
+            return self.body(*args, **kwargs)
+        finally:
+            self.body.current.pop()
+
+
+def _code_of(function: Callable[..., Any]) -> Any:
+    if isinstance(function, functools.partial):
+        return "partial", _code_of(function.func)
+    if isinstance(function, types.MethodType):
+        return _code_of(function.__func__)
+    return getattr(function, "__code__", None) or type(function)
+
+
+def _reached(function: Callable[..., Any]) -> Iterator[Any]:
+    if isinstance(function, functools.partial):
+        yield from _reached(function.func)
+        yield from (*function.args, *function.keywords.values())
+        return
+    if isinstance(function, types.MethodType):
+        yield function.__self__
+        function = function.__func__
+    yield function
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from getattr(function, "__defaults__", None) or ()
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    for name in code.co_names if code else ():
+        if name in names:
+            yield names[name]
+
+
+def _flat(values: Iterator[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
+        else:
+            yield value
+
+
+def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+    for value in _flat(_reached(function)):
+        if isinstance(value, nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+
+
+def _parameters_of(function: Callable[..., Any]) -> Iterator[nn.Parameter]:
+    seen: set[int] = set()
+    for value in _flat(_reached(function)):
+        if isinstance(value, nn.Parameter) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
