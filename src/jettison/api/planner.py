@@ -18,14 +18,14 @@ from jettison.cost import CPU, CUDA, op_seconds
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
-from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_root, rehearse_step, twin_optimizer
-from jettison.plan.artefact import LayerPlan, Plan, Predicted, SolverReport, policy_word, recompute_flops
+from jettison.measure.rehearse import StepRehearsal, observe_block, rehearse_block, rehearse_root, rehearse_step, twin_optimizer
+from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
 from jettison.plan.levels import Choice
 from jettison.plan.moves import minimum_budget
 from jettison.plan.problem import Region, RegionOption, SegmentOption, StepProblem
-from jettison.runtime.treatment import Exactly, Full, KeepAll, Share, Treatment
+from jettison.runtime.treatment import Exactly, Full, KeepAll, Share, Treatment, treatment
 from jettison.trace.capture import Call, RegionTrace, TensorRef
 from jettison.trace.model import ModelTrace
 
@@ -63,6 +63,7 @@ class Planner:
     root_points: dict[str, FrontierPoint] = field(init=False)
     problem: StepProblem = field(init=False)
     workspace: MeasuredWorkspace = field(init=False)
+    _observations: dict[str, tuple[RegionOption, RegionOption]] = field(default_factory=dict, init=False)
     _rehearsals: dict[Any, Rehearsed] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -72,17 +73,25 @@ class Planner:
             self._price()
         self.progress("rehearsing the plain step")
         everything = dict.fromkeys((c.name for c in self.trace.calls), KeepAll())
+        opaque = {
+            c.name: self._observed(c.class_key)[0] for c in self.trace.calls if self.trace.classes[c.class_key].opaque
+        }
         self.baseline = rehearse_step(
-            self.trace, everything, KeepAll(), optimizer=self.optimizer, workspace=self.workspace
+            self.trace, everything, KeepAll(), opaque=opaque, optimizer=self.optimizer, workspace=self.workspace
         )
         self.progress("rehearsing options")
         self.problem = self._problem()
+
+    def _observed(self, key: str) -> tuple[RegionOption, RegionOption]:
+        if key not in self._observations:
+            self._observations[key] = observe_block(self.trace, self.trace.classes[key])
+        return self._observations[key]
 
     def _price(self) -> None:
         """Run every distinct op of the step once, forward and backward, for its seconds and its workspace."""
         trace = self.trace
         for key, cls in trace.classes.items():
-            if cls.trace is not None:
+            if not cls.opaque:
                 rehearse_block(trace, cls, cls.trace.program.saved_buffers(), key, 0.0, self.workspace)
         rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace)
         self.prices = measure_ops(self.workspace.unknown.values())
@@ -94,7 +103,10 @@ class Planner:
         trace = self.trace
         self.points, options = {}, {}
         for key, cls in trace.classes.items():
-            assert cls.trace is not None
+            if cls.opaque:
+                options[key] = self._observed(key)
+                self.points[key] = {o.key: _whole(o) for o in options[key]}
+                continue
             found = pareto_frontier(cls.trace.program, self.seconds_of(cls.trace), max_points=BLOCK_POINTS)
             self.points[key] = {p.key: p for p in found}
             options[key] = tuple(rehearse_block(trace, cls, p.kept, p.key, p.seconds, self.workspace) for p in found)
@@ -130,12 +142,12 @@ class Planner:
         calls = self.trace.calls
         if len({c.name for c in calls}) < len(calls):
             return  # a block that is called twice has one treatment, not a place in one run
-        full = {key: self._full_option(key) for key in options}
+        full = {key: self._full_option(key) for key in options if not self.trace.classes[key].opaque}
         longest = 2 * isqrt(len(calls))
         for size in (n for n in SEGMENT_SIZES if n <= longest):
             for start in range(len(calls) - size + 1):
                 run = calls[start : start + size]
-                if not all(c.links for c in run[1:]):
+                if not all(c.links for c in run[1:]) or any(c.class_key not in full for c in run):
                     continue
                 members = [full[c.class_key] for c in run]
                 held = 0
@@ -153,7 +165,6 @@ class Planner:
     def _full_option(self, key: str) -> tuple[RegionOption, int, float]:
         """Only the input held: levels, bytes that plain autograd saves, and seconds with the output computed again too."""
         cls = self.trace.classes[key]
-        assert cls.trace is not None
         program = cls.trace.program
         kept = Full().kept(program)
         seconds = self.seconds_of(cls.trace)
@@ -174,7 +185,10 @@ class Planner:
 
     def plain_seconds(self) -> float:
         """A step without recompute: forward once, and backward at twice that (a matmul has two in its backward)."""
-        classes = {k: sum(self.seconds_of(c.trace)) for k, c in self.trace.classes.items() if c.trace}
+        classes = {
+            k: self._observed(k)[1].seconds if c.opaque else sum(self.seconds_of(c.trace))
+            for k, c in self.trace.classes.items()
+        }
         forward = sum(classes.get(c.class_key, 0.0) for c in self.trace.calls) + sum(self.seconds_of(self.trace.root))
         return 3 * forward
 
@@ -187,9 +201,15 @@ class Planner:
         if known is None:
             treatments, root = self._treatments(choice)
             segments = [[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments]
+            opaque = {
+                c.name: next(o for o in r.options if o.key == key)
+                for c, r, key in zip(self.trace.calls, self.problem.regions, choice.regions, strict=True)
+                if self.trace.classes[c.class_key].opaque
+            }
             step = rehearse_step(
-                self.trace, treatments, root, segments, optimizer=self.optimizer, workspace=self.workspace
-            )
+                self.trace, treatments, root, segments, opaque=opaque, optimizer=self.optimizer,
+                workspace=self.workspace,
+            )  # fmt: skip
             known = self._rehearsals[choice] = Rehearsed(
                 solution=solution, treatments=treatments, root=root, step=step, segments=segments
             )
@@ -200,11 +220,13 @@ class Planner:
         programs: dict[str, Program] = {}
         for call, key in zip(self.trace.calls, choice.regions, strict=True):
             program = self.trace.program(call)
-            assert program is not None
             point = self._point(call.class_key, key, program)
             if call.name not in chosen or point.kept_bytes < chosen[call.name].kept_bytes:
                 chosen[call.name], programs[call.name] = point, program
-        treatments: dict[str, Treatment] = {name: exactly(programs[name], p.kept) for name, p in chosen.items()}
+        opaque = {c.name for c in self.trace.calls if self.trace.classes[c.class_key].opaque}
+        treatments: dict[str, Treatment] = {
+            name: treatment(p.key) if name in opaque else exactly(programs[name], p.kept) for name, p in chosen.items()
+        }
         return treatments, exactly(self.trace.root.program, self.root_points[choice.root].kept)
 
     def _point(self, class_key: str, key: str, program: Program) -> FrontierPoint:
@@ -266,7 +288,6 @@ class Planner:
         layers: dict[str, LayerPlan] = {}
         for call, key in zip(trace.calls, choice.regions, strict=True):
             program = trace.program(call)
-            assert program is not None
             point = self._point(call.class_key, key, program)
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
@@ -289,6 +310,13 @@ class Planner:
         )  # fmt: skip
 
 
+def _whole(option: RegionOption) -> FrontierPoint:
+    """An option of a block that has no program: kept whole or checkpointed whole."""
+    return FrontierPoint(
+        key=option.key, kept=frozenset(), kept_bytes=option.resident_bytes, seconds=option.seconds, price=0.0
+    )
+
+
 def _faster(a: Rehearsed, b: Rehearsed) -> bool:
     return a.solution.certificate.objective_seconds < b.solution.certificate.objective_seconds
 
@@ -301,8 +329,9 @@ def exactly(program: Program, kept: frozenset[int]) -> Exactly:
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     """One layer's entry."""
+    policy = PolicyWord(point.key) if point.key in ("none", "full") else policy_word(program, point.kept)
     return LayerPlan(
-        layer=name, policy=policy_word(program, point.kept), kept_bytes=point.kept_bytes,
+        layer=name, policy=policy, kept_bytes=point.kept_bytes,
         recompute_flops=recompute_flops(program, point.kept), digest=program.digest(), option=point.key,
         kept=tuple(sorted(point.kept)), price=point.price,
     )  # fmt: skip

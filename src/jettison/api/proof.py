@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ def verify(
     handle: Applied | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    holds_output: bool = True,
     steps: int = STEPS,
     rounds: int = ROUNDS,
     progress: Callable[[str], None] = lambda _text: None,
@@ -62,6 +63,7 @@ def verify(
         plan: apply this first, and take it off again at the end.
         handle: what `auto_checkpoint` or `apply` gave; it stays on.
         optimizer: over the model's parameters.
+        holds_output: as for `auto_checkpoint`: whether the loop holds the model's output during backward.
 
     Raises:
         UsageError: not exactly one of budget, plan and handle is given.
@@ -75,17 +77,19 @@ def verify(
     plain_optimizer = _mirrored(optimizer, model, plain)
     applied = handle
     if budget is not None:
-        applied = auto_checkpoint(model, batch, budget, optimizer=optimizer, loss_fn=loss_fn, progress=progress)
+        applied = auto_checkpoint(
+            model, batch, budget, optimizer=optimizer, loss_fn=loss_fn, holds_output=holds_output, progress=progress
+        )
     elif plan is not None:
         progress("applying the plan")
         applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn)
     assert applied is not None
     try:
-        sides = (
-            _Side(model=plain, optimizer=plain_optimizer, batch=batch, loss_fn=loss_fn),
-            _Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn),
+        plain_side = _Side(
+            model=plain, optimizer=plain_optimizer, batch=batch, loss_fn=loss_fn, holds_output=holds_output
         )
-        return _prove(*sides, applied, steps, rounds, progress)
+        planned_side = replace(plain_side, model=model, optimizer=optimizer)
+        return _prove(plain_side, planned_side, applied, steps, rounds, progress)
     finally:
         if handle is None:
             applied.remove()
@@ -99,11 +103,14 @@ class _Side:
     optimizer: torch.optim.Optimizer | None
     batch: Any
     loss_fn: LossFn | None
+    holds_output: bool
 
     def step(self) -> Tensor:
-        """One training step, gradients left in place. The output lives through backward, as in most training loops."""
+        """One training step, gradients left in place."""
         output = call_model(self.model, self.batch)
         loss = loss_of(output, self.loss_fn)
+        if not self.holds_output:
+            output = None
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             loss.backward()
         del output
@@ -208,13 +215,17 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
     # the plain copy is traced: modules under a plan run stand-ins
     traced = trace_model(plain.model, plain.batch, loss_fn=plain.loss_fn, regions=_names(applied))
     regions = {region.name: region for region in applied.regions}
+    inputs = {c.name: cls.trace.inputs for c in traced.calls if (cls := traced.classes[c.class_key]).trace is not None}
 
     def kept(name: str, program: Program) -> frozenset[int]:
-        return regions[name].treatment.kept(program)
+        link = regions[name].link
+        again = {p for p, _ in link.inputs} if link is not None else set()
+        chosen = regions[name].treatment.kept(program)
+        return chosen - {b for b, position in inputs.get(name, {}).items() if position in again}
 
     programs = {call.name: program for call in traced.calls if (program := traced.program(call)) is not None}
-    words = {name: str(policy_word(program, kept(name, program))) for name, program in programs.items()}
-    words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program))), OUTSIDE_LAYER: "none"}
+    words = {n: str(policy_word(p, regions[n].treatment.kept(p))) for n, p in programs.items()}
+    words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)
     planned.model.zero_grad(set_to_none=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,8 @@ def auto_checkpoint(
 
 
 def _apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
+    for text in planner.trace.warnings:
+        warnings.warn(text, stacklevel=3)
     regions = install(model, planner.trace, found.treatments, found.root, found.segments)
     return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 from jettison.plan.problem import RegionOption, RootOption
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
-from jettison.runtime.treatment import Exactly, KeepAll, Treatment
+from jettison.runtime.treatment import Exactly, Full, KeepAll, Treatment
 from jettison.trace.capture import RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch
 from jettison.trace.model import BlockClass, ModelTrace, call_model, loss_of, stub_outputs
+from jettison.trace.observe import stand_in, undisturbed
 from jettison.trace.signature import call_signature
 
 
@@ -64,37 +66,42 @@ def rehearse_block(
     trace: ModelTrace, cls: BlockClass, kept: frozenset[int], key: str, seconds: float, workspace: Workspace | None = None
 ) -> RegionOption:
     """Levels of one block under one decision."""
-    assert cls.trace is not None
     module = trace.twin.get_submodule(cls.example)
     treatment = Exactly(cls.trace.program.digest(), kept, KeepAll())
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     with trace.context(), _quiet_gc(), planned(module, cls.example, treatment, cls.trace, cls.signature):
-        leaves, spec = tree_flatten((cls.args, cls.kwargs))
-        outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
-        baseline = [*module.parameters(), *module.buffers(), *outer]
-        counter = AllocationCounter(baseline, workspace=workspace)
-        with counter:
-            start = counter.live_bytes
-            counter.reset_peak()
-            given = [_argument(leaf, i in shared) for i, leaf in enumerate(leaves)]
-            args, kwargs = tree_unflatten(given, spec)
-            del given
-            box = [(args, kwargs)]
-            del args, kwargs
-            loss = _forward(module, box)
-            forward_peak = counter.peak_bytes - start
-            torch.clear_autocast_cache()
-            resident = counter.live_bytes - start
-            counter.reset_peak()
-            before = counter.live_bytes
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                loss.backward()
-            backward_peak = counter.peak_bytes - before
+        resident, forward_peak, backward_peak = block_levels(module, (cls.args, cls.kwargs), shared, workspace)
         module.zero_grad(set_to_none=True)
     return RegionOption(
         key=key, resident_bytes=resident, forward_peak_bytes=forward_peak, backward_peak_bytes=backward_peak,
         seconds=seconds,
     )  # fmt: skip
+
+
+def block_levels(
+    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None
+) -> tuple[int, int, int]:
+    """Resident bytes, forward peak and backward peak of one call of a module, as it is now, on arguments like these."""
+    leaves, spec = tree_flatten(call)
+    outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
+    counter = AllocationCounter([*module.parameters(), *module.buffers(), *outer], workspace=workspace)
+    with counter:
+        start = counter.live_bytes
+        counter.reset_peak()
+        given = [_argument(leaf, i in shared) for i, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(given, spec)
+        del given
+        box = [(args, kwargs)]
+        del args, kwargs
+        loss = _forward(module, box)
+        forward_peak = counter.peak_bytes - start
+        torch.clear_autocast_cache()
+        resident = counter.live_bytes - start
+        counter.reset_peak()
+        before = counter.live_bytes
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            loss.backward()
+        return resident, forward_peak, counter.peak_bytes - before
 
 
 def _argument(leaf: Any, shared: bool) -> Any:
@@ -103,7 +110,7 @@ def _argument(leaf: Any, shared: bool) -> Any:
     if shared or not leaf.is_floating_point():
         return leaf.detach().requires_grad_(leaf.requires_grad)
     if not leaf.requires_grad:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).normal_()
     return _Source.apply(torch.zeros((), requires_grad=True), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
 
 
@@ -112,7 +119,7 @@ class _Source(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, seed: Tensor, shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -177,7 +184,6 @@ def rehearse_root(
     def stub(*args: Any, **kwargs: Any) -> Any:
         call = next(calls)
         region = trace.classes[trace.calls[call].class_key].trace
-        assert region is not None
         leaves, _ = call_signature(args, kwargs)
         held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
         return stub_outputs(region, leaves, probe=levels, call=call, held=held)
@@ -223,7 +229,6 @@ def _chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
     """Bytes of a block call's own inputs and outputs: they are the block's, not the root's."""
     block = trace.calls[call]
     region = trace.classes[block.class_key].trace
-    assert region is not None
     buffers = region.program.buffers
     inputs = sum(buffers[b].nbytes for b, p in region.inputs.items() if p not in block.shared)
     made = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.buffer not in region.inputs}
@@ -252,6 +257,7 @@ def rehearse_step(
     root: Treatment,
     segments: Iterable[list[str]] = (),
     *,
+    opaque: Mapping[str, RegionOption] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     workspace: Workspace | None = None,
 ) -> StepRehearsal:
@@ -259,10 +265,15 @@ def rehearse_step(
 
     Args:
         treatments: by block name.
+        opaque: levels of the blocks that cannot run on fake tensors; they are stood in for.
         optimizer: of the twin (see `twin_optimizer`). Its state is made in a first step that is not counted.
     """
     twin = trace.twin
     regions = install(twin, trace, treatments, root, segments, checked=True)
+    for region in regions:
+        if region.name in (opaque or {}):
+            region.forward = _StandIn(trace, region.name, opaque[region.name])  # type: ignore[index]
+            region.treatment = KeepAll()
     try:
         with trace.context(), _quiet_gc():
             if optimizer is not None and not optimizer.state:
@@ -289,6 +300,74 @@ def rehearse_step(
         backward_peak_bytes=backward,
         optimizer_peak_bytes=last if optimizer is not None else 0,
     )
+
+
+def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
+    """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
+
+    Its shapes may depend on values: another batch may take more. Parameters, their gradients, buffers and random
+    generators are left as they were.
+    """
+    assert trace.real is not None
+    module = trace.real.get_submodule(cls.example)
+    leaves, spec = tree_flatten((cls.args, cls.kwargs))
+    shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
+    call = tree_unflatten([stand_in(leaf) for leaf in leaves], spec)
+    gradients = [(p, p.grad) for p in module.parameters()]
+    found = []
+    with undisturbed(module), _quiet_gc():
+        started = time.perf_counter()
+        with torch.no_grad():
+            module(*call[0], **call[1])
+        seconds = time.perf_counter() - started
+        for key, how in (("none", KeepAll()), ("full", Full())):
+            region = PlannedForward(module, cls.example, how)
+            region.give_up(cls.signature, cls.problem)
+            region.quiet = True
+            try:
+                for parameter, _ in gradients:
+                    parameter.grad = None
+                resident, forward_peak, backward_peak = block_levels(module, call, shared, None)
+            finally:
+                region.remove()
+            found.append(
+                RegionOption(
+                    key=key, resident_bytes=resident, forward_peak_bytes=forward_peak, backward_peak_bytes=backward_peak,
+                    seconds=seconds if key == "full" else 0.0,
+                )
+            )  # fmt: skip
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    return found[0], found[1]
+
+
+class _StandIn:
+    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate."""
+
+    def __init__(self, trace: ModelTrace, name: str, levels: RegionOption) -> None:
+        self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
+        self.module = trace.twin.get_submodule(name)
+        self.levels = levels
+        self.own = next(_chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = call_signature(args, kwargs)
+        held = _blob(self.levels.resident_bytes)
+        _blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
+        return stub_outputs(self.region, leaves, probe=self, held=(held,))
+
+    def forward(self, call: int) -> None:
+        """Nothing to note."""
+
+    def backward(self, call: int) -> None:
+        gradients = [p for p in self.module.parameters() if p.requires_grad]
+        _blob(self.levels.backward_peak_bytes - self.own[1])
+        for p in gradients:
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad
+
+
+def _blob(nbytes: int) -> Tensor:
+    return torch.empty(max(0, nbytes), dtype=torch.uint8)
 
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, trace: ModelTrace) -> torch.optim.Optimizer:

@@ -34,13 +34,13 @@ class _Listener:
     @contextmanager
     def regions(self) -> Iterator[None]:
         """Listen where regions get their arguments, and at the one place where they decide."""
-        enter: Callable[[Frame, list[Any]], None] = Frame.enter
+        enter: Callable[..., None] = Frame.enter
         pack: Callable[[Frame, Tensor], Any] = Frame.pack
 
-        def entering(frame: Frame, leaves: list[Any]) -> None:
+        def entering(frame: Frame, leaves: list[Any], *more: Any) -> None:
             if frame.name:
                 self.given.append({leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)})
-            enter(frame, leaves)
+            enter(frame, leaves, *more)
 
         def packing(frame: Frame, tensor: Tensor) -> Any:
             packed = pack(frame, tensor)
@@ -71,7 +71,7 @@ class _Listener:
 
     def settle(self) -> list[tuple[str, Any, int]]:
         """(region, weak reference to a storage, its bytes), and nothing is held any more."""
-        tensors = [(name, tensor) for name, packed in self.packed for tensor in _tensors(packed)]
+        tensors = [found for name, packed in self.packed for found in _tensors(name, packed)]
         tensors += [(OUTSIDE, tensor) for tensor in self.outside]
         self.packed.clear()
         self.outside.clear()
@@ -114,9 +114,13 @@ def observed_saved_bytes(
     return totals
 
 
-def _tensors(packed: Any) -> list[Tensor]:
+def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a packed tensor holds, with the region that holds it: within a checkpoint segment, also an earlier block."""
     if isinstance(packed, Held):
-        return [packed.tensor]
-    if isinstance(packed, Handle):
-        return [box.tensor for box in packed.boxes if box.tensor is not None]
-    return [packed] if isinstance(packed, Tensor) else []
+        yield name, packed.tensor
+    elif isinstance(packed, Handle):
+        for box in packed.boxes:
+            if isinstance(box, Handle):
+                yield from _tensors(box.frame.name, box)
+            elif box.tensor is not None:
+                yield name, box.tensor

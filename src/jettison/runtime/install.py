@@ -31,7 +31,9 @@ def install(
     _link(regions, traced, segments)
     for call in traced.calls:
         cls = traced.classes[call.class_key]
-        if cls.trace is not None and call.name in regions:
+        if call.name in regions and cls.opaque:
+            regions[call.name].give_up(cls.signature, cls.problem)
+        elif call.name in regions:
             regions[call.name].adopt(cls.signature, cls.trace, checked=checked)
     outer = PlannedForward(model, "", root, blocks=tuple(treatments))
     outer.adopt(traced.root_signature, traced.root, checked=checked)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
-from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
+from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
 from jettison.runtime.recipe import Recipe, compile_recipe, get_state
 from jettison.runtime.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
@@ -86,6 +86,7 @@ class PlannedForward:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
+        self.quiet = False  # falls back without a warning
         self.link: Link | None = None
         self.pending: dict[int, tuple[Any, int, Handle]] = {}  # output leaf -> the output (weak), its version, its recipe
         module.forward = self  # type: ignore[method-assign]
@@ -137,6 +138,11 @@ class PlannedForward:
         """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very tensors."""
         self.guard = self.guard or ModuleGuard(self.module)
         self._store(key, trace).checked = checked
+
+    def give_up(self, key: Any, problem: str) -> None:
+        """Calls of this signature are known to have no program."""
+        self.guard = self.guard or ModuleGuard(self.module)
+        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
 
     def nested_done(self, output: Any) -> None:
         """A stand-in for a nested region has run inside this one."""
@@ -199,7 +205,8 @@ class PlannedForward:
 
     def _fall_back(self, key: Any, problem: str) -> Prepared:
         what = "kept as plain autograd keeps it" if self.treatment.word == "none" or self.is_root else "checkpointed whole"
-        warnings.warn(f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}: {problem}", stacklevel=4)
+        if not self.quiet:
+            warnings.warn(f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}: {problem}", stacklevel=4)
         prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
         return prepared
 
@@ -281,7 +288,13 @@ class PlannedForward:
         return found
 
     def _run_fallback(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.treatment.word == "none" or self.is_root:
+        if self.is_root:
+            return self.forward(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(Held, unpack):  # what it saves is not the surrounding region's
+            return self._run_whole(args, kwargs)
+
+    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.treatment.word == "none":
             return self.forward(*args, **kwargs)
         return torch.utils.checkpoint.checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 

@@ -116,7 +116,8 @@ class _Region:
     def _shared_reads(self, kept: frozenset[int]) -> frozenset[int]:
         """Shared inputs that the recompute of what is not kept reads."""
         program = self.trace.program
-        reads = {b for o in program.recompute_set(kept) for b in program.ops[o].inputs}
+        inputs = {b.index for b in program.buffers if b.source is Source.INPUT}  # within a segment, held by nobody
+        reads = {b for o in program.recompute_set(kept | inputs) for b in program.ops[o].inputs}
         return frozenset(b for b in reads if program.buffers[b].free and program.buffers[b].source is Source.INPUT)
 
     def entry(self, slot: Slot, ref: TensorRef, role: str) -> SavedTensor:
@@ -219,7 +220,6 @@ class _Links:
 
     def region(self, trace: ModelTrace, index: int, cls: BlockClass) -> _Region:
         """A block call, with the ids of what it shares with others."""
-        assert cls.trace is not None
         call = trace.calls[index]
         earlier = sum(1 for other in trace.calls[:index] if other.name == call.name)
         ids = {

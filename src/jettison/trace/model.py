@@ -18,6 +18,7 @@ from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
+from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.signature import call_signature, global_signature
 from jettison.trace.values import tracing
 
@@ -40,12 +41,17 @@ class BlockClass:
     """Blocks that compute the same thing on tensors of the same shape."""
 
     key: str
-    trace: RegionTrace | None
+    trace: RegionTrace
     example: str  # name of the block that was recorded
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     signature: Any = None
-    problem: str = ""
+    problem: str = ""  # why it has no program; its trace then knows inputs and outputs only
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the block can only be kept or checkpointed whole."""
+        return bool(self.problem)
 
 
 @dataclass(kw_only=True)
@@ -60,6 +66,7 @@ class ModelTrace:
     batch: Any  # fake or real, as the twin takes it
     loss_fn: LossFn | None
     values_known: bool
+    real: nn.Module | None  # the model itself, where its tensors have values
     seconds: float
     root_signature: Any = None
     holds_output: bool = True  # the training loop still has the model's output while it runs backward
@@ -70,10 +77,9 @@ class ModelTrace:
         """Everything run on the twin belongs into this context."""
         return tracing(self.mode, values_known=self.values_known)
 
-    def program(self, call: BlockCall) -> Program | None:
-        """The program of a block call; None where it could not be recorded."""
-        trace = self.classes[call.class_key].trace
-        return trace.program if trace else None
+    def program(self, call: BlockCall) -> Program:
+        """The program of a block call; without ops where it could not be recorded."""
+        return self.classes[call.class_key].trace.program
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -125,13 +131,13 @@ def trace_model(
     with torch.random.fork_rng(devices=[]):
         twin = fake_twin(model, mode)
         held = batch if values_known else fake_batch(batch, mode)
-    tracer = _Tracer(twin, regions)
+    tracer = _Tracer(twin, regions, model if values_known and is_real(model) else None)
     with tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad():
         root, outside = tracer.run(held, loss_fn)
         root_signature = (call_signature(*as_call(held))[1], global_signature())
     trace = ModelTrace(
         calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
-        values_known=values_known, seconds=time.perf_counter() - started, root_signature=root_signature,
+        values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started, root_signature=root_signature,
         outside=outside,
     )  # fmt: skip
     for cls in trace.classes.values():
@@ -189,8 +195,9 @@ def recording_errors() -> Iterator[None]:
 class _Tracer:
     """Runs the twin once: blocks are recorded on the first call of their class, later calls are stubbed."""
 
-    def __init__(self, twin: nn.Module, regions: Iterable[str] | None) -> None:
+    def __init__(self, twin: nn.Module, regions: Iterable[str] | None, real: nn.Module | None = None) -> None:
         self.twin = twin
+        self.real = real  # the model itself, where it has values
         self.names = find_blocks(twin, regions)
         self.capture = CaptureMode()
         self.calls: list[BlockCall] = []
@@ -278,24 +285,29 @@ class _Tracer:
         self, key: str, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> BlockClass:
         recorder = Recorder(module, leaves)
-        trace, problem = None, ""
+        problem = ""
         try:
             with recording_errors(), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
         except TraceError as error:
             problem = str(error)
+            trace = self._observe(name, problem, args, kwargs)
         return BlockClass(key=key, trace=trace, example=name, args=args, kwargs=kwargs, problem=problem)
+
+    def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
+        """The block's outputs as a real call of the real block gives them."""
+        if self.real is None:
+            raise TraceError(
+                f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; trace a "
+                "model with real weights and a real batch, or leave the block out with regions=[...]"
+            )
+        return observed_trace(self.real.get_submodule(name), args, kwargs)
 
     def _stub(self, cls: BlockClass, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         """Outputs like the block's own, tied to its inputs in the graph, without its memory."""
         recorders, self.capture.recorders = self.capture.recorders, []
         try:
-            if cls.trace is None:
-                raise TraceError(
-                    f"block {cls.example!r} cannot be recorded ({cls.problem}); its output is unknown, so the model cannot be "
-                    "planned from a trace; keep this block out with regions=[...] or use policy='full' for it"
-                )
             return stub_outputs(cls.trace, leaves)
         finally:
             self.capture.recorders = recorders
@@ -376,7 +388,6 @@ def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
         shared.setdefault(call.class_key, set()).update(call.shared)
     for key, positions in shared.items():
         region = trace.classes[key].trace
-        if region is not None:
-            free = {b for b, position in region.inputs.items() if position in positions}
-            buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
-            region.program = replace(region.program, buffers=buffers)
+        free = {b for b, position in region.inputs.items() if position in positions}
+        buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
+        region.program = replace(region.program, buffers=buffers)
