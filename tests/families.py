@@ -102,8 +102,8 @@ def _bert(case: Case) -> dict[str, Any]:
 
 
 def _t5(case: Case) -> dict[str, Any]:
-    sizes = {"d_model": HIDDEN, "d_ff": 2 * HIDDEN, "d_kv": HIDDEN // HEADS, "num_heads": HEADS, "num_layers": case.layers}
-    return {**sizes, "dropout_rate": 0.1 * case.dropout, "decoder_start_token_id": 0, "pad_token_id": 0}
+    sizes = {"d_model": HIDDEN, "d_ff": 2 * HIDDEN, "d_kv": HIDDEN // HEADS, "num_heads": HEADS}
+    return {**sizes, "num_layers": min(case.layers, 2), "dropout_rate": 0.1 * case.dropout, "decoder_start_token_id": 0, "pad_token_id": 0}
 
 
 def _vit(case: Case) -> dict[str, Any]:

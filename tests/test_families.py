@@ -78,11 +78,13 @@ def one_thread_and_a_short_collector() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def planner_for(built: Built, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, measure: bool) -> Planner:
+def planner_for(built: Built, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Planner:
     """Call inside the case's context."""
     traced = trace_model(model, built.batch, loss_fn=built.loss_fn)
     assert not traced.warnings
-    return Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced), measure=measure)
+    gc.collect()
+    gc.freeze()
+    return Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced))
 
 
 def run(built: Built, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
@@ -98,9 +100,8 @@ def prove(case: Case) -> None:
     start = independent_copy(built.model)
     plain = run(built, built.model, make(built.model.parameters()))
     with built.context():
-        # a convolution takes workspace inside its kernel, which only a measurement knows
-        planner = planner_for(built, make(start.parameters()), start, measure=case.family == "vit")
-    lowest, highest = planner.smallest().step.peak_bytes, planner.baseline.peak_bytes
+        planner = planner_for(built, make(start.parameters()), start)
+        lowest, highest = planner.smallest().step.peak_bytes, planner.baseline.peak_bytes
     assert plain.peak is not None
     assert abs(highest / plain.peak.peak_bytes - 1) <= PREDICTION_TOLERANCE
     problems, dropped = [], []

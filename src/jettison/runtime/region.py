@@ -237,7 +237,7 @@ class PlannedForward:
             prepared.calls += 1
             if prepared.recipe is None:
                 return self._run_fallback(args, kwargs)
-            before = _Before(self.module)
+            before = _Before(self.module, cuda=not prepared.checked or prepared.recipe.trace.draws)
             try:
                 return self._run_planned(prepared, leaves, args, kwargs)
             except Diverged as divergence:
@@ -346,10 +346,11 @@ def _stack() -> list[ActiveFrame]:
 class _Before:
     """Enough of the world to run a region's forward again: random states, and proof that nothing else changed."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, cuda: bool) -> None:
         self.module = module
         self.cpu = get_state("cpu")
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        # dear on CUDA, and needed only where the region may draw
+        self.cuda = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None
         self.versions = [b._version for b in module.buffers()]
 
     def restore(self, name: str, why: str) -> None:

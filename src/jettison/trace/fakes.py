@@ -25,13 +25,18 @@ class StepFakeMode(FakeTensorMode):
 
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
     real one takes float32 and float16 too.
+    `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
-        return super().dispatch(func, types, args, kwargs)
+        out = super().dispatch(func, types, args, kwargs)
+        weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
+        if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
+            return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
+        return out
 
 
 def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
