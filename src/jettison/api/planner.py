@@ -1,6 +1,7 @@
 """From a trace and a budget to a plan that has been rehearsed.
 
-The solver adds up levels that were rehearsed block by block; the whole step's rehearsal is the judge. Where the two differ
+The solver adds up levels that were rehearsed block by block; the whole step's rehearsal is the judge. Where the two
+differ
 the solver's budget is moved by the difference and it is asked again, until what it chooses fits when rehearsed and no
 budget is left unused that the next option would need.
 """
@@ -17,8 +18,9 @@ import torch
 from jettison.cost import CPU, CUDA, op_seconds
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
+from jettison.measure.observe import observe_block
 from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
-from jettison.measure.rehearse import StepRehearsal, observe_block, rehearse_block, rehearse_root, rehearse_step, twin_optimizer
+from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_root, rehearse_step
 from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
@@ -101,7 +103,8 @@ class Planner:
 
     def _problem(self) -> StepProblem:
         trace = self.trace
-        self.points, options = {}, {}
+        self.points = {}
+        options: dict[str, tuple[RegionOption, ...]] = {}
         for key, cls in trace.classes.items():
             if cls.opaque:
                 options[key] = self._observed(key)
@@ -163,7 +166,9 @@ class Planner:
                 )  # fmt: skip
 
     def _full_option(self, key: str) -> tuple[RegionOption, int, float]:
-        """Only the input held: levels, bytes that plain autograd saves, and seconds with the output computed again too."""
+        """Only the input held: levels, bytes that plain autograd saves, and seconds with the output computed again
+        too.
+        """
         cls = self.trace.classes[key]
         program = cls.trace.program
         kept = Full().kept(program)

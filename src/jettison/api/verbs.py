@@ -63,7 +63,11 @@ def trace(
 
 
 def plan(
-    traced: ModelTrace, memory_budget: str | int, *, optimizer: torch.optim.Optimizer | None = None, measure: bool = True
+    traced: ModelTrace,
+    memory_budget: str | int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    measure: bool = True,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
@@ -94,7 +98,8 @@ def auto_checkpoint(
 ) -> Applied:
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
 
-    The budget is the peak of allocated bytes in a training step: parameters, gradients, activations, transients, and the
+    The budget is the peak of allocated bytes in a training step: parameters, gradients, activations, transients, and
+    the
     optimizer's state where ``optimizer`` is given. The model trains as before, with bitwise the same gradients.
     Call it under the same autocast and train/eval state as training.
 
@@ -102,7 +107,8 @@ def auto_checkpoint(
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
         holds_output: the loop still holds the model's output (logits and all) while it runs backward, as
-            ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which frees it.
+            ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which
+            frees it.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
@@ -139,7 +145,8 @@ def apply(
     """Apply a plan, or a policy of your own.
 
     Args:
-        policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``, ``every:K``, a
+        policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
+        ``every:K``, a
             `Treatment`, or a mapping from block name to one of these (blocks left out keep everything).
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
@@ -156,9 +163,9 @@ def apply(
     traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
     names = list(dict.fromkeys(c.name for c in traced.calls))
     if plan is not None:
-        digests = {c.name: p.digest() for c in traced.calls if (p := traced.program(c)) is not None}
+        programs = {c.name: traced.program(c) for c in traced.calls}
+        digests = {name: program.digest() for name, program in programs.items()}
         plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
-        programs = {c.name: p for c in traced.calls if (p := traced.program(c)) is not None}
         treatments: dict[str, Treatment] = {
             entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers
         }
@@ -175,7 +182,9 @@ def _from_policy(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment]
     if isinstance(policy, Mapping):
         unknown = sorted(set(policy) - set(names))
         if unknown:
-            raise UsageError(f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}")
+            raise UsageError(
+                f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}"
+            )
         return {name: _treatment(policy.get(name, "none")) for name in names}, []
     if isinstance(policy, str) and policy.startswith("every:"):
         step = _every(policy)
@@ -199,7 +208,9 @@ def _refuse(model: nn.Module) -> None:
         raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module.forward, PlannedForward):
-            raise UnsupportedModule(f"{name or 'the model'} already runs under a plan; call .remove() on its handle first")
+            raise UnsupportedModule(
+                f"{name or 'the model'} already runs under a plan; call .remove() on its handle first"
+            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModule(
                 f"{name or 'the model'} has gradient checkpointing switched on; call gradient_checkpointing_disable() first: "

@@ -1,6 +1,7 @@
 """Seconds of an op from its FLOPs and its bytes: the larger of the two times, plus what a call costs at all.
 
-Assumes that an op reaches the stated rates whatever its shape, and that ops do not overlap. Off by a factor of two or more
+Assumes that an op reaches the stated rates whatever its shape, and that ops do not overlap. Off by a factor of two
+or more
 for small or oddly shaped matrix products; good enough to rank what is worth recomputing where nothing can be measured.
 """
 

@@ -1,7 +1,8 @@
 """The recorded program of a region: what its forward computed, and what autograd saved of it.
 
 A *region* is one call of a module (a repeated block, or the rest of the model around the blocks). Its program is a
-straight line of ATen ops over *buffers*. A buffer is one version of one storage: views of a storage are the same buffer,
+straight line of ATen ops over *buffers*. A buffer is one version of one storage: views of a storage are the same
+buffer,
 an in-place write makes the next version, which is another buffer. Only bytes, costs and dependencies are recorded here;
 how an op is called again lives with the tracer. Nothing in this file needs torch, so that plans can be made anywhere.
 """
@@ -130,10 +131,14 @@ class Program:
                 continue
             seen.add(b)
             if buffer.producer is None:
-                raise ValueError(f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'}) is not kept and has no producer")
+                raise ValueError(
+                    f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'}) is not kept and has no producer"
+                )
             op = self.ops[buffer.producer]
             if op.anchor is not None:
-                raise ValueError(f"buffer {b} comes from {op.name}, which may not run again ({op.anchor}), and is not kept")
+                raise ValueError(
+                    f"buffer {b} comes from {op.name}, which may not run again ({op.anchor}), and is not kept"
+                )
             if op.index not in again:
                 again.add(op.index)
                 stack.extend(op.inputs)

@@ -19,6 +19,7 @@ apart by its first operand having been made by that same node.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -300,3 +301,16 @@ def _current_node() -> int:
 
 def _is_dense(tensor: Tensor) -> bool:
     return bool(tensor.is_contiguous() or is_non_overlapping_and_dense_or_false(tensor))
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """Collect first, and not in the middle: deaths by the cycle collector come at times that no plan can know."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -48,7 +48,7 @@ class Handle:
 
     __slots__ = ("boxes", "frame", "slot")
 
-    def __init__(self, frame: Frame, slot: SlotAction, boxes: tuple[Box, ...]) -> None:
+    def __init__(self, frame: Frame, slot: SlotAction, boxes: tuple[Box | Handle, ...]) -> None:
         self.frame = frame
         self.slot = slot
         self.boxes = boxes
@@ -57,8 +57,8 @@ class Handle:
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "name", "owners", "parameters",
-                 "ran", "recipe")  # fmt: skip
+    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "name", "owners",
+                 "parameters", "ran", "recipe")  # fmt: skip
 
     def __init__(self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]]) -> None:
         self.recipe = recipe
@@ -109,7 +109,8 @@ class Frame:
         ref = slot.ref
         if tensor.shape != ref.size or tensor.dtype is not ref.dtype or tensor.stride() != ref.stride:
             raise Diverged(
-                f"saved tensor {self.index - 1} is {tuple(tensor.shape)} {tensor.dtype}, recorded was {ref.size} {ref.dtype}"
+                f"saved tensor {self.index - 1} is {tuple(tensor.shape)} {tensor.dtype}, "
+                f"recorded was {ref.size} {ref.dtype}"
             )
         if slot.kind == "drop":
             boxes = self.boxes
@@ -168,7 +169,7 @@ class Frame:
                 raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, tensor._version)
             return tensor
         box = handle.boxes[handle.slot.boxes.index(self.recipe.box_of[buffer])]
-        if type(box) is Handle:
+        if isinstance(box, Handle):
             tensor = self.memo[buffer] = box.frame.recompute(box)
             return tensor
         assert box.tensor is not None

@@ -1,6 +1,7 @@
 """Two more ways to say what may be computed again: around a function call, and on a module's class.
 
-`checkpoint(function, *args)` has the calling convention of `torch.utils.checkpoint.checkpoint`. The modules that the function
+`checkpoint(function, *args)` has the calling convention of `torch.utils.checkpoint.checkpoint`. The modules that the
+function
 reaches (itself, what it is bound to, its closure, its globals) are where its parameters are found again in backward; a
 tensor that it reaches by any other way is kept.
 """
@@ -57,7 +58,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, policy: str | Treatment
 
 
 def checkpointable(cls: Class) -> Class:
-    """Class decorator: instances are regions, whatever container they stand in. How they are treated is the plan's choice."""
+    """Class decorator: instances are regions, whatever container they stand in. How they are treated is the plan's
+    choice.
+    """
     setattr(cls, REGION_MARK, True)
     return cls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 from torch import nn
 
@@ -43,7 +44,7 @@ def install(
 def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:
     links = {call.name: call.links for call in traced.calls}
     for run in segments:
-        for first, second in zip(run, run[1:], strict=False):
+        for first, second in pairwise(run):
             inputs = links.get(second, ())
             if inputs:
                 regions[second].link = Link(before=regions[first], inputs=inputs)

@@ -2,13 +2,16 @@
 
 NOTE [ Ownership ]
 Nothing global owns a tensor. A slot that is kept owns its tensor, as in plain autograd. A slot that is dropped leaves a
-handle in the graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads. Values
+handle in the graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads.
+Values
 computed again live in their frame's memo until their last recipe has used them; the frame is owned by its handles. When
 autograd releases a saved tensor its handle goes, and with the last handle goes everything else.
 
 NOTE [ Use counts ]
-A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count starts
-at that number, and at zero the memo lets go. Counts start again at zero, so that a second backward over a retained graph
+A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count
+starts
+at that number, and at zero the memo lets go. Counts start again at zero, so that a second backward over a retained
+graph
 computes the same values once more.
 """
 
@@ -72,7 +75,8 @@ class Recipe:
     from_blocks: dict[tuple[int, int], int]  # (nested call, output leaf) -> box
     state_box: int | None
     parameters: dict[int, str]  # buffers that recipes read by name
-    links: dict[int, int] = field(default_factory=dict)  # input buffer -> box that holds the block before's output handle
+    # input buffer -> box that holds the block before's output handle
+    links: dict[int, int] = field(default_factory=dict)
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
     recomputed_ops: tuple[int, ...] = field(default=())
 
@@ -162,9 +166,7 @@ def _slot_action(
         return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=ref)
     if buffer in recipe.makers:
         source = source_refs.get(buffer)
-        return SlotAction(
-            "drop", ref, boxes=closures[recipe.makers[buffer]], view=None if source == ref else ref
-        )
+        return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=None if source == ref else ref)
     info = recipe.trace.program.buffers[buffer]
     if info.source is Source.PARAMETER:
         return SlotAction("parameter", ref, parameter=recipe.trace.names[buffer])
@@ -190,7 +192,11 @@ def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, Tensor
 
 
 def _step(
-    call: Call, inputs: tuple[int, ...], source_refs: dict[int, TensorRef], makers: dict[int, int], counts: dict[int, int]
+    call: Call,
+    inputs: tuple[int, ...],
+    source_refs: dict[int, TensorRef],
+    makers: dict[int, int],
+    counts: dict[int, int],
 ) -> Step:
     leaves, spec = tree_flatten((call.args, call.kwargs))
     tensors = []

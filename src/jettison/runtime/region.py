@@ -43,7 +43,9 @@ class Prepared:
 
 @dataclass(kw_only=True)
 class Link:
-    """A region's place in a checkpoint segment: which inputs the one before computes again, which outputs it does itself."""
+    """A region's place in a checkpoint segment: which inputs the one before computes again, which outputs it does
+    itself.
+    """
 
     before: PlannedForward | None = None
     inputs: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the one before)
@@ -70,7 +72,13 @@ class PlannedForward:
     """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
 
     def __init__(
-        self, module: nn.Module, name: str, treatment: Treatment, *, blocks: tuple[str, ...] | None = None, twin: bool = True
+        self,
+        module: nn.Module,
+        name: str,
+        treatment: Treatment,
+        *,
+        blocks: tuple[str, ...] | None = None,
+        twin: bool = True,
     ) -> None:
         self.module = module
         self.twin = twin  # record on a fake copy of the module
@@ -88,8 +96,9 @@ class PlannedForward:
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.quiet = False  # falls back without a warning
         self.link: Link | None = None
-        self.pending: dict[int, tuple[Any, int, Handle]] = {}  # output leaf -> the output (weak), its version, its recipe
-        module.forward = self  # type: ignore[method-assign]
+        # output leaf -> the output (weak), its version, its recipe
+        self.pending: dict[int, tuple[Any, int, Handle]] = {}
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -127,7 +136,7 @@ class PlannedForward:
     def remove(self) -> None:
         """Put the module's own forward back."""
         if self.had_own:
-            self.module.forward = self.forward  # type: ignore[method-assign]
+            self.module.forward = self.forward
         else:
             self.module.__dict__.pop("forward", None)
         for hook in self.tap_hooks.values():
@@ -135,7 +144,9 @@ class PlannedForward:
         self.tap_hooks.clear()
 
     def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
-        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very tensors."""
+        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very
+        tensors.
+        """
         self.guard = self.guard or ModuleGuard(self.module)
         self._store(key, trace).checked = checked
 
@@ -204,9 +215,13 @@ class PlannedForward:
         return prepared
 
     def _fall_back(self, key: Any, problem: str) -> Prepared:
-        what = "kept as plain autograd keeps it" if self.treatment.word == "none" or self.is_root else "checkpointed whole"
+        what = (
+            "kept as plain autograd keeps it" if self.treatment.word == "none" or self.is_root else "checkpointed whole"
+        )
         if not self.quiet:
-            warnings.warn(f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}: {problem}", stacklevel=4)
+            warnings.warn(
+                f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}: {problem}", stacklevel=4
+            )
         prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
         return prepared
 
@@ -232,7 +247,9 @@ class PlannedForward:
 
     # running ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         for _attempt in range(3):
             prepared.calls += 1
             if prepared.recipe is None:
@@ -270,7 +287,8 @@ class PlannedForward:
         if frame.handed:
             tensors = tree_leaves(output)
             self.pending = {
-                leaf: (weakref.ref(tensors[leaf]), tensors[leaf]._version, handle) for leaf, handle in frame.handed.items()
+                leaf: (weakref.ref(tensors[leaf]), tensors[leaf]._version, handle)
+                for leaf, handle in frame.handed.items()
             }
             frame.handed = {}
         return output

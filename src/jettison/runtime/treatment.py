@@ -10,7 +10,15 @@ from jettison.errors import UsageError
 from jettison.ledger.program import Op, Program, Source
 from jettison.plan.frontier import pareto_frontier
 
-MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_dot_product", "aten._grouped_mm", "aten.convolution")
+MATMULS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_dot_product",
+    "aten._grouped_mm",
+    "aten.convolution",
+)
 
 
 class Treatment(Protocol):
@@ -41,7 +49,9 @@ class Full:
     word: str = "full"
 
     def kept(self, program: Program) -> frozenset[int]:
-        wanted = {b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM, Source.BLOCK) and b.keepable}
+        wanted = {
+            b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM, Source.BLOCK) and b.keepable
+        }
         return close(program, frozenset(b for b in wanted if program.buffers[b].producer is None))
 
 
@@ -139,7 +149,8 @@ def _demand(program: Program, kept: frozenset[int]) -> tuple[set[int], set[int]]
 def attention_core(program: Program) -> frozenset[int]:
     """Buffers between the product that makes the attention scores and the one that uses the probabilities.
 
-    Found from each softmax: back through elementwise ops to a matrix product, forward to the next ones. Empty with fused
+    Found from each softmax: back through elementwise ops to a matrix product, forward to the next ones. Empty with
+    fused
     attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
     """
     readers: dict[int, list[Op]] = {}

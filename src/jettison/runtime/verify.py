@@ -35,5 +35,7 @@ class SequenceCheck(TorchDispatchMode):
             if expected == got:
                 return out
             if not skippable:
-                raise Diverged(f"call {self.at} was {got[0]}{list(got[1])}, recorded was {expected[0]}{list(expected[1])}")
+                raise Diverged(
+                    f"call {self.at} was {got[0]}{list(got[1])}, recorded was {expected[0]}{list(expected[1])}"
+                )
         raise Diverged(f"call {got[0]} came after the last recorded one")

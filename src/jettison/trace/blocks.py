@@ -103,7 +103,7 @@ def _ordinals(siblings: dict[str, nn.Module]) -> set[tuple[str, str]]:
 
 
 def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> tuple[Any, ...]:
-    out = []
+    out: list[tuple[str, Any]] = []
     for key, value in sorted(vars(module).items()):
         if isinstance(value, bool | int | float | str | type(None)):
             if (path, key) not in ordinals:

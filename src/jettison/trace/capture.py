@@ -1,9 +1,12 @@
 """Capture: run a region once and write down its ATen ops, its buffers, and what autograd saved of them.
 
 NOTE [ Identity of a saved tensor ]
-A dispatch mode sees every ATen call below autograd; pack hooks see every tensor that autograd saves, above it. The two are
-matched by storage: while a capture lasts it holds every storage that it has seen, so that no address is used twice, and a
-tensor is (buffer, size, stride, storage offset, dtype). A transposed square matrix, an offset slice or an expanded row is
+A dispatch mode sees every ATen call below autograd; pack hooks see every tensor that autograd saves, above it. The
+two are
+matched by storage: while a capture lasts it holds every storage that it has seen, so that no address is used twice,
+and a
+tensor is (buffer, size, stride, storage offset, dtype). A transposed square matrix, an offset slice or an expanded
+row is
 therefore never mistaken for its base. An in-place write gives the storage a new version, which is a new buffer: whoever
 saved or read the old one refers to the old one.
 """
@@ -78,7 +81,8 @@ class RegionTrace:
     names: dict[int, str]  # buffer -> dotted name of the parameter or registered buffer
     output_leaves: list[Any]  # TensorRef, or the value itself, in the order of the flattened output
     output_spec: Any
-    sequence: list[tuple[Any, bool]] = field(default_factory=list)  # every call's signature, and whether it may be skipped
+    # every call's signature, and whether it may be skipped
+    sequence: list[tuple[Any, bool]] = field(default_factory=list)
     initial_state: int | None = None  # buffer of the random state at the start, if the region draws
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
@@ -181,14 +185,16 @@ class Recorder:
         out = run()
         if computes(func, args, kwargs, out):
             self.sequence.append((signature_of(func, out), self._is_weight_cast(func, spec_args)))
-        out_leaves = [leaf for leaf in tree_leaves(out)]
+        out_leaves = tree_leaves(out)
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
             return out
         random = draws(func, args, kwargs)
         anchor = anchor_of(func, kwargs, spec_args)
         index = len(self.ops)
-        inputs = list(dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef)))
+        inputs = list(
+            dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef))
+        )
         outputs: list[int] = []
         written: list[tuple[int, int]] = []
         for t, old in zip(written_tensors, before, strict=True):
@@ -231,7 +237,9 @@ class Recorder:
         return self.ref(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _is_weight_cast(self, func: Any, spec_args: Any) -> bool:
-        if func._schema.name != "aten::_to_copy" or not torch.is_autocast_enabled("cpu") | torch.is_autocast_enabled("cuda"):
+        if func._schema.name != "aten::_to_copy" or not torch.is_autocast_enabled("cpu") | torch.is_autocast_enabled(
+            "cuda"
+        ):
             return False
         return self.buffers[spec_args[0].buffer]["source"] is Source.PARAMETER
 

@@ -6,12 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
 from jettison.ledger.program import Program
@@ -20,6 +20,7 @@ from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
 from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.signature import call_signature, global_signature
+from jettison.trace.stub import stub_outputs
 from jettison.trace.values import tracing
 
 LossFn = Callable[[Any], Tensor]
@@ -142,7 +143,9 @@ def trace_model(
     )  # fmt: skip
     for cls in trace.classes.values():
         if cls.problem:
-            trace.warnings.append(f"blocks like {cls.example} cannot be recorded and fall back to checkpointing: {cls.problem}")
+            trace.warnings.append(
+                f"blocks like {cls.example} cannot be recorded and fall back to checkpointing: {cls.problem}"
+            )
     _mark_shared(trace, tracer)
     return trace
 
@@ -168,7 +171,13 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     mode = mode_of(module, args, kwargs)
     twin = fake_twin(module, mode)
     tracer = _Tracer(twin, blocks)
-    with recording_errors(), tracing(mode, values_known=True), tracer.installed(), uncached_autocast(), torch.enable_grad():
+    with (
+        recording_errors(),
+        tracing(mode, values_known=True),
+        tracer.installed(),
+        uncached_autocast(),
+        torch.enable_grad(),
+    ):
         output, root = tracer.forward(args, kwargs)
     return root.finish(output)
 
@@ -216,7 +225,7 @@ class _Tracer:
         self._keys = structural_keys({name: modules[name] for name in self.names})
         for name in self.names:
             module = modules[name]
-            module.forward = self._wrap(name, module, module.forward)  # type: ignore[method-assign]
+            module.forward = self._wrap(name, module, module.forward)
         try:
             yield
         finally:
@@ -242,7 +251,9 @@ class _Tracer:
         with self.capture, self.capture.recording(root):
             loss = loss_of(output, loss_fn)
         if not loss.requires_grad:
-            raise TraceError("the loss does not require gradients; expected a training forward with trainable parameters")
+            raise TraceError(
+                "the loss does not require gradients; expected a training forward with trainable parameters"
+            )
         outside = root.slots[inside:]
         del root.slots[inside:], root.slot_info[inside:]
         return root.finish(output), outside
@@ -261,7 +272,9 @@ class _Tracer:
         call = len(self.calls)
         cls = self.classes[key]
         links = tuple(
-            (position, self._last_output[id(leaf)]) for position, leaf in enumerate(leaves) if id(leaf) in self._last_output
+            (position, self._last_output[id(leaf)])
+            for position, leaf in enumerate(leaves)
+            if id(leaf) in self._last_output
         )
         self.calls.append(BlockCall(name=name, class_key=key, links=links, problem=cls.problem))
         storages = {}
@@ -282,7 +295,14 @@ class _Tracer:
         return output
 
     def _record(
-        self, key: str, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
+        self,
+        key: str,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
     ) -> BlockClass:
         recorder = Recorder(module, leaves)
         problem = ""
@@ -311,64 +331,6 @@ class _Tracer:
             return stub_outputs(cls.trace, leaves)
         finally:
             self.capture.recorders = recorders
-
-
-class Probe(Protocol):
-    """Told when a stubbed block starts its forward and its backward."""
-
-    def forward(self, call: int) -> None: ...
-    def backward(self, call: int) -> None: ...
-
-
-def stub_outputs(
-    trace: RegionTrace, leaves: list[Any], *, probe: Probe | None = None, call: int = 0, held: tuple[Any, ...] = ()
-) -> Any:
-    """What the region returned, made anew from metadata; inputs that it returned are passed through.
-
-    Args:
-        held: kept alive until the stub's backward, as the block would.
-    """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    by_input = {b: leaves[position] for b, position in trace.inputs.items()}
-    made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
-    device = next((t.device for t in tensors), torch.device("cpu"))
-    if probe is not None:
-        probe.forward(call)
-    fresh = list(_Stub.apply(made, trace.constants, device, (probe, call, held), *tensors)) if made else []
-    out = []
-    for leaf in trace.output_leaves:
-        if not isinstance(leaf, TensorRef):
-            out.append(leaf)
-        elif leaf.buffer in by_input:
-            out.append(by_input[leaf.buffer])
-        else:
-            out.append(fresh.pop(0))
-    return tree_unflatten(out, trace.output_spec)
-
-
-class _Stub(torch.autograd.Function):
-    """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, out of nothing."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, made: list[TensorRef], constants: frozenset[int], device: torch.device, extra: Any, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.metas = [(t.shape, t.dtype, t.device) if t.is_floating_point() and t.requires_grad else None for t in tensors]
-        ctx.extra = extra
-        out = tuple(torch.empty_strided(r.size, r.stride, dtype=r.dtype, device=device) for r in made)
-        ctx.mark_non_differentiable(
-            *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not t.is_floating_point())
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        probe, call, _held = ctx.extra
-        if probe is not None:
-            probe.backward(call)
-        ctx.extra = (None, call, ())
-        made = [None if m is None else torch.empty(m[0], dtype=m[1], device=m[2]) for m in ctx.metas]
-        return None, None, None, None, *made
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,9 +14,9 @@ from jettison.ledger.program import Anchor
 
 aten = torch.ops.aten
 
-# Answers that a second run may give differently (ties, thread order), so that they are kept: see TRAPS "discrete decisions".
-DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian", "mode",
-            "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
+# Answers that a second run may give differently (ties, thread order): they are kept.
+DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian",
+            "mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
 
 _BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
                 "aten::sym_storage_offset", "aten::_is_zerotensor"}  # fmt: skip

@@ -58,7 +58,7 @@ class ModuleGuard:
         for sub in module.modules():
             self._watch(vars(sub), seen)
             for name, child in sub._modules.items():
-                self.settings.append((sub._modules, name, child))  # type: ignore[arg-type]
+                self.settings.append((sub._modules, name, child))
             for name, parameter in sub._parameters.items():
                 if parameter is not None:
                     self.parameters.append((sub._parameters, name, parameter.requires_grad))
@@ -68,7 +68,7 @@ class ModuleGuard:
             return
         seen.add(id(attributes))
         for key, value in attributes.items():
-            if isinstance(value, _SCALARS) or isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+            if isinstance(value, (*_SCALARS, types.FunctionType, types.BuiltinFunctionType)):
                 self.settings.append((attributes, key, value))
             elif not nested and key[:1] != "_" and hasattr(value, "__dict__") and _is_configuration(value):
                 self._watch(vars(value), seen, nested=True)
@@ -77,7 +77,9 @@ class ModuleGuard:
         """Whether everything watched is as it was."""
         for attributes, key, value in self.settings:
             now = attributes.get(key, _MISSING)
-            if now is not value and (now.__class__ is not value.__class__ or isinstance(value, nn.Module) or now != value):
+            if now is not value and (
+                now.__class__ is not value.__class__ or isinstance(value, nn.Module) or now != value
+            ):
                 return False
         for attributes, key, wants in self.parameters:
             parameter = attributes.get(key)

@@ -2,7 +2,8 @@
 
 A model may read its inputs ("is any token masked?") and take another path. Fake tensors have no values to read, so a
 purely fake trace can take a path that training never takes. `RealUntilFake` keeps ops whose arguments are all real on
-real tensors (ids, masks, position tables), and lets everything that meets a fake tensor (weights, hidden states) be fake.
+real tensors (ids, masks, position tables), and lets everything that meets a fake tensor (weights, hidden states) be
+fake.
 """
 
 from __future__ import annotations

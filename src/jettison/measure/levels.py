@@ -1,0 +1,93 @@
+"""Levels of one call of one module: what it leaves allocated, and how high its forward and its backward rise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from jettison.measure.memory import AllocationCounter, Workspace
+from jettison.trace.capture import TensorRef
+from jettison.trace.model import ModelTrace
+
+
+def block_levels(
+    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None
+) -> tuple[int, int, int]:
+    """Resident bytes, forward peak and backward peak of one call of a module, as it is now, on arguments like these."""
+    leaves, spec = tree_flatten(call)
+    outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
+    counter = AllocationCounter([*module.parameters(), *module.buffers(), *outer], workspace=workspace)
+    with counter:
+        start = counter.live_bytes
+        counter.reset_peak()
+        given = [_argument(leaf, i in shared) for i, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(given, spec)
+        del given
+        box = [(args, kwargs)]
+        del args, kwargs
+        loss = _forward(module, box)
+        forward_peak = counter.peak_bytes - start
+        torch.clear_autocast_cache()
+        resident = counter.live_bytes - start
+        counter.reset_peak()
+        before = counter.live_bytes
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            loss.backward()
+        return resident, forward_peak, counter.peak_bytes - before
+
+
+def _argument(leaf: Any, shared: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if shared or not leaf.is_floating_point():
+        return leaf.detach().requires_grad_(leaf.requires_grad)
+    if not leaf.requires_grad:
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).normal_()
+    return _Source.apply(torch.zeros((), requires_grad=True), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+
+
+class _Source(torch.autograd.Function):
+    """A tensor from nowhere, whose gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (None,) * 5
+
+
+def _forward(module: nn.Module, box: list[Any]) -> Tensor:
+    """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs."""
+    args, kwargs = box.pop()
+    with torch.enable_grad():
+        output = module(*args, **kwargs)
+        return _Sink.apply(*(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad))
+
+
+class _Sink(torch.autograd.Function):
+    """A scalar of some tensors that saves none of them; its backward makes gradients that only the engine owns."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.metas = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(torch.empty_strided(m[0], m[1], dtype=m[2], device=m[3]) for m in ctx.metas)
+
+
+def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
+    """Bytes of a block call's own inputs and outputs: they are the block's, not the root's."""
+    block = trace.calls[call]
+    region = trace.classes[block.class_key].trace
+    buffers = region.program.buffers
+    inputs = sum(buffers[b].nbytes for b, p in region.inputs.items() if p not in block.shared)
+    made = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.buffer not in region.inputs}
+    floating = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.dtype.is_floating_point}
+    return inputs, sum(buffers[b].nbytes for b in made & floating)

@@ -1,0 +1,88 @@
+"""Blocks that cannot run on fake tensors: observed on real ones, and stood in for when the step is rehearsed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from jettison.measure.levels import block_levels, chain_bytes
+from jettison.measure.memory import quiet_gc
+from jettison.plan.problem import RegionOption
+from jettison.runtime.region import PlannedForward
+from jettison.runtime.treatment import Full, KeepAll
+from jettison.trace.model import BlockClass, ModelTrace
+from jettison.trace.observe import stand_in, undisturbed
+from jettison.trace.signature import call_signature
+from jettison.trace.stub import stub_outputs
+
+
+def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
+    """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
+
+    Its shapes may depend on values: another batch may take more. Parameters, their gradients, buffers and random
+    generators are left as they were.
+    """
+    assert trace.real is not None
+    module = trace.real.get_submodule(cls.example)
+    leaves, spec = tree_flatten((cls.args, cls.kwargs))
+    shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
+    call = tree_unflatten([stand_in(leaf) for leaf in leaves], spec)
+    gradients = [(p, p.grad) for p in module.parameters()]
+    found = []
+    with undisturbed(module), quiet_gc():
+        started = time.perf_counter()
+        with torch.no_grad():
+            module(*call[0], **call[1])
+        seconds = time.perf_counter() - started
+        for key, how in (("none", KeepAll()), ("full", Full())):
+            region = PlannedForward(module, cls.example, how)
+            region.give_up(cls.signature, cls.problem)
+            region.quiet = True
+            try:
+                for parameter, _ in gradients:
+                    parameter.grad = None
+                resident, forward_peak, backward_peak = block_levels(module, call, shared, None)
+            finally:
+                region.remove()
+            found.append(
+                RegionOption(
+                    key=key, resident_bytes=resident, forward_peak_bytes=forward_peak, backward_peak_bytes=backward_peak,
+                    seconds=seconds if key == "full" else 0.0,
+                )
+            )  # fmt: skip
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    return found[0], found[1]
+
+
+class StandIn:
+    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate."""
+
+    def __init__(self, trace: ModelTrace, name: str, levels: RegionOption) -> None:
+        self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
+        self.module = trace.twin.get_submodule(name)
+        self.levels = levels
+        self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = call_signature(args, kwargs)
+        held = _blob(self.levels.resident_bytes)
+        _blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
+        return stub_outputs(self.region, leaves, probe=self, held=(held,))
+
+    def forward(self, call: int) -> None:
+        """Nothing to note."""
+
+    def backward(self, call: int) -> None:
+        gradients = [p for p in self.module.parameters() if p.requires_grad]
+        _blob(self.levels.backward_peak_bytes - self.own[1])
+        for p in gradients:
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad
+
+
+def _blob(nbytes: int) -> Tensor:
+    return torch.empty(max(0, nbytes), dtype=torch.uint8)

@@ -1,0 +1,73 @@
+"""A block that only looks like one: the outputs that it would return, out of metadata, tied to its inputs in the graph."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from jettison.trace.capture import RegionTrace, TensorRef
+
+
+class Probe(Protocol):
+    """Told when a stubbed block starts its forward and its backward."""
+
+    def forward(self, call: int) -> None: ...
+    def backward(self, call: int) -> None: ...
+
+
+def stub_outputs(
+    trace: RegionTrace, leaves: list[Any], *, probe: Probe | None = None, call: int = 0, held: tuple[Any, ...] = ()
+) -> Any:
+    """What the region returned, made anew from metadata; inputs that it returned are passed through.
+
+    Args:
+        held: kept alive until the stub's backward, as the block would.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    by_input = {b: leaves[position] for b, position in trace.inputs.items()}
+    made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    if not any(t.requires_grad for t in tensors):  # a block on the bare batch: the gradients are its parameters'
+        tensors.append(torch.empty(0, device=device, requires_grad=True))
+    if probe is not None:
+        probe.forward(call)
+    fresh = list(_Stub.apply(made, trace.constants, device, (probe, call, held), *tensors)) if made else []
+    out = []
+    for leaf in trace.output_leaves:
+        if not isinstance(leaf, TensorRef):
+            out.append(leaf)
+        elif leaf.buffer in by_input:
+            out.append(by_input[leaf.buffer])
+        else:
+            out.append(fresh.pop(0))
+    return tree_unflatten(out, trace.output_spec)
+
+
+class _Stub(torch.autograd.Function):
+    """Stands for a block in the root's graph: makes its outputs, and gradients for its inputs, out of nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, made: list[TensorRef], constants: frozenset[int], device: torch.device, extra: Any, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.metas = [
+            (t.shape, t.dtype, t.device) if t.is_floating_point() and t.requires_grad else None for t in tensors
+        ]
+        ctx.extra = extra
+        out = tuple(torch.empty_strided(r.size, r.stride, dtype=r.dtype, device=device) for r in made)
+        ctx.mark_non_differentiable(
+            *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not t.is_floating_point())
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        probe, call, _held = ctx.extra
+        if probe is not None:
+            probe.backward(call)
+        ctx.extra = (None, call, ())
+        made = [None if m is None else torch.empty(m[0], dtype=m[1], device=m[2]) for m in ctx.metas]
+        return None, None, None, None, *made
