@@ -20,10 +20,13 @@ from jettison.trace.signature import call_signature
 from jettison.trace.stub import stub_outputs
 
 
+MARGIN_PERCENT = 2  # what another batch of the same shape may route differently
+
+
 def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
     """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
 
-    Its shapes may depend on values: another batch may take more. Parameters, their gradients, buffers and random
+    Its shapes may depend on values, so the levels carry a margin; a batch may still take more. Parameters, their gradients, buffers and random
     generators are left as they were.
     """
     assert trace.real is not None
@@ -45,7 +48,8 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
             try:
                 for parameter, _ in gradients:
                     parameter.grad = None
-                resident, forward_peak, backward_peak = block_levels(module, call, shared, None)
+                levels = block_levels(module, call, shared, None)
+                resident, forward_peak, backward_peak = (n + n * MARGIN_PERCENT // 100 for n in levels)
             finally:
                 region.remove()
             found.append(

@@ -28,7 +28,7 @@ class SequenceCheck(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.paused or is_bookkeeping(func) or not computes(func, args, kwargs, out):
             return out
-        got = signature_of(func, out)
+        got = signature_of(func, args, kwargs, out)
         while self.at < len(self.sequence):
             expected, skippable = self.sequence[self.at]
             self.at += 1

@@ -184,7 +184,7 @@ class Recorder:
         before = [self._current[_storage_key(t)] for t in written_tensors]
         out = run()
         if computes(func, args, kwargs, out):
-            self.sequence.append((signature_of(func, out), self._is_weight_cast(func, spec_args)))
+            self.sequence.append((signature_of(func, args, kwargs, out), self._is_weight_cast(func, spec_args)))
         out_leaves = tree_leaves(out)
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
@@ -337,9 +337,10 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
     return hooks
 
 
-def signature_of(func: Any, out: Any) -> tuple[Any, ...]:
-    """One call as two runs of the same forward must agree on it: the op, and shape, stride and dtype of its results."""
-    return func, tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
+def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
+    """One call as two runs of the same forward must agree on it: op, numbers it got, shape, stride, dtype of results."""
+    results = tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
+    return func, results, tuple(repr(v) for v in tree_leaves((args, kwargs)) if isinstance(v, bool | int | float))
 
 
 def _storage_key(tensor: Tensor) -> int:
