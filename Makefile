@@ -39,7 +39,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json

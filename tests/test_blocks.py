@@ -102,6 +102,7 @@ def test_two_stacks_are_both_found() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.embed = nn.Linear(N, N)
             self.encoder = nn.ModuleList(Block(i) for i in range(2))
             self.decoder = nn.ModuleList(Other(i) for i in range(3))
 
@@ -117,7 +118,8 @@ def test_two_stacks_are_both_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Sequential(nn.Linear(N, N), nn.Linear(N, 1)), Stack(Block()), Stack(Block(), nn.Bilinear(N, N, N)), Block()]
+    "model",
+    [nn.Sequential(nn.Linear(N, N), nn.Linear(N, 1)), Stack(Block()), Stack(Block(), nn.Bilinear(N, N, N)), Block()],
 )
 def test_a_model_without_repeated_blocks_has_none(model: nn.Module) -> None:
     assert find_blocks(model) == []
@@ -129,7 +131,7 @@ def test_a_model_without_blocks_is_all_root() -> None:
     assert [op.name.split(".")[1] for op in trace.root.program.ops].count("addmm") == 2
 
 
-# asked for --------------------------------------------------------------------------------------------------------------
+# asked for ------------------------------------------------------------------------------------------------------------
 
 
 def test_explicit_regions_win() -> None:
@@ -170,7 +172,7 @@ def test_a_marked_class_is_a_region_wherever_it_stands() -> None:
     assert find_blocks(model, ["layers.0"]) == ["layers.0"]
 
 
-# alike ------------------------------------------------------------------------------------------------------------------
+# alike ----------------------------------------------------------------------------------------------------------------
 
 
 def test_alternating_layers_are_two_classes() -> None:

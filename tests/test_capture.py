@@ -1,4 +1,4 @@
-"""The record of a region: ops, buffers, views, slots, anchors, taps, names; and that recording leaves no trace itself."""
+"""The record of a region: ops, buffers, views, slots, anchors, taps, names; and that recording leaves no trace."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def names(trace: RegionTrace) -> list[str]:
     return [op.name for op in trace.program.ops]
 
 
-# what is written down ---------------------------------------------------------------------------------------------------
+# what is written down -------------------------------------------------------------------------------------------------
 
 
 def test_ops_buffers_and_slots_of_a_linear_layer_with_an_activation() -> None:
@@ -113,7 +113,7 @@ def test_bytes_moved_counts_a_broadcast_dim_once() -> None:
     assert op_named(trace, "aten.mul").bytes_moved == 4 * (N + N * N + N * N)
 
 
-# identity ---------------------------------------------------------------------------------------------------------------
+# identity -------------------------------------------------------------------------------------------------------------
 
 
 def test_views_of_one_buffer_are_told_apart() -> None:
@@ -186,11 +186,12 @@ def test_registered_buffers_and_closure_tensors() -> None:
             return x * self.scale * self.plain * outer
 
     trace = trace_region(Scaled(), (torch.randn(N, N, requires_grad=True),), {})
-    assert [b.source for b in trace.program.buffers if b.nbytes == 4 * N] == [Source.PARAMETER, Source.OUTER, Source.OUTER]
+    sources = [b.source for b in trace.program.buffers if b.nbytes == 4 * N]
+    assert sources == [Source.PARAMETER, Source.OUTER, Source.OUTER]
     assert list(trace.names.values()) == ["scale"]
 
 
-# anchors ----------------------------------------------------------------------------------------------------------------
+# anchors --------------------------------------------------------------------------------------------------------------
 
 
 def test_top_k_is_a_discrete_choice() -> None:
@@ -224,7 +225,7 @@ def test_ops_that_draw_are_chained_through_the_random_state() -> None:
     middle, end = first.outputs[-1], second.outputs[-1]
     assert [b.index for b in buffers if b.source is Source.RANDOM] == [start, middle, end]
     assert start in first.inputs and middle in second.inputs
-    assert (buffers[start].producer, buffers[middle].producer, buffers[end].producer) == (None, first.index, second.index)
+    assert [buffers[b].producer for b in (start, middle, end)] == [None, first.index, second.index]
     assert buffers[start].keepable and not buffers[middle].keepable
     assert buffers[start].nbytes == torch.get_rng_state().nbytes
     assert first.anchor is None and second.anchor is None
@@ -271,7 +272,7 @@ def test_batch_norm_in_training_writes_its_running_statistics() -> None:
     }  # fmt: skip
 
 
-# module boundaries ------------------------------------------------------------------------------------------------------
+# module boundaries ----------------------------------------------------------------------------------------------------
 
 
 def test_values_at_module_boundaries_can_be_held() -> None:
@@ -295,7 +296,7 @@ def test_values_at_module_boundaries_can_be_held() -> None:
     assert all(buffers[b].keepable for b in found) and not buffers[out].keepable
 
 
-# a trace leaves nothing behind ------------------------------------------------------------------------------------------
+# a trace leaves nothing behind ----------------------------------------------------------------------------------------
 
 
 class Disturbing(nn.Module):
@@ -303,7 +304,8 @@ class Disturbing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Dropout(0.5)) for _ in range(3))
+        parts = [(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Dropout(0.5)) for _ in range(3)]
+        self.blocks = nn.ModuleList(nn.Sequential(*modules) for modules in parts)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -324,8 +326,8 @@ def test_random_streams_buffers_parameters_and_gradients_are_untouched() -> None
 def test_a_trace_allocates_no_model_memory() -> None:
     width, layers = 2048, 8
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(layers)))
-    model.to_empty(device="meta")
+        parts = [(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(layers)]
+        model = nn.Sequential(*(nn.Sequential(*modules) for modules in parts))
     x = torch.empty(64, width, device="meta")
     parameter_bytes = sum(p.nbytes for p in model.parameters())
     deltas = allocation_deltas(lambda: trace_model(model, (x,), loss_fn=lambda out: out.sum(), values_known=False))
@@ -346,7 +348,7 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
         trace_model(model.requires_grad_(False), (x,))
 
 
-# digests ----------------------------------------------------------------------------------------------------------------
+# digests --------------------------------------------------------------------------------------------------------------
 
 DIGEST_SCRIPT = """
 import torch

@@ -16,7 +16,7 @@ from jettison.measure.rehearse import twin_optimizer
 from jettison.plan.artefact import Plan
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward, RegionReport
-from jettison.runtime.treatment import KeepAll, Treatment, treatment
+from jettison.runtime.treatment import KeepAll, Treatment, attention_core, treatment
 from jettison.trace.model import LossFn, ModelTrace, trace_model
 from jettison.units import parse_bytes
 
@@ -174,6 +174,7 @@ def apply(
     else:
         assert policy is not None
         treatments, segments, root = *_from_policy(policy, names), KeepAll()
+        _warn_pointless(traced, treatments)
     return Applied(regions=install(model, traced, treatments, root, segments), plan=plan)
 
 
@@ -190,6 +191,17 @@ def _from_policy(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment]
         step = _every(policy)
         return dict.fromkeys(names, treatment("full")), [names[i : i + step] for i in range(0, len(names), step)]
     return dict.fromkeys(names, _treatment(policy)), []
+
+
+def _warn_pointless(traced: ModelTrace, treatments: Mapping[str, Treatment]) -> None:
+    """Selective recomputation drops attention scores; fused attention never stored any."""
+    chosen = [c for c in traced.calls if treatments[c.name].word == "selective"]
+    if chosen and not any(attention_core(traced.program(c)) for c in chosen):
+        warnings.warn(
+            "policy 'selective' changes nothing here: no block stores attention scores (fused attention recomputes them "
+            "inside its kernel). Use 'selective-op', 'full', or a memory budget",
+            stacklevel=3,
+        )
 
 
 def _every(policy: str) -> int:

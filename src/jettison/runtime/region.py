@@ -52,6 +52,19 @@ class Link:
     outputs: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlotReport:
+    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again) or ``parameter``."""
+
+    index: int
+    path: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    action: str
+
+
 @dataclass(kw_only=True)
 class RegionReport:
     """What a region did so far."""
@@ -66,6 +79,7 @@ class RegionReport:
     slots_parameter: int
     kept_bytes: int
     recomputed_ops: tuple[str, ...] = field(default=())
+    slots: tuple[SlotReport, ...] = field(default=())
 
 
 class PlannedForward:
@@ -173,6 +187,7 @@ class PlannedForward:
             slots_dropped=kinds.count("drop"), slots_parameter=kinds.count("parameter"),
             kept_bytes=recipe.trace.program.kept_bytes(recipe.kept) if recipe else 0,
             recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
+            slots=_slot_reports(recipe) if recipe else (),
         )  # fmt: skip
 
     # preparing -------------------------------------------------------------------------------------------------------
@@ -315,6 +330,17 @@ class PlannedForward:
         if self.treatment.word == "none":
             return self.forward(*args, **kwargs)
         return torch.utils.checkpoint.checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+
+def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
+    program = recipe.trace.program
+    return tuple(
+        SlotReport(
+            index=slot.index, path=slot.path, op=slot.op, shape=slot.shape, dtype=slot.dtype,
+            nbytes=program.buffers[slot.buffer].nbytes, action=action.kind,
+        )
+        for slot, action in zip(program.slots, recipe.slots, strict=True)
+    )  # fmt: skip
 
 
 class ActiveFrame(Frame):

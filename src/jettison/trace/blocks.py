@@ -112,8 +112,8 @@ def _settings(module: nn.Module, path: str, ordinals: set[tuple[str, str]]) -> t
             out.append((key, f"{value.__module__}.{value.__qualname__}"))
         elif isinstance(value, tuple) and all(isinstance(v, bool | int | float | str) for v in value):
             out.append((key, value))
-        elif not key.startswith("_") and isinstance(values := getattr(value, "__dict__", None), dict) and not callable(value):
-            plain = {k: v for k, v in values.items() if isinstance(v, bool | int | float | str | type(None))}
+        elif not key.startswith("_") and hasattr(value, "__dict__") and not callable(value):  # a configuration
+            plain = {k: v for k, v in vars(value).items() if isinstance(v, bool | int | float | str | type(None))}
             out.append((key, tuple(sorted(plain.items()))))
     return tuple(out)
 

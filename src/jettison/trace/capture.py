@@ -338,7 +338,7 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
 
 
 def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
-    """One call as two runs of the same forward must agree on it: op, numbers it got, shape, stride, dtype of results."""
+    """One call as two runs of the same forward must agree on it: the op, its numbers, shape, stride and dtype of results."""
     results = tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
     return func, results, tuple(repr(v) for v in tree_leaves((args, kwargs)) if isinstance(v, bool | int | float))
 

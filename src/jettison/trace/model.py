@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
+from jettison.ledger import Ledger
 from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
@@ -77,6 +78,12 @@ class ModelTrace:
     def context(self) -> contextlib.AbstractContextManager[None]:
         """Everything run on the twin belongs into this context."""
         return tracing(self.mode, values_known=self.values_known)
+
+    def ledger(self) -> Ledger:
+        """Every tensor saved for backward, as entries."""
+        from jettison.trace.ledger import ledger_of  # it reads this class
+
+        return ledger_of(self)
 
     def program(self, call: BlockCall) -> Program:
         """The program of a block call; without ops where it could not be recorded."""
