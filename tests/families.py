@@ -28,7 +28,9 @@ class Case:
     attention: str = "sdpa"
     dropout: bool = False
     tied: bool = False
-    cache: bool = False  # decoders: leave `use_cache` on, as most configurations do; the output then holds keys and values
+    cache: bool = (
+        False  # decoders: leave `use_cache` on, as most configurations do; the output then holds keys and values
+    )
     router_loss: bool = False  # Mixtral's load-balancing loss, out of router logits that hooks collect in a side list
     layers: int = LAYERS
 
@@ -62,7 +64,9 @@ class EncoderClassifier(nn.Module):
     def __init__(self, *, layers: int, dropout: float, tied: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 4 * HIDDEN, dropout, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            HIDDEN, HEADS, 4 * HIDDEN, dropout, "gelu", batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         if tied:
@@ -98,16 +102,22 @@ def _gemma2(case: Case) -> dict[str, Any]:
 
 def _bert(case: Case) -> dict[str, Any]:
     p = 0.1 * case.dropout
-    return {**_common(case), "intermediate_size": 4 * HIDDEN, "hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+    return {
+        **_common(case),
+        "intermediate_size": 4 * HIDDEN,
+        "hidden_dropout_prob": p,
+        "attention_probs_dropout_prob": p,
+    }
 
 
 def _t5(case: Case) -> dict[str, Any]:
     sizes = {"d_model": HIDDEN, "d_ff": 2 * HIDDEN, "d_kv": HIDDEN // HEADS, "num_heads": HEADS}
-    return {**sizes, "num_layers": min(case.layers, 2), "dropout_rate": 0.1 * case.dropout, "decoder_start_token_id": 0, "pad_token_id": 0}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    return {**sizes, **tokens, "num_layers": min(case.layers, 2), "dropout_rate": 0.1 * case.dropout}
 
 
 def _vit(case: Case) -> dict[str, Any]:
-    image = {"image_size": 64, "patch_size": 8, "num_labels": LABELS}
+    image = {"image_size": 96, "patch_size": 8, "num_labels": LABELS}
     return {**_bert(case), **image}
 
 
@@ -153,7 +163,7 @@ def _hugging_face(case: Case) -> nn.Module:
 
 def _batch(case: Case, dtype: torch.dtype) -> Batch:
     if case.family == "vit":
-        return {"pixel_values": torch.randn(BATCH, 3, 64, 64, dtype=dtype), "labels": torch.randint(LABELS, (BATCH,))}
+        return {"pixel_values": torch.randn(BATCH, 3, 96, 96, dtype=dtype), "labels": torch.randint(LABELS, (BATCH,))}
     ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE))
     if case.family == "encoder":
         return {"input_ids": ids}

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training import Trained, assert_same, sgd, train
 
 import jettison
+from jettison.api.planner import Planner
+from jettison.api.verbs import _apply_rehearsed
 from jettison.measure import independent_copy
 from jettison.runtime.treatment import Share
+from jettison.trace.model import trace_model
+from training import Trained, assert_same, sgd, train
 
 ROWS, WIDTH = 16, 32
-POLICIES = ("none", "selective", "selective-op", "full", "share")
+POLICIES = ("none", "selective-op", "full", "share")
 
 
 class Block(nn.Module):
@@ -62,10 +65,9 @@ def rows(seed: int = 1) -> tuple[Tensor]:
 def apply(model: nn.Module, policy: str, batch: Any, **more: Any) -> jettison.api.Applied:
     """A plan by word; "share" keeps half of the bytes, "smallest" is the planner's for the smallest feasible budget."""
     if policy == "smallest":
-        try:
-            jettison.auto_checkpoint(model, batch, 1)
-        except jettison.errors.Infeasible as infeasible:
-            return jettison.auto_checkpoint(model, batch, infeasible.minimum_budget_bytes)
+        planner = Planner(trace=trace_model(model, batch), measure=False)
+        found = planner.smallest()
+        return _apply_rehearsed(model, planner, found, found.step.peak_bytes)
     return jettison.apply(model, Share(0.5) if policy == "share" else policy, batch=batch, **more)
 
 
@@ -80,5 +82,7 @@ def compare(
         planned = train_with(model, batches, optimizer=sgd(model.parameters()), **more)
         reports = handle.report()
     assert_same(planned, plain)
-    assert policy != "full" or any(report.slots_dropped for report in reports), "nothing was dropped: nothing was tested"
+    assert policy != "full" or any(report.slots_dropped for report in reports), (
+        "nothing was dropped: nothing was tested"
+    )
     return handle

@@ -28,7 +28,9 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("export",),
     ("report",),
     ("api",),
+    ("demo",),
     ("cli",),
+    ("__main__",),
 )
 RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 BASE = frozenset(RANKS[0])

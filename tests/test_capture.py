@@ -61,7 +61,7 @@ def test_ops_buffers_and_slots_of_a_linear_layer_with_an_activation() -> None:
     program = trace.program
     assert names(trace) == ["aten.addmm.default", "aten.tanh.default"]
     x, weight, bias, hidden, out = range(5)
-    assert [b.source for b in program.buffers] == [Source.INPUT, Source.PARAMETER, Source.PARAMETER, Source.OP, Source.OP]
+    assert [b.source for b in program.buffers] == [Source.INPUT, *2 * [Source.PARAMETER], *2 * [Source.OP]]
     assert [b.nbytes for b in program.buffers] == [4 * N * N, 4 * N * N, 4 * N, 4 * N * N, 4 * N * N]
     addmm, tanh = program.ops
     assert set(addmm.inputs) == {x, weight, bias} and addmm.outputs == (hidden,)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from stacks import POLICIES, ROWS, WIDTH, Block, Stack, apply, compare, rows, stack  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from training import assert_same, sgd, train  # noqa: E402
 
 from jettison.measure import compare_gradients, independent_copy  # noqa: E402
 from jettison.measure.saved import observed_saved_bytes  # noqa: E402
+from stacks import POLICIES, ROWS, WIDTH, Block, Stack, apply, compare, rows, stack  # noqa: E402
+from training import assert_same, sgd, train  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums over threads are not in a fixed order; rehearsals collect garbage, and need not walk what imports made."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
 
 every_plan = pytest.mark.parametrize("policy", [*POLICIES, "smallest"])
+every_policy = pytest.mark.parametrize("policy", POLICIES)
 BATCHES = [rows(1), rows(2), rows(3)]
 
 
@@ -121,7 +137,7 @@ class AnyArguments(Block):
         return h + self.down(self.inner(self.up(h)) * scale)
 
 
-@every_plan
+@every_policy
 @pytest.mark.parametrize("convention", ["positional", "list", "dict", "keyword", "nested"])
 def test_trap_4_planned_bytes_are_observed_bytes_however_a_block_is_called(convention: str, policy: str) -> None:
     """4. Hook blind spots: list, dict, nested and keyword inputs and outputs."""
@@ -166,13 +182,13 @@ class ScaledStack(Stack):
 
 def scaled() -> tuple[ScaledStack, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    return ScaledStack(Scaled), (rows()[0], torch.rand(ROWS, WIDTH, requires_grad=True) + 0.5)
+    return ScaledStack(Scaled), (rows()[0], (torch.rand(ROWS, WIDTH) + 0.5).requires_grad_())
 
 
 @every_plan
 @pytest.mark.parametrize("written", ["weight", "argument", "optimizer"])
 def test_trap_5_a_write_between_the_passes_raises(policy: str, written: str) -> None:
-    """5. A parameter or input written between forward and backward: `weight.add_()`, `kw.mul_()`, `optimizer.step()`."""
+    """5. A parameter or input written between the passes: `weight.add_()`, `kw.mul_()`, `optimizer.step()`."""
     model, batch = scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with apply(model, policy, batch):
@@ -217,7 +233,7 @@ def test_trap_6_a_write_to_a_kept_tensor_raises(policy: str) -> None:
 
 
 class Identities(Block):
-    """Saves views that look alike: a square matrix and its transpose, slices at offsets, an expanded row, reused memory."""
+    """Saves views that look alike: a square matrix and its transpose, offset slices, an expanded row, reused memory."""
 
     def inner(self, h: Tensor) -> Tensor:
         square = h.T @ h
@@ -276,10 +292,8 @@ def test_trap_10_backward_outside_the_kernels_context(policy: str, backend: SDPB
     def step(model: nn.Module) -> None:
         with sdpa_kernel(backend):
             loss = model(*rows())
-        torch.set_float32_matmul_precision("medium")
         with sdpa_kernel(other), torch.autocast("cpu", dtype=torch.bfloat16):
             loss.backward()
-        torch.set_float32_matmul_precision("highest")
 
     step(twin)
     with sdpa_kernel(backend):
@@ -292,24 +306,47 @@ def test_trap_10_backward_outside_the_kernels_context(policy: str, backend: SDPB
         assert not any("flash" in name for name in ran)
 
 
+@every_plan
+def test_trap_10_recompute_runs_at_the_forwards_precision(policy: str) -> None:
+    """10. Precision flags: what is computed again is what the forward computed, whatever the flag says by then.
+
+    Backward's own products do follow the flag, as without a plan.
+    """
+    model = stack(blocks=2)
+    twin = independent_copy(model)
+
+    def step(model: nn.Module) -> None:
+        loss = model(*rows())
+        torch.set_float32_matmul_precision("medium")
+        try:
+            loss.backward()
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    step(twin)
+    with apply(model, policy, rows()):
+        step(model)
+    assert compare_gradients(model, twin).identical
+
+
 class Flagged(Block):
     """Takes another path of the same shapes: by an attribute, or by a global."""
 
     flag = True
 
     def inner(self, h: Tensor) -> Tensor:
-        first, second = (h, h.flip(0)) if self.flag and GLOBAL["flag"] else (h.flip(0), h)
-        out = (first.T @ second) if SWAP["off"] else (second.T @ first)
+        first, second = (h, h.flip(0)) if self.flag else (h.flip(0), h)
+        out = (second.T @ first) if SWAPPED else (first.T @ second)
         dropped = nn.functional.dropout(h, 0.3, self.training)
-        activated = torch.tanh(dropped) if GLOBAL["flag"] else torch.sigmoid(dropped)
+        activated = torch.tanh(dropped) if FLAG else torch.sigmoid(dropped)
         return activated @ torch.sin(out)
 
 
-GLOBAL = {"flag": True}
-SWAP = {"off": True}
+FLAG = True
+SWAPPED = False
 
 
-@every_plan
+@every_policy
 @pytest.mark.parametrize("what", ["eval", "attribute", "global", "swap"])
 @pytest.mark.parametrize("when", ["between the passes", "between steps"])
 def test_traps_11_and_12_another_path_of_the_same_shapes(policy: str, what: str, when: str) -> None:
@@ -325,8 +362,8 @@ def test_traps_11_and_12_another_path_of_the_same_shapes(policy: str, what: str,
             for block in model.blocks:
                 block.flag = not block.flag
         else:
-            table, key = (GLOBAL, "flag") if what == "global" else (SWAP, "off")
-            table[key] = not table[key]
+            name = "FLAG" if what == "global" else "SWAPPED"
+            globals()[name] = not globals()[name]
 
     def steps(model: nn.Module) -> list[Tensor]:
         torch.manual_seed(2)

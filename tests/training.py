@@ -59,7 +59,7 @@ def train(
     generators: Mapping[str, torch.Generator] | None = None,
     measure: bool = False,
 ) -> Trained:
-    """One step a batch from a fixed seed; ``measure`` takes the peak of the last one. The output lives through backward."""
+    """One step a batch from a fixed seed; ``measure`` takes the last one's peak. The output lives through backward."""
     losses: list[Tensor] = []
 
     def step(batch: Any) -> None:

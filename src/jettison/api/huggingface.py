@@ -115,7 +115,9 @@ def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, 
         dtype = next(model.parameters()).dtype
         pixels = torch.randn(shape, generator=generator).to(dtype)
         return {"pixel_values": pixels, "labels": _classes(config, rows, generator)}
-    raise UsageError(f"no batch is known for {name}, which takes {wanted!r}; use module:factory and return (model, batch)")
+    raise UsageError(
+        f"no batch is known for {name}, which takes {wanted!r}; use module:factory and return (model, batch)"
+    )
 
 
 def _sequence(config: Any, asked: ConfigRequest) -> int:

@@ -256,6 +256,8 @@ class Planner:
                 minimum_budget_bytes=smallest.step.peak_bytes, budget_bytes=budget_bytes,
                 reason=f"The {smallest.step.phase} pass sets the peak.",
             )  # fmt: skip
+        if self.baseline.peak_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
+            return self.rehearse(choose(self.problem, 2 * budget_bytes))
         best = smallest
         effective = budget_bytes
         low, high = minimum_budget(self.problem), None

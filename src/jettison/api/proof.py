@@ -27,7 +27,6 @@ from jettison.measure.saved import OUTSIDE, observed_saved_bytes
 from jettison.measure.timing import interleaved
 from jettison.plan.artefact import Plan, policy_word
 from jettison.report.proof import LayerProof, Proof
-from jettison.runtime.region import PlannedForward
 from jettison.trace.ledger import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.trace.model import LossFn, call_model, loss_of, trace_model
 
@@ -53,9 +52,9 @@ def verify(
     """Train ``model`` as planned beside an independent copy that trains plainly, and say what came out.
 
     Both start from the same parameters, optimizer state and random numbers. Compared bit by bit in each of ``steps``
-    steps: losses, every gradient by parameter name, random number streams, buffers, and parameters at the end. Then, each
-    on a step of its own: peak bytes of both, bytes held between forward and backward by each layer, and step times in
-    ``rounds`` interleaved rounds. All these steps train ``model``: give a copy where that matters.
+    steps: losses, every gradient by parameter name, random number streams, buffers, and parameters at the end. Then,
+    each on a step of its own: peak bytes of both, bytes held between forward and backward by each layer, and step times
+    in ``rounds`` interleaved rounds. All these steps train ``model``: give a copy where that matters.
 
     Args:
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple.
@@ -215,7 +214,7 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
     # the plain copy is traced: modules under a plan run stand-ins
     traced = trace_model(plain.model, plain.batch, loss_fn=plain.loss_fn, regions=_names(applied))
     regions = {region.name: region for region in applied.regions}
-    inputs = {c.name: cls.trace.inputs for c in traced.calls if (cls := traced.classes[c.class_key]).trace is not None}
+    inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
     def kept(name: str, program: Program) -> frozenset[int]:
         link = regions[name].link
@@ -223,24 +222,26 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
         chosen = regions[name].treatment.kept(program)
         return chosen - {b for b, position in inputs.get(name, {}).items() if position in again}
 
-    programs = {call.name: program for call in traced.calls if (program := traced.program(call)) is not None}
+    programs = {call.name: traced.program(call) for call in traced.calls}
     words = {n: str(policy_word(p, regions[n].treatment.kept(p))) for n, p in programs.items()}
     words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)
     planned.model.zero_grad(set_to_none=True)
     names = {ROOT_LAYER: "", OUTSIDE_LAYER: OUTSIDE}
+    opaque = {call.name for call in traced.calls if call.problem}
     return tuple(
         LayerProof(
             layer=layer, policy=words.get(layer, "none"), plain_bytes=before[layer],
             predicted_bytes=after.get(layer, 0), observed_bytes=observed.get(names.get(layer, layer), 0),
+            counted=layer not in opaque,
         )
         for layer in before
     )  # fmt: skip
 
 
 def _names(applied: Applied) -> tuple[str, ...]:
-    return tuple(region.name for region in applied.regions if isinstance(region, PlannedForward) and region.name)
+    return tuple(region.name for region in applied.regions if region.name)
 
 
 def _mirrored(

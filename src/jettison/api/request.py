@@ -133,12 +133,16 @@ def _from_factory(request: ModelRequest, module: str, factory: str) -> Loaded:
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         got = ", ".join(type(part).__name__ for part in parts)
-        raise UsageError(f"{request.model} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
+        raise UsageError(
+            f"{request.model} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)"
+        )
     model, batch, loss_fn = (*parts, None, None)[:3]
     if batch is not None:
         for name in ("seq", "micro_batch"):
             if getattr(request, name) is not None:
-                raise UsageError(f"--{name.replace('_', '-')} does not apply to {request.model}: it returned its own batch")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} does not apply to {request.model}: it returned its own batch"
+                )
         return Loaded(model=model.train(), batch=batch, loss_fn=loss_fn)
     config = getattr(model, "config", None)
     if config is None:
@@ -154,7 +158,9 @@ def _call(model: str, module: str, factory: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise UsageError(f"{model!r}: there is no module {error.name!r} in {os.getcwd()} or among installed ones") from error
+        raise UsageError(
+            f"{model!r}: there is no module {error.name!r} in {os.getcwd()} or among installed ones"
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
     function = getattr(found, factory, None)

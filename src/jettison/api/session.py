@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress
     )
     return LedgerReport(
         model=request.model, recompute=recompute, parameters=_count(traced.twin), ledger=entries, stages=(stage,),
-        phases=phases if optimizer else phases[:2],
+        phases=phases if optimizer else phases[:2], warnings=tuple(traced.warnings),
     )  # fmt: skip
 
 
@@ -155,13 +155,42 @@ def read_plan(path: Path) -> tuple[Plan, Any] | None:
     return Plan.from_json(text), document.get("made_by")
 
 
+def request_for(
+    target: str, *, model: str | None = None, optimizer: str | None = None, **flags: Any
+) -> tuple[ModelRequest, Plan | None]:
+    """What `jettison verify` was given: a plan file with the model that it was made for, or a model.
+
+    Raises:
+        UsageError: a flag contradicts what the plan was made for.
+    """
+    found = read_plan(Path(target))
+    given = {name: value for name, value in flags.items() if value is not None}
+    if optimizer is not None:
+        given["optimizer"] = optimizer
+    if found is None:
+        if model is not None:
+            raise UsageError(f"--model goes with a plan file, and {target!r} is none")
+        return ModelRequest(model=target, **given), None
+    made, document = found
+    if model is None:
+        stated = ModelRequest.from_document(document)
+    else:
+        known = document if isinstance(document, dict) else {}
+        stated = ModelRequest.from_document({**known, "model": model})
+    for name, value in given.items():
+        if isinstance(document, dict) and getattr(stated, name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UsageError(f"{flag} is not what the plan was made for: {getattr(stated, name) or 'not given'}")
+    return replace(stated, **given), made
+
+
 def _kept(
     traced: ModelTrace, treatments: dict[str, Treatment], segments: list[list[str]], root: Treatment
 ) -> Callable[[str, Program], frozenset[int]]:
     """What each region holds: within a segment, only the first block holds its input."""
     inside = {name for run in segments for name in run[1:]}
     linked = {c.name: {position for position, _ in c.links} if c.name in inside else set() for c in traced.calls}
-    inputs = {c.name: cls.trace.inputs for c in traced.calls if (cls := traced.classes[c.class_key]).trace is not None}
+    inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
     def kept(name: str, program: Program) -> frozenset[int]:
         chosen = treatments[name].kept(program) if name else root.kept(program)

@@ -47,11 +47,11 @@ class _Listener:
             self.packed.append((frame.name, packed))
             return packed
 
-        Frame.enter, Frame.pack = entering, packing  # type: ignore[method-assign]
+        Frame.enter, Frame.pack = entering, packing  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
-            Frame.enter, Frame.pack = enter, pack  # type: ignore[method-assign]
+            Frame.enter, Frame.pack = enter, pack  # type: ignore[method-assign,assignment]
 
     @contextmanager
     def loss(self) -> Iterator[None]:

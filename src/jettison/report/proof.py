@@ -17,13 +17,17 @@ SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProof:
-    """One layer between forward and backward: bytes that plain autograd saves, that the plan said, that were held."""
+    """One layer between forward and backward: bytes that plain autograd saves, that the plan said, that were held.
+
+    A layer that could not be recorded is not ``counted``: its bytes are 0 on all sides, and unknown.
+    """
 
     layer: str
     policy: str
     plain_bytes: int
     predicted_bytes: int
     observed_bytes: int
+    counted: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,8 @@ class Proof:
     """A planned model beside an independent copy that trains plainly, from the same state and the same random numbers.
 
     ``budget_bytes`` and ``predicted_peak_bytes`` are None where a policy was applied and not a plan. ``differences``
-    names what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds, between its quartiles.
+    says what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds; the quartiles are
+    beside it.
     """
 
     gradients_identical: bool
@@ -84,10 +89,10 @@ class Proof:
         }
         found = [f"the {name} differ from those of a plain copy" for name, holds in claims.items() if not holds]
         if self.budget_bytes is not None and self.measured_peak_bytes > self.budget_bytes:
-            found.append(
-                f"the measured peak, {format_bytes(self.measured_peak_bytes)} ({self.measured_peak_bytes}B), is above the "
-                f"budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes}B)"
+            peak, budget = (
+                f"{format_bytes(nbytes)} ({nbytes}B)" for nbytes in (self.measured_peak_bytes, self.budget_bytes)
             )
+            found.append(f"the measured peak, {peak}, is above the budget of {budget}")
         return tuple(found)
 
     def document(self) -> dict[str, Any]:
@@ -115,7 +120,9 @@ class Proof:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "the document"
-            raise UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})") from error
+            raise UsageError(
+                f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ class LedgerReport:
     ledger: Ledger
     stages: tuple[StageBytes, ...]
     phases: tuple[Phase, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -58,5 +59,6 @@ class LedgerReport:
             "stages": [asdict(stage) for stage in self.stages],
             "peak_bytes": self.peak_bytes,
             "phases": [asdict(phase) for phase in self.phases],
+            "warnings": list(self.warnings),
             "entries": entries,
         }

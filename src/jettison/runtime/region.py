@@ -145,7 +145,7 @@ class PlannedForward:
         return types.MethodType(type(self.module).forward, memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (type(self.module).forward, self.module)
+        return getattr, (self.module, "forward")
 
     def remove(self) -> None:
         """Put the module's own forward back."""
@@ -245,20 +245,11 @@ class PlannedForward:
         if where in self.tap_hooks:
             return
         module = self.module.get_submodule(tap.path)
-
-        def seen(tree: Any) -> None:
-            frame = current_frame()
-            if frame is None or frame.region is not self:
-                return
-            counter = (tap.path, tap.is_output)
-            call = frame.taps_seen.get(counter, 0)
-            frame.taps_seen[counter] = call + 1
-            frame.tap(tap.path, tap.is_output, call, tree)
-
+        listener = _Listener(self, tap.path, tap.is_output)
         if tap.is_output:
-            self.tap_hooks[where] = module.register_forward_hook(lambda _m, _a, out: seen(out))
+            self.tap_hooks[where] = module.register_forward_hook(listener)
         else:
-            self.tap_hooks[where] = module.register_forward_pre_hook(lambda _m, a, k: seen((a, k)), with_kwargs=True)
+            self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True)
 
     # running ---------------------------------------------------------------------------------------------------------
 
@@ -274,7 +265,8 @@ class PlannedForward:
                 return self._run_planned(prepared, leaves, args, kwargs)
             except Diverged as divergence:
                 before.restore(self.name, str(divergence))
-                if prepared.checked and self.recordings <= GIVE_UP_AFTER:
+                adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
+                if (prepared.checked or adopted) and self.recordings <= GIVE_UP_AFTER:
                     self._forget()
                     prepared = self._prepare(key, args, kwargs)
                 else:
@@ -295,6 +287,7 @@ class PlannedForward:
                 else:
                     with SequenceCheck(recipe.trace) as frame.check:
                         output = self.forward(*args, **kwargs)
+                        frame.check.finish()
         finally:
             stack.pop()
         frame.leave()
@@ -341,6 +334,27 @@ def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
         )
         for slot, action in zip(program.slots, recipe.slots, strict=True)
     )  # fmt: skip
+
+
+class _Listener:
+    """A module hook that hands what crosses a boundary to the frame that runs. A copy of it, in a copied model, is deaf."""
+
+    def __init__(self, region: PlannedForward | None, path: str, is_output: bool) -> None:
+        self.region = region
+        self.path = path
+        self.is_output = is_output
+
+    def __call__(self, _module: nn.Module, args: Any, result: Any) -> None:
+        frame = current_frame()
+        if frame is None or frame.region is not self.region:
+            return
+        where = (self.path, self.is_output)
+        call = frame.taps_seen.get(where, 0)
+        frame.taps_seen[where] = call + 1
+        frame.tap(self.path, self.is_output, call, result if self.is_output else (args, result))
+
+    def __reduce__(self) -> Any:
+        return _Listener, (None, self.path, self.is_output)
 
 
 class ActiveFrame(Frame):

@@ -35,7 +35,16 @@ class SequenceCheck(TorchDispatchMode):
             if expected == got:
                 return out
             if not skippable:
-                raise Diverged(
-                    f"call {self.at} was {got[0]}{list(got[1])}, recorded was {expected[0]}{list(expected[1])}"
-                )
+                raise Diverged(f"call {self.at} was {_text(got)}, recorded was {_text(expected)}")
         raise Diverged(f"call {got[0]} came after the last recorded one")
+
+    def finish(self) -> None:
+        """The forward is over: nothing that was recorded may still be to come."""
+        missing = [signature for signature, skippable in self.sequence[self.at :] if not skippable]
+        if missing:
+            raise Diverged(f"{len(missing)} recorded calls did not come, first {missing[0][0]}")
+
+
+def _text(signature: tuple[Any, ...]) -> str:
+    func, results, numbers = signature
+    return f"{func}({', '.join(numbers)}) -> {list(results)}"

@@ -108,6 +108,8 @@ class Recorder:
         self.names: dict[int, str] = {}
         self.blocks: dict[int, tuple[int, int]] = {}
         self.path: list[str] = []
+        # asked here: while autocast casts an argument it counts as switched off
+        self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         self.initial_state: int | None = None
         self.state: int | None = None
         self.state_broken = False
@@ -204,6 +206,9 @@ class Recorder:
                 self.buffers[old]["overwritten"] = True
                 if old in self.names:
                     self.names[new] = self.names[old]
+            elif all(ref.buffer != old for ref in self.slots):  # whoever held it would hold the new values
+                self.buffers[old]["keepable"] = False
+                self.taps.pop(old, None)
             written.append((old, new))
             outputs.append(new)
         refs: list[TensorRef | None] = []
@@ -237,9 +242,7 @@ class Recorder:
         return self.ref(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _is_weight_cast(self, func: Any, spec_args: Any) -> bool:
-        if func._schema.name != "aten::_to_copy" or not torch.is_autocast_enabled("cpu") | torch.is_autocast_enabled(
-            "cuda"
-        ):
+        if func._schema.name != "aten::_to_copy" or not self.autocast:
             return False
         return self.buffers[spec_args[0].buffer]["source"] is Source.PARAMETER
 

@@ -43,10 +43,11 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
         kept: what is held under a plan; left out, what plain autograd saves. A tensor that no slot views, held because
             others are computed from it, has the role "kept for recompute".
 
-    Parameters and registered buffers are not entries: they cost a step nothing. See NOTE [ Whose bytes ].
+    Parameters and registered buffers are not entries: they cost a step nothing. A block that could not be recorded has
+    none either. See NOTE [ Whose bytes ].
 
     Raises:
-        TraceError: a block could not be recorded, or the model runs differently now than when it was traced.
+        TraceError: the model runs differently now than when it was traced.
     """
     links = _link(trace)
     root = _Region(trace=trace.root, module=trace.twin, layer=ROOT_LAYER, ids=links.root)
@@ -55,8 +56,8 @@ def ledger_of(trace: ModelTrace, kept: Kept | None = None) -> Ledger:
     blocks: list[SavedTensor] = []
     for index, call in enumerate(trace.calls):
         cls = trace.classes[call.class_key]
-        if cls.trace is None:
-            raise TraceError(f"block {call.name} cannot be recorded ({cls.problem}), so what it saves is not known")
+        if cls.opaque:
+            continue  # the trace's warnings say so
         region = links.region(trace, index, cls)
         for entry in region.entries(_chosen(kept, call.name, cls.trace.program)):
             if entry.role == "shared input":
@@ -101,17 +102,21 @@ class _Region:
         for slot, ref in zip(program.slots, self.trace.slots, strict=True):
             buffer = program.buffers[slot.buffer]
             shared = buffer.free and buffer.source is Source.INPUT
-            if ref in seen or not (shared or slot.buffer in kept) or (buffer.free and not shared):
+            if ref in seen or not (shared or self._costs(slot.buffer, kept)):
                 continue
             seen.add(ref)
             viewed.add(slot.buffer)
             yield self.entry(slot, ref, "shared input" if shared else self.roles.role(slot, ref))
         for b in sorted((kept | self._shared_reads(kept)) - viewed):
             buffer = program.buffers[b]
-            if not buffer.free or buffer.source is Source.INPUT:
+            if self._costs(b, kept) or buffer.source is Source.INPUT:
                 ref = self._view(buffer)
                 slot = Slot(index=-1, buffer=b, shape=ref.size, dtype=dtype_name(ref.dtype))
                 yield self.entry(slot, ref, "shared input" if buffer.free else "kept for recompute")
+
+    def _costs(self, b: int, kept: frozenset[int]) -> bool:
+        """Whether a buffer is held and is neither a parameter nor a registered buffer, in whatever version."""
+        return b in kept and not self.trace.program.buffers[b].free and b not in self.trace.names
 
     def _shared_reads(self, kept: frozenset[int]) -> frozenset[int]:
         """Shared inputs that the recompute of what is not kept reads."""
@@ -145,7 +150,8 @@ class _Region:
     def storage(self, b: int) -> str:
         """The id of a buffer's storage."""
         if b in self.trace.names:
-            return f"parameter:{self.trace.names[b]}"
+            prefix = "" if self.layer == ROOT_LAYER else f"{self.layer}."
+            return f"parameter:{prefix}{self.trace.names[b]}"
         return self.ids.get(b, f"{self.prefix}#{b}")
 
     def _view(self, buffer: Buffer) -> TensorRef:

@@ -177,7 +177,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     mode = mode_of(module, args, kwargs)
     twin = fake_twin(module, mode)
-    tracer = _Tracer(twin, blocks)
+    tracer = _Tracer(twin, blocks, module if is_real(module) else None)
     with (
         recording_errors(),
         tracing(mode, values_known=True),
@@ -254,7 +254,7 @@ class _Tracer:
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
         output, root = self.forward(*as_call(batch))
-        inside = len(root.slots)
+        inside, calls = len(root.slots), len(root.sequence)
         with self.capture, self.capture.recording(root):
             loss = loss_of(output, loss_fn)
         if not loss.requires_grad:
@@ -262,7 +262,7 @@ class _Tracer:
                 "the loss does not require gradients; expected a training forward with trainable parameters"
             )
         outside = root.slots[inside:]
-        del root.slots[inside:], root.slot_info[inside:]
+        del root.slots[inside:], root.slot_info[inside:], root.sequence[calls:]
         return root.finish(output), outside
 
     def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

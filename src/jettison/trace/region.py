@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,11 @@ def trace_region(
     mode = mode_of(module, args, kwargs)
     twin = fake_twin(module, mode) if copy else module  # its blocks and itself run their classes' own forward
     capture = CaptureMode()
-    with recording_errors(), tracing(mode, values_known=True), uncached_autocast(), torch.enable_grad():
+    with (
+        warnings.catch_warnings(), recording_errors(), tracing(mode, values_known=True), uncached_autocast(),
+        torch.enable_grad(),
+    ):  # fmt: skip
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
         faked = [_like(leaf, mode) for leaf in leaves]
         fake_args, fake_kwargs = tree_unflatten(faked, spec)
         recorder = Recorder(twin, faked)

@@ -1,0 +1,5 @@
+"""`python -m jettison` is `jettison`."""
+
+from jettison.cli import main
+
+main()

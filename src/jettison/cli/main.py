@@ -1,0 +1,213 @@
+"""`main`: reads the command line, calls one verb, turns errors into exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from jettison import __version__
+from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.errors import Infeasible, JettisonError, ProofFailed
+from jettison.report.console import hint, progress, show
+from jettison.report.tables import doctor_table, ledger_table, plan_table, proof_table
+
+EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+Form = Literal["human", "json"]
+Model = Annotated[str, Parameter(help="module:factory, or a Hugging Face config.json or its folder.")]
+Budget = Annotated[str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")]
+Seq = Annotated[int | None, Parameter(help="Tokens in a sequence, for a config: 2048 or as many as it has positions.")]
+MicroBatch = Annotated[int | None, Parameter(help="Sequences or images in a micro-batch, for a config: 1.")]
+Precision = Annotated[Literal["fp32", "bf16"] | None, Parameter(help="Of weights and activations, for a config.")]
+Attention = Annotated[Literal["eager", "sdpa", "flash"] | None, Parameter(help="Attention kernels, for a config.")]
+Optimizer = Annotated[Literal["adamw", "sgd", "none"], Parameter(help="Its state and its step count too.")]
+Out = Annotated[Path | None, Parameter(help="Write the JSON document to this file as well.")]
+Force = Annotated[bool, Parameter(negative="", help="Replace the file of --out.")]
+Format = Annotated[Form, Parameter(name="--format", help="A table for people, or one JSON document.")]
+
+app = App(
+    name="jettison",
+    version=__version__,
+    help="Train under a byte budget: decide tensor by tensor what to keep or recompute, and prove it.",
+    suppress_keyboard_interrupt=False,
+)
+
+
+@app.command
+def demo(*, out: Path = Path("out/demo"), steps: int = 20) -> None:
+    """Train a small Llama on the standard library's source, plainly and under a budget, and compare.
+
+    Args:
+        out: Folder for plan.json and proof.json, which are replaced.
+        steps: Training steps on each side.
+    """
+    from jettison.demo import run_demo
+
+    with progress() as say:
+        result = run_demo(out, steps=steps, progress=say)
+    show(result.table())
+    result.require()
+
+
+@app.command
+def ledger(
+    model: Model,
+    /,
+    *,
+    recompute: Annotated[str, Parameter(help="none, selective, selective-op, full or every:K.")] = "none",
+    seq: Seq = None,
+    micro_batch: MicroBatch = None,
+    precision: Precision = None,
+    attention: Attention = None,
+    optimizer: Optimizer = "adamw",
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """Which tensors a training forward saves for its backward, in which layer, at how many bytes."""
+    refuse_to_overwrite(out, force=force)
+    with progress() as say:
+        say("loading torch")
+        from jettison.api.request import ModelRequest
+        from jettison.api.session import ledger as read
+
+        request = ModelRequest(
+            model=model, seq=seq, micro_batch=micro_batch, precision=precision, attention=attention, optimizer=optimizer
+        )
+        report = read(request, recompute=recompute, progress=say)
+    for warning in report.warnings:
+        hint(f"note: {warning}")
+    deliver(report.document(), ledger_table(report), form=form, out=out)
+
+
+@app.command
+def plan(
+    model: Model,
+    /,
+    *,
+    budget: Annotated[str, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")],
+    seq: Seq = None,
+    micro_batch: MicroBatch = None,
+    precision: Precision = None,
+    attention: Attention = None,
+    optimizer: Optimizer = "adamw",
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """What to do with each of them so that a training step stays below a budget."""
+    refuse_to_overwrite(out, force=force)
+    with progress() as say:
+        say("loading torch")
+        from jettison.api.request import ModelRequest
+        from jettison.api.session import plan as make
+
+        request = ModelRequest(
+            model=model, seq=seq, micro_batch=micro_batch, precision=precision, attention=attention, optimizer=optimizer
+        )
+        try:
+            report = make(request, budget=budget, progress=say)
+        except Infeasible as error:
+            if form == "json":
+                print(json.dumps(_infeasible(error), indent=1))
+            raise
+    deliver(report.document(), plan_table(report.plan), form=form, out=out)
+
+
+@app.command
+def verify(
+    target: Annotated[str, Parameter(help="A plan.json that `jettison plan` wrote, or a MODEL as for `plan`.")],
+    /,
+    *,
+    model: Annotated[str | None, Parameter(help="With a plan file: the model, if the plan does not say it.")] = None,
+    budget: Budget = None,
+    recompute: Annotated[str | None, Parameter(help="Verify a policy: none, selective, full or every:K.")] = None,
+    seq: Seq = None,
+    micro_batch: MicroBatch = None,
+    precision: Precision = None,
+    attention: Attention = None,
+    optimizer: Annotated[Literal["adamw", "sgd", "none"] | None, Parameter(help="As for `plan`.")] = None,
+    rounds: Annotated[int, Parameter(help="Interleaved rounds in which steps are timed.")] = 8,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """Does it hold? Gradients, predicted and measured peak, bytes held by each layer, step time: on the real model."""
+    refuse_to_overwrite(out, force=force)
+    flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
+    with progress() as say:
+        say("loading torch")
+        from jettison.api.session import prove, request_for
+
+        request, made = request_for(target, model=model, optimizer=optimizer, **flags)
+        try:
+            proof = prove(request, plan=made, budget=budget, recompute=recompute, rounds=rounds, progress=say)
+        except Infeasible as error:
+            if form == "json":
+                print(json.dumps(_infeasible(error), indent=1))
+            raise
+    deliver(proof.document(), proof_table(proof), form=form, out=out)
+    if not proof.passed:
+        raise ProofFailed("not proven: " + "; ".join(proof.failures()))
+
+
+@app.command
+def doctor(*, form: Format = "human") -> None:
+    """Versions and devices."""
+    from jettison.cli.doctor import facts
+
+    found = facts()
+    deliver({"schema": "jettison.doctor/1", **dict(found)}, doctor_table(found), form=form, out=None)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code: 0 fits or proven, 2 usage, 3 infeasible, 4 proof failed."""
+    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; its exit code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_rest, **_more: hint(f"note: {message}")
+        return _run(arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
+    except CycloptsError as error:
+        hint(f"jettison: {str(error).strip()}")
+        hint("Try: jettison --help")
+        return EXIT_USAGE
+    except JettisonError as error:
+        hint(f"jettison: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        hint("jettison: interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERNAL
+    except Exception:  # a bug of ours, or of the factory that was called: show where
+        hint(traceback.format_exc())
+        hint("jettison: internal error (above)")
+        return EXIT_INTERNAL
+    return 0
+
+
+def _infeasible(error: Infeasible) -> dict[str, object]:
+    return {
+        "schema": "jettison.plan/1",
+        "feasible": False,
+        "budget_bytes": error.budget_bytes,
+        "minimum_budget_bytes": error.minimum_budget_bytes,
+        "reason": error.reason,
+    }

@@ -1,0 +1,221 @@
+"""The whole story on a small example: the same training twice, plainly and under a budget well below that peak.
+
+A byte-level Llama (the Hugging Face implementation, random weights) learns the Python standard library's own source
+files, which are real text and always there.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
+from torch import Tensor, nn
+
+from jettison.api.planner import Planner
+from jettison.api.proof import verify
+from jettison.api.verbs import Applied, _apply_rehearsed
+from jettison.errors import ProofFailed, UsageError
+from jettison.measure.gradients import independent_copy, same_bits
+from jettison.measure.rehearse import twin_optimizer
+from jettison.plan.artefact import Plan
+from jettison.report.proof import Proof
+from jettison.report.tables import plan_table, proof_table
+from jettison.trace.model import trace_model
+from jettison.units import format_bytes, format_percent
+
+TEXT_BYTES = 4_000_000
+PREDICTION_WITHIN = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSize:
+    """L layers, h hidden, a heads, k KV heads, f FFN width, s sequence, b micro-batch."""
+
+    layers: int = 6
+    hidden: int = 192
+    heads: int = 6
+    kv_heads: int = 3
+    ffn: int = 512
+    sequence: int = 256
+    micro_batch: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """Both trainings, the plan, and the proof."""
+
+    losses_plain: tuple[float, ...]
+    losses_planned: tuple[float, ...]
+    losses_identical: bool
+    plan: Plan
+    proof: Proof
+    out: Path
+
+    def failures(self) -> tuple[str, ...]:
+        """What was not shown."""
+        found = list(self.proof.failures())
+        if not self.losses_identical:
+            found.append("the losses of the two trainings differ")
+        if not self.proof.saved_bytes_agree:
+            found.append("a layer held other bytes than predicted")
+        error = self.proof.prediction_error
+        if error is None or abs(error) > PREDICTION_WITHIN:
+            found.append(f"the predicted peak is more than {format_percent(PREDICTION_WITHIN)} off")
+        return tuple(found)
+
+    def require(self) -> None:
+        """Nothing, if all was shown.
+
+        Raises:
+            ProofFailed: something was not.
+        """
+        if self.failures():
+            raise ProofFailed("the demo did not show what it should: " + "; ".join(self.failures()))
+
+    def table(self) -> RenderableType:
+        """The story as it is printed."""
+        steps = len(self.losses_plain)
+        same = "the same to the bit at every step" if self.losses_identical else "DIFFERENT"
+        peaks = (self.proof.baseline_peak_bytes, self.proof.measured_peak_bytes, self.plan.budget_bytes)
+        plain, measured, budget = map(format_bytes, peaks)
+        first, last, planned = self.losses_plain[0], self.losses_plain[-1], self.losses_planned[-1]
+        lines = [
+            "A byte-level Llama, trained on the Python standard library's source files with AdamW, twice.",
+            f"loss from {first:.6f} to {last:.6f} in {steps} steps plainly, to {planned:.6f} under the budget: {same}",
+            f"peak of a step: {plain} plainly, {measured} under a budget of {budget} "
+            f"(predicted: {format_bytes(self.plan.predicted.peak_bytes)})",
+            f"step time: {self.proof.step_time_ratio:.2f}× the plain one",
+            "",
+        ]
+        files = Text(f"wrote {self.out / 'plan.json'} and {self.out / 'proof.json'}")
+        return Group(*map(Text, lines), plan_table(self.plan), Text(""), proof_table(self.proof), files)
+
+
+def run_demo(
+    out: Path,
+    *,
+    steps: int = 20,
+    size: DemoSize | None = None,
+    rounds: int = 6,
+    progress: Callable[[str], None] = lambda _text: None,
+) -> DemoResult:
+    """Train twice, prove, and write ``plan.json`` and ``proof.json`` into ``out`` (both are replaced).
+
+    Raises:
+        UsageError: ``steps`` is not at least 1, or ``out`` cannot be a folder.
+    """
+    if steps < 1:
+        raise UsageError(f"got {steps} steps; expected 1 or more")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be made a folder: {error}") from error
+    size = size or DemoSize()
+    progress("reading the standard library")
+    text = standard_library_text()
+    batches = list(islice(batches_of(text, size), steps))
+    model = build(size)
+    plain = independent_copy(model)
+    optimizer, plain_optimizer = _adamw(model), _adamw(plain)
+    applied = _under_budget(model, batches[0], optimizer, progress)
+    assert applied.plan is not None
+    losses: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for number, batch in enumerate(batches, start=1):
+        progress(f"training plainly and under the budget: step {number} of {steps}")
+        losses[0].append(_step(plain, plain_optimizer, batch))
+        losses[1].append(_step(model, optimizer, batch))
+    del plain, plain_optimizer
+    proof = verify(model, batches[0], handle=applied, optimizer=optimizer, rounds=rounds, progress=progress)
+    applied.remove()
+    (out / "plan.json").write_text(applied.plan.to_json(), encoding="utf-8")
+    (out / "proof.json").write_text(proof.to_json(), encoding="utf-8")
+    return DemoResult(
+        losses_plain=tuple(loss.item() for loss in losses[0]),
+        losses_planned=tuple(loss.item() for loss in losses[1]),
+        losses_identical=all(map(same_bits, *losses)),
+        plan=applied.plan,
+        proof=proof,
+        out=out,
+    )
+
+
+def build(size: DemoSize) -> nn.Module:
+    """The model, the same for the same size."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM, logging
+    except ImportError as error:
+        raise UsageError("the demo needs transformers: pip install 'jettison[hf]'") from error
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=size.sequence,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.train()
+
+
+def standard_library_text(limit_bytes: int = TEXT_BYTES) -> bytes:
+    """Source files of the standard library's top level, in order, up to a limit.
+
+    Raises:
+        UsageError: this Python came without them.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for file in sorted(folder.glob("*.py")):
+        text += file.read_bytes()
+        if len(text) >= limit_bytes:
+            break
+    if len(text) < 100_000:
+        raise UsageError(f"there is too little Python source in {folder} to train on")
+    return bytes(text[:limit_bytes])
+
+
+def batches_of(text: bytes, size: DemoSize) -> Iterator[dict[str, Tensor]]:
+    """Random windows of the text, the same in every run."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        starts = torch.randint(0, len(data) - size.sequence, (size.micro_batch,), generator=generator)
+        ids = torch.stack([data[s : s + size.sequence] for s in starts.tolist()]).long()
+        yield {"input_ids": ids, "labels": ids.clone()}
+
+
+def _under_budget(
+    model: nn.Module, batch: dict[str, Tensor], optimizer: Any, progress: Callable[[str], None]
+) -> Applied:
+    """A plan for a quarter more than the smallest budget there is, or less where that is near the plain peak."""
+    progress("tracing")
+    traced = trace_model(model, batch)
+    planner = Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced), progress=progress)
+    smallest, plain = planner.smallest().step.peak_bytes, planner.baseline.peak_bytes
+    budget_bytes = min(smallest + smallest // 4, (smallest + plain) // 2)
+    return _apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    loss: Tensor = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    return loss.detach()

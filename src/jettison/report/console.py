@@ -1,0 +1,35 @@
+"""Where text goes: data to stdout, hints and progress to stderr, progress on a terminal only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, RenderableType
+
+PLAIN_WIDTH = 140  # of a table in a file or a pipe
+
+
+def show(document: RenderableType) -> None:
+    """Print a table, or a line, on stdout."""
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    Console(file=sys.stdout, width=width, highlight=False, markup=False).print(document)
+
+
+def hint(text: str) -> None:
+    """A line on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done now: a spinner on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    console = Console(stderr=True, highlight=False, markup=False)
+    started = time.perf_counter()
+    with console.status("starting") as status:
+        yield lambda text: status.update(f"{text} ({time.perf_counter() - started:.0f} s)")

@@ -1,0 +1,319 @@
+"""The planner: budgets held when measured, monotone, infeasible with a number that works, deterministic, portable."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from training import sgd  # noqa: E402
+
+import jettison  # noqa: E402
+from jettison.api.planner import Planner  # noqa: E402
+from jettison.api.verbs import _apply_rehearsed, apply  # noqa: E402
+from jettison.errors import Infeasible, PlanMismatch, UsageError  # noqa: E402
+from jettison.measure import (  # noqa: E402
+    compare_gradients,
+    independent_copy,
+    measured_peak,
+    same_bits,
+    static_tensors,
+)
+from jettison.measure.rehearse import rehearse_step, twin_optimizer  # noqa: E402
+from jettison.plan import Plan  # noqa: E402
+from jettison.runtime.treatment import Full, KeepAll  # noqa: E402
+from jettison.trace.model import trace_model  # noqa: E402
+
+HIDDEN, ROWS = 32, 64
+
+
+class Block(nn.Module):
+    """Norm, wide inner layers, a gate, dropout: many ways to keep and to drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.gate = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down, self.dropout = nn.Linear(4 * HIDDEN, HIDDEN), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.dropout(self.down(self.up(y) * nn.functional.silu(self.gate(y))))
+
+
+class Thin(nn.Module):
+    """Its input is nearly all that it saves, so that only a segment can save much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(HIDDEN, 1), nn.Linear(1, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.up(self.down(x).tanh())
+
+
+class Model(nn.Module):
+    """Blocks between two linear layers; the output is the loss."""
+
+    def __init__(self, block: type[nn.Module] = Block, layers: int = 4) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 2)
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def make(block: type[nn.Module] = Block, layers: int = 4) -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model(block, layers), torch.randn(ROWS, HIDDEN)
+
+
+def planner_for(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Planner:
+    traced = trace_model(model, (x,))
+    twin = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
+    return Planner(trace=traced, measure=False, optimizer=twin)
+
+
+@cache
+def planner() -> Planner:
+    return planner_for(*make())
+
+
+def step(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
+    torch.manual_seed(1)
+    loss = model(x)
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    return loss.detach()
+
+
+def peak(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> int:
+    model.zero_grad(set_to_none=True)
+    step(model, x, optimizer)
+    model.zero_grad(set_to_none=True)
+    statics = static_tensors(model, (x,), optimizer)
+    return measured_peak(lambda: step(model, x, optimizer), static_tensors=statics).peak_bytes
+
+
+def assert_same_step(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    for m in (model, plain):
+        m.zero_grad(set_to_none=True)
+    assert same_bits(step(model, x), step(plain, x))
+    report = compare_gradients(model, plain)
+    assert report.identical, report.differences[:3]
+
+
+def between(found: Planner, share: float) -> int:
+    lowest = found.smallest().step.peak_bytes
+    return lowest + round((found.baseline.peak_bytes - lowest) * share)
+
+
+# budgets ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True], ids=["bare", "sgd"])
+def test_no_plan_is_above_its_budget_when_measured(with_optimizer: bool) -> None:
+    start, x = make()
+    found = planner_for(start, x, sgd(start.parameters()) if with_optimizer else None)
+    for share in (0.0, 0.3, 0.6, 0.9):
+        budget_bytes = between(found, share)
+        model = independent_copy(start)
+        optimizer = sgd(model.parameters()) if with_optimizer else None
+        chosen = found.plan(budget_bytes)
+        with _apply_rehearsed(model, found, chosen, budget_bytes):
+            got = peak(model, x, optimizer)
+        assert got == chosen.step.peak_bytes <= budget_bytes
+
+
+def test_more_budget_is_never_slower() -> None:
+    found = planner()
+    budgets = [between(found, share / 20) for share in range(21)]
+    seconds = [found.plan(budget).solution.certificate.objective_seconds for budget in budgets]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 0.0 == seconds[-1]
+    assert len(set(seconds)) > 5
+
+
+def test_infeasible_says_what_would_do_and_that_does() -> None:
+    model, x = make()
+    plain = independent_copy(model)
+    with pytest.raises(Infeasible) as caught:
+        jettison.auto_checkpoint(model, (x,), "64KiB")
+    minimum = caught.value.minimum_budget_bytes
+    assert caught.value.budget_bytes == 64 * 1024 < minimum
+    assert f'"{minimum}B"' in str(caught.value)
+    assert not any("forward" in vars(m) for m in model.modules()), "a refused model is left as it was"
+    with pytest.raises(Infeasible):
+        jettison.auto_checkpoint(model, (x,), minimum - 1)
+    with jettison.auto_checkpoint(model, (x,), f"{minimum}B"):
+        assert_same_step(model, plain, x)
+        assert peak(model, x) <= minimum < peak(plain, x)
+
+
+@pytest.mark.parametrize("more", [0, 1, 10**9])
+def test_nothing_to_do_is_an_empty_plan_and_not_an_error(more: int) -> None:
+    found = planner()
+    budget_bytes = found.baseline.peak_bytes + more
+    artefact = found.artefact(found.plan(budget_bytes), budget_bytes)
+    assert {entry.policy for entry in (*artefact.layers, artefact.root)} == {"none"}
+    assert artefact.segments == () and artefact.predicted.overhead_fraction == 0.0
+    assert artefact.predicted.peak_bytes == found.baseline.peak_bytes
+    assert sum(entry.recompute_flops for entry in artefact.layers) == 0
+
+
+def test_one_byte_less_than_plain_is_something_to_do() -> None:
+    found = planner()
+    chosen = found.plan(found.baseline.peak_bytes - 1)
+    assert chosen.step.peak_bytes < found.baseline.peak_bytes
+    assert chosen.solution.certificate.objective_seconds > 0.0
+
+
+# determinism ------------------------------------------------------------------------------------------------------------
+
+HASH_SCRIPT = """
+from test_planner import between, make, planner_for
+found = planner_for(*make())
+for share in (0.0, 0.5):
+    budget = between(found, share)
+    print(found.artefact(found.plan(budget), budget).hash)
+"""
+
+
+def test_two_planners_in_two_processes_decide_alike() -> None:
+    def run(seed: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", HASH_SCRIPT], capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
+            env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        )  # fmt: skip
+        return done.stdout.split()
+
+    found = planner_for(*make())
+    budgets = [between(found, share) for share in (0.0, 0.5)]
+    here = [found.artefact(found.plan(budget), budget).hash for budget in budgets]
+    assert run("1") == here and len(set(here)) == 2
+
+
+# segments ---------------------------------------------------------------------------------------------------------------
+
+
+def test_many_thin_layers_need_segments() -> None:
+    layers = 24
+    model, x = make(Thin, layers)
+    plain = independent_copy(model)
+    found = planner_for(model, x)
+    full = rehearse_step(found.trace, {c.name: Full() for c in found.trace.calls}, KeepAll()).peak_bytes
+    budget_bytes = full // 2
+    chosen = found.plan(budget_bytes)
+    artefact = found.artefact(chosen, budget_bytes)
+    assert artefact.segments and all(entry.policy == "full" for entry in artefact.layers if entry.option == "segment")
+    with _apply_rehearsed(model, found, chosen, budget_bytes) as handle:
+        assert_same_step(model, plain, x)
+        assert_same_step(model, plain, 2 * x)
+        assert peak(model, x) == chosen.step.peak_bytes <= budget_bytes
+        assert not any(report.recordings or report.fallback for report in handle.report())
+
+
+# the artefact -----------------------------------------------------------------------------------------------------------
+
+
+def planned(block: type[nn.Module], layers: int, share: float) -> tuple[Model, Tensor, Planner, int]:
+    model, x = make(block, layers)
+    found = planner_for(model, x)
+    return model, x, found, between(found, share)
+
+
+@pytest.mark.parametrize(("block", "layers", "share"), [(Block, 4, 0.4), (Thin, 12, 0.0)])
+def test_a_plan_read_back_does_the_same(block: type[nn.Module], layers: int, share: float) -> None:
+    start, x, found, budget_bytes = planned(block, layers, share)
+    artefact = found.artefact(found.plan(budget_bytes), budget_bytes)
+    again = Plan.from_json(artefact.to_json())
+    assert again == artefact and again.hash == artefact.hash
+    first, second, plain = (independent_copy(start) for _ in range(3))
+    with _apply_rehearsed(first, found, found.plan(budget_bytes), budget_bytes) as a, apply(second, plan=again, batch=(x,)) as b:
+        for model in (first, second):
+            assert_same_step(model, plain, x)
+        assert peak(first, x) == peak(second, x) == artefact.predicted.peak_bytes
+        for one, other in zip(a.regions, b.regions, strict=True):
+            (mine,), (theirs,) = one.prepared.values(), other.prepared.values()
+            assert mine.recipe is not None and theirs.recipe is not None
+            assert mine.recipe.kept == theirs.recipe.kept and mine.recipe.links == theirs.recipe.links
+
+
+def test_a_plan_for_something_else_is_refused() -> None:
+    model, x, found, budget_bytes = planned(Block, 4, 0.5)
+    artefact = found.artefact(found.plan(budget_bytes), budget_bytes)
+    with pytest.raises(PlanMismatch, match="has program"):
+        apply(model, plan=artefact, batch=(x[:-1],))
+    with pytest.raises(PlanMismatch, match=r"not planned \['layers.4'\]"):
+        apply(Model(layers=5), plan=artefact, batch=(x,))
+    with pytest.raises(PlanMismatch, match="has program"):
+        apply(Model(Thin), plan=artefact, batch=(x,))
+    bare = copy.deepcopy(model)
+    bare.extra = nn.Linear(2, 2)
+    with pytest.raises(PlanMismatch, match="fingerprint"):
+        apply(bare, plan=artefact, batch=(x,))
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+# policies ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("every:0", "whole number K of at least 1"),
+        ("every:-2", "whole number K"),
+        ("every:1.5", "whole number K"),
+        ("every:", "whole number K"),
+        ("everything", "unknown policy 'everything'; expected one of none, full"),
+        ({"layers.9": "full"}, "'layers.9', which is not a block; the blocks are layers.0"),
+        ({"layers.0": "every:2"}, "unknown policy 'every:2'"),
+        (None, "either policy= or plan="),
+    ],
+)
+def test_what_cannot_be_applied_is_a_usage_error(policy: Any, message: str) -> None:
+    model, x = make()
+    with pytest.raises(UsageError, match=message):
+        apply(model, policy, batch=(x,))
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_a_policy_without_a_batch_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="needs batch="):
+        apply(make()[0], "full")
+
+
+def test_a_mapping_treats_each_block_by_name() -> None:
+    model, x = make()
+    plain = independent_copy(model)
+    with apply(model, {"layers.1": "full", "layers.2": "selective-op", "layers.3": Full()}, batch=(x,)) as handle:
+        assert_same_step(model, plain, x)
+        words = {report.name: report.word for report in handle.report()}
+        dropped = [report.slots_dropped for report in handle.report()]
+    assert words == {"layers.0": "none", "layers.1": "full", "layers.2": "selective-op", "layers.3": "full", "": "none"}
+    assert dropped[0] == 0 < dropped[2] < dropped[1] == dropped[3] and dropped[4] == 0
+
+
+def test_auto_checkpoint_leaves_the_optimizer_alone() -> None:
+    model, x = make()
+    optimizer = sgd(model.parameters())
+    step(model, x, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    with jettison.auto_checkpoint(model, (x,), "1GiB", optimizer=optimizer):
+        after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for key, state in before["state"].items():
+        assert torch.equal(state["momentum_buffer"], after["state"][key]["momentum_buffer"])

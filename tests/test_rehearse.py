@@ -1,0 +1,169 @@
+"""The rehearsed step on fake tensors against the allocator on real ones; the solver's levels against the rehearsal."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from torch import nn  # noqa: E402
+
+from families import Built, Case, build  # noqa: E402
+from training import adamw  # noqa: E402
+
+from jettison.api.planner import Planner  # noqa: E402
+from jettison.api.verbs import _from_policy  # noqa: E402
+from jettison.measure import MeasuredWorkspace, independent_copy, measure_ops, measured_peak, static_tensors  # noqa: E402
+from jettison.measure.rehearse import StepRehearsal, rehearse_step, twin_optimizer  # noqa: E402
+from jettison.plan.chain import choose  # noqa: E402
+from jettison.plan.levels import Choice, Phase, evaluate  # noqa: E402
+from jettison.plan.moves import minimum_budget  # noqa: E402
+from jettison.runtime.install import install  # noqa: E402
+from jettison.runtime.treatment import KeepAll  # noqa: E402
+from jettison.trace.model import trace_model  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
+
+POLICIES = ("none", "selective-op", "selective", "full", "every:2", "every:3")
+LAYERS = 4
+RELATIVE = 0.002  # where kernels take workspace, which is measured
+SUM_RELATIVE = 0.01
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@cache
+def built(family: str = "llama", precision: str = "fp32") -> Built:
+    attention = "eager" if family == "gpt2" else "sdpa"
+    return build(Case(family=family, precision=precision, attention=attention, dropout=True, layers=LAYERS), steps=1)
+
+
+def rehearsed(
+    case: Built, policy: str, *, holds_output: bool, optimizer: Any, with_workspace: bool = False
+) -> StepRehearsal:
+    traced = trace_model(case.model, case.batch)
+    traced.holds_output = holds_output
+    twin = twin_optimizer(optimizer, case.model, traced) if optimizer is not None else None
+    treatments, segments = _from_policy(policy, [call.name for call in traced.calls])
+    unmeasured = MeasuredWorkspace({})
+    rehearse_step(traced, treatments, KeepAll(), segments, optimizer=twin, workspace=unmeasured)
+    workspace = MeasuredWorkspace(measure_ops(unmeasured.unknown.values()) if with_workspace else {})
+    return rehearse_step(traced, treatments, KeepAll(), segments, optimizer=twin, workspace=workspace)
+
+
+def measured(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any) -> int:
+    """The second step of the matching loop, on the allocator's own events."""
+    model = independent_copy(case.model)
+    optimizer = optimizer_of(model.parameters()) if optimizer_of is not None else None
+    traced = trace_model(model, case.batch)
+    treatments, segments = _from_policy(policy, [call.name for call in traced.calls])
+    regions = install(model, traced, treatments, KeepAll(), segments)
+    del traced
+
+    def step() -> None:
+        if holds_output:
+            output = model(**case.batch)
+            output.loss.backward()
+        else:
+            model(**case.batch).loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    report = measured_peak(step, static_tensors=static_tensors(model, case.batch, optimizer))
+    for region in reversed(regions):
+        region.remove()
+    return report.peak_bytes
+
+
+def check(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any, tolerance: float = 0.0) -> None:
+    model = case.model
+    optimizer = optimizer_of(model.parameters()) if optimizer_of is not None else None
+    workspace = tolerance > 0.0
+    expected = rehearsed(
+        case, policy, holds_output=holds_output, optimizer=optimizer, with_workspace=workspace
+    )
+    got = measured(case, policy, holds_output=holds_output, optimizer_of=optimizer_of)
+    difference = abs(expected.peak_bytes - got)
+    assert difference <= got * tolerance, f"{policy}: rehearsed {expected}, measured {got}, {difference} apart"
+
+
+@pytest.mark.parametrize("holds_output", [True, False], ids=["held", "freed"])
+@pytest.mark.parametrize("optimizer_of", [None, adamw], ids=["bare", "adamw"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_rehearsed_peak_is_the_measured_one(policy: str, optimizer_of: Any, holds_output: bool) -> None:
+    check(built(), policy, holds_output=holds_output, optimizer_of=optimizer_of)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full", "every:3"])
+def test_the_rehearsed_peak_in_bfloat16_with_eager_attention(policy: str) -> None:
+    check(built("gpt2", "bf16"), policy, holds_output=True, optimizer_of=adamw, tolerance=RELATIVE)
+
+
+def test_a_rehearsal_leaves_the_model_and_the_twin_alone() -> None:
+    case = built()
+    gradients = [p.grad for p in case.model.parameters()]
+    traced = trace_model(case.model, case.batch)
+    treatments, segments = _from_policy("every:2", [call.name for call in traced.calls])
+    state = torch.get_rng_state()
+    first = rehearse_step(traced, treatments, KeepAll(), segments)
+    assert rehearse_step(traced, treatments, KeepAll(), segments) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [p.grad for p in case.model.parameters()] == gradients
+    assert all(p.grad is None and "forward" not in vars(traced.twin) for p in traced.twin.parameters())
+    assert first.phase == "backward" and first.peak_bytes == first.backward_peak_bytes > first.static_bytes
+
+
+# the solver's own sums --------------------------------------------------------------------------------------------------
+
+
+@cache
+def planner_of(family: str = "llama") -> Planner:
+    case = built(family)
+    return Planner(trace=trace_model(case.model, case.batch), measure=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_levels_agree_with_the_rehearsal(family: str) -> None:
+    """The solver adds up blocks that were rehearsed alone; the whole step's rehearsal knows better, but not by much."""
+    planner = planner_of(family)
+    problem = planner.problem
+    lowest, highest = minimum_budget(problem), planner.baseline.peak_bytes
+    for share in (0.0, 0.3, 0.6, 1.0):
+        solution = choose(problem, lowest + round((highest - lowest) * share))
+        levels = evaluate(problem, solution.choice)
+        assert levels.peak_bytes == pytest.approx(planner.rehearse(solution).step.peak_bytes, rel=SUM_RELATIVE)
+        assert levels.peak_bytes <= lowest + round((highest - lowest) * share)
+        assert levels.levels[-1].phase is Phase.OPTIMIZER
+
+
+@pytest.mark.parametrize("segments", [((0, 2),), ((1, 4),), ((0, 2), (2, 4)), ((0, 4),)])
+def test_levels_of_segments_agree_with_the_rehearsal(segments: tuple[tuple[int, int], ...]) -> None:
+    planner = planner_of()
+    smallest = planner.problem.regions[0].options[0].key
+    inside = {r for start, stop in segments for r in range(start, stop)}
+    choice = Choice(
+        root=planner.problem.root[-1].key,
+        regions=tuple("segment" if r in inside else smallest for r in range(LAYERS)),
+        segments=segments,
+    )
+    levels = evaluate(planner.problem, choice)
+    step = planner.rehearse(replace(planner.smallest().solution, choice=choice)).step
+    assert levels.peak_bytes == pytest.approx(step.peak_bytes, rel=SUM_RELATIVE), (levels.peak, step)
