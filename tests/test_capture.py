@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,6 +340,15 @@ def test_a_real_model_is_traced_without_its_activations() -> None:
     model, x = Disturbing(), torch.randn(4096, N)
     deltas = allocation_deltas(lambda: trace_model(model, (x,)))
     assert max(deltas) < x.nbytes // 4
+
+
+def test_a_trace_that_goes_leaves_nothing_alive() -> None:
+    model, x = Disturbing(), torch.randn(4, N)
+    traced, alone = trace_model(model, (x,)), trace_region(model, (x,), {}, copy=False)
+    gone = [weakref.ref(traced.twin), weakref.ref(traced.mode), weakref.ref(alone), weakref.ref(model)]
+    del traced, alone, model
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 4
 
 
 def test_what_has_no_gradient_or_no_loss_is_refused() -> None:

@@ -96,6 +96,24 @@ def test_ledger_flags(capsys, config):
     assert "model.layers.0" in out
 
 
+SMALL_CONFIGS = [
+    {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 128},
+    {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    | {"intermediate_size": 128, "max_position_embeddings": 32},
+    {"model_type": "t5", "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 2, "vocab_size": 128},
+    {"model_type": "vit", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32}
+    | {"intermediate_size": 128, "patch_size": 8},
+]
+
+
+@pytest.mark.parametrize("values", SMALL_CONFIGS, ids=[str(values["model_type"]) for values in SMALL_CONFIGS])
+def test_other_families_need_no_architectures(capsys, tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": 1}))
+    found = document(capsys, "ledger", tmp_path, "--optimizer", "none", "--micro-batch", 2)
+    assert len([layer for layer in found["layers"] if layer["bytes"]]) >= 3
+    assert found["warnings"] == []
+
+
 def test_plan_then_verify_and_the_minimum_works(capsys, config, tmp_path):
     none = ("--optimizer", "none")
     code, out, err = call(capsys, "plan", config, "--budget", "1MB", *none, "--format", "json")

@@ -1,4 +1,4 @@
-"""When the model is not what was recorded: other shapes, other modes, a trace that lies, a forward that cannot be recorded."""
+"""When the model is not what was recorded: other shapes, other modes, a trace that lies, no trace at all."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def recordings(handle: Applied) -> int:
     return sum(report.recordings for report in handle.report())
 
 
-# without a plan, and after it -------------------------------------------------------------------------------------------
+# without a plan, and after it -----------------------------------------------------------------------------------------
 
 
 def test_calls_without_gradients_are_not_planned() -> None:
@@ -157,7 +157,7 @@ def test_the_state_dict_is_the_models_own() -> None:
     assert parameter_digest(model) == parameter_digest(plain)
 
 
-# other calls than the recorded one --------------------------------------------------------------------------------------
+# other calls than the recorded one ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["full", "selective-op", "every:2"])
@@ -204,7 +204,7 @@ def test_a_replaced_parameter_and_a_replaced_module() -> None:
         assert_same_step(model, plain, x)
 
 
-# divergence -------------------------------------------------------------------------------------------------------------
+# divergence -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_flag_that_was_flipped_after_the_first_step_is_detected() -> None:
@@ -300,7 +300,7 @@ def apply_full(model: nn.Module, traced: ModelTrace) -> Applied:
     return Applied(regions=install(model, traced, names, KeepAll()))
 
 
-# what cannot be recorded ------------------------------------------------------------------------------------------------
+# what cannot be recorded ----------------------------------------------------------------------------------------------
 
 
 class Opaque(Block):

@@ -14,7 +14,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
-from training import sgd  # noqa: E402
 
 import jettison  # noqa: E402
 from jettison.api.planner import Planner  # noqa: E402
@@ -31,6 +30,7 @@ from jettison.measure.rehearse import rehearse_step, twin_optimizer  # noqa: E40
 from jettison.plan import Plan  # noqa: E402
 from jettison.runtime.treatment import Full, KeepAll  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
+from training import sgd  # noqa: E402
 
 HIDDEN, ROWS = 32, 64
 
@@ -121,7 +121,7 @@ def between(found: Planner, share: float) -> int:
     return lowest + round((found.baseline.peak_bytes - lowest) * share)
 
 
-# budgets ----------------------------------------------------------------------------------------------------------------
+# budgets --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True], ids=["bare", "sgd"])
@@ -181,7 +181,7 @@ def test_one_byte_less_than_plain_is_something_to_do() -> None:
     assert chosen.solution.certificate.objective_seconds > 0.0
 
 
-# determinism ------------------------------------------------------------------------------------------------------------
+# determinism ----------------------------------------------------------------------------------------------------------
 
 HASH_SCRIPT = """
 from test_planner import between, make, planner_for
@@ -206,7 +206,7 @@ def test_two_planners_in_two_processes_decide_alike() -> None:
     assert run("1") == here and len(set(here)) == 2
 
 
-# segments ---------------------------------------------------------------------------------------------------------------
+# segments -------------------------------------------------------------------------------------------------------------
 
 
 def test_many_thin_layers_need_segments() -> None:
@@ -226,7 +226,7 @@ def test_many_thin_layers_need_segments() -> None:
         assert not any(report.recordings or report.fallback for report in handle.report())
 
 
-# the artefact -----------------------------------------------------------------------------------------------------------
+# the artefact ---------------------------------------------------------------------------------------------------------
 
 
 def planned(block: type[nn.Module], layers: int, share: float) -> tuple[Model, Tensor, Planner, int]:
@@ -242,7 +242,8 @@ def test_a_plan_read_back_does_the_same(block: type[nn.Module], layers: int, sha
     again = Plan.from_json(artefact.to_json())
     assert again == artefact and again.hash == artefact.hash
     first, second, plain = (independent_copy(start) for _ in range(3))
-    with _apply_rehearsed(first, found, found.plan(budget_bytes), budget_bytes) as a, apply(second, plan=again, batch=(x,)) as b:
+    chosen = found.plan(budget_bytes)
+    with _apply_rehearsed(first, found, chosen, budget_bytes) as a, apply(second, plan=again, batch=(x,)) as b:
         for model in (first, second):
             assert_same_step(model, plain, x)
         assert peak(first, x) == peak(second, x) == artefact.predicted.peak_bytes
@@ -268,7 +269,7 @@ def test_a_plan_for_something_else_is_refused() -> None:
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-# policies ---------------------------------------------------------------------------------------------------------------
+# policies -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def total(handle: Applied, what: str) -> int:
     return sum(getattr(report, what) for report in handle.report())
 
 
-# what runs again --------------------------------------------------------------------------------------------------------
+# what runs again ------------------------------------------------------------------------------------------------------
 
 
 def again(policy: str) -> Counter[str]:
@@ -168,7 +168,7 @@ def test_an_op_that_only_feeds_a_sum_is_not_run_again() -> None:
     assert extra["aten.addmm.default"] == LAYERS and extra["aten.add.Tensor"] == 0
 
 
-# gradients --------------------------------------------------------------------------------------------------------------
+# gradients ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
@@ -260,7 +260,7 @@ def test_a_module_used_twice_in_one_forward(policy: str) -> None:
         assert_same_step(model, plain, x)
 
 
-# what stays allocated ---------------------------------------------------------------------------------------------------
+# what stays allocated -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -288,7 +288,7 @@ def test_live_bytes_return_to_the_baseline_for_twenty_steps(policy: str) -> None
             gc.enable()
 
 
-@pytest.mark.parametrize("policy", RECOMPUTING)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
     model, _, x = pair(Model(lambda: Block(0.5)))
     with jettison.apply(model, policy, batch=(x,)), counted(model, x) as counter:

@@ -13,11 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from torch import nn  # noqa: E402
 
 from families import Built, Case, build  # noqa: E402
-from training import adamw  # noqa: E402
-
 from jettison.api.planner import Planner  # noqa: E402
 from jettison.api.verbs import _from_policy  # noqa: E402
 from jettison.measure import MeasuredWorkspace, independent_copy, measure_ops, measured_peak, static_tensors  # noqa: E402
@@ -28,6 +25,7 @@ from jettison.plan.moves import minimum_budget  # noqa: E402
 from jettison.runtime.install import install  # noqa: E402
 from jettison.runtime.treatment import KeepAll  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
+from training import adamw  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
 
@@ -131,7 +129,7 @@ def test_a_rehearsal_leaves_the_model_and_the_twin_alone() -> None:
     assert first.phase == "backward" and first.peak_bytes == first.backward_peak_bytes > first.static_bytes
 
 
-# the solver's own sums --------------------------------------------------------------------------------------------------
+# the solver's own sums ------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Correctness traps 16 to 23 of TRAPS.md: control flow, side effects, several backwards, side lists, messages."""
+"""Correctness traps 13 to 23 of TRAPS.md: routing, control flow, side effects, several backwards, side lists, messages."""
 
 from __future__ import annotations
 
@@ -37,6 +37,29 @@ def one_thread() -> Iterator[None]:
     yield
     gc.unfreeze()
     torch.set_num_threads(threads)
+
+
+class Router(Block):
+    """Top-2 of four experts; the gate starts at zero, so that all logits are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+        nn.init.zeros_(self.gate.weight)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+
+    def inner(self, h: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.gate(h).softmax(-1), 2)
+        mixed = torch.einsum("nw,nkwv->nkv", h, self.experts[chosen])
+        return nn.functional.gelu((mixed * weights[..., None]).sum(1))
+
+
+@every_plan
+def test_trap_13_tied_routing_decisions_are_kept(policy: str) -> None:
+    """13. Discrete decisions: with tied logits a second top-k may choose otherwise, so there is none."""
+    handle = compare(stack(Router), BATCHES, policy)
+    for report in handle.report():
+        assert not any("topk" in name for name in report.recomputed_ops)
 
 
 class Stop(Exception):

@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.errors import UsageError
+from jettison.trace.fakes import fake_twin
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs
@@ -81,14 +82,17 @@ def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.
     config.dtype = dtype
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache for generation would grow from step to step
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     if asked.attention:
         config._attn_implementation = ATTENTIONS[asked.attention]
     cls = _class_for(config)
-    with _default_dtype(dtype), mode or contextlib.nullcontext():
+    # built on meta and not under the fake mode: constructors may read small tensors that they ask for on the CPU
+    with _default_dtype(dtype), torch.device("meta") if mode else contextlib.nullcontext():
         model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{cls.__name__} made a {type(model).__name__}; expected a torch.nn.Module")
-    return model.train()
+    return (model if mode is None else fake_twin(model, mode, "cpu")).train()
 
 
 def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, Any]:

@@ -22,7 +22,8 @@ class Held:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
+        self.tensor = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
         self.version = tensor._version
 
 

@@ -13,9 +13,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from jettison.runtime.region import PlannedForward
+from jettison.runtime.region import PlannedForward, is_inside
 from jettison.runtime.treatment import Treatment, treatment
 from jettison.trace.blocks import REGION_MARK
 
@@ -33,6 +34,7 @@ class _Regions(dict[Any, "_FunctionRegion"]):
 
 
 _SHELF = "_jettison_function_regions"
+MOST_REGIONS = 64  # of one owner; a function over a number that changes at each call would fill the memory
 _ownerless = _Regions()
 
 
@@ -42,17 +44,25 @@ def checkpoint(function: Callable[..., Any], *args: Any, policy: str | Treatment
     Args:
         policy: ``none``, ``selective``, ``selective-op``, ``full``, or a `Treatment`.
 
+    Inside a region that is treated already (another function's, or a planned block) this is a plain call: the outermost
+    decides.
+
     Raises:
         UsageError: an unknown policy word.
     """
     how = treatment(policy) if isinstance(policy, str) else policy
+    if not torch.is_grad_enabled() or is_inside():
+        return function(*args, **kwargs)
     found = tuple(_modules_of(function))
     parameters = tuple(_parameters_of(function))
-    key = (_code_of(function), how, tuple(map(id, found)), tuple(map(id, parameters)))
+    numbers = tuple((type(v), v) for v in _flat(_reached(function)) if isinstance(v, bool | int | float | str))
+    key = (_code_of(function), how, tuple(map(id, found)), tuple(map(id, parameters)), numbers)
     owner: Any = (*found, *parameters, None)[0]
     regions = _ownerless if owner is None else owner.__dict__.setdefault(_SHELF, _Regions())
     region = regions.get(key)
     if region is None:
+        if len(regions) >= MOST_REGIONS:
+            regions.clear()
         region = regions[key] = _FunctionRegion(found, parameters, how)
     return region.run(function, args, kwargs)
 

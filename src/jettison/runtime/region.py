@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
@@ -21,7 +22,7 @@ from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unp
 from jettison.runtime.recipe import Recipe, compile_recipe, get_state
 from jettison.runtime.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
-from jettison.trace.capture import RegionTrace, Tap
+from jettison.trace.capture import CaptureMode, RegionTrace, Tap
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
 from jettison.trace.signature import ModuleGuard, call_signature, global_signature
@@ -337,7 +338,7 @@ def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
 
 
 class _Listener:
-    """A module hook that hands what crosses a boundary to the frame that runs. A copy of it, in a copied model, is deaf."""
+    """A module hook that hands what crosses a boundary to the running frame. In a copied model it is deaf."""
 
     def __init__(self, region: PlannedForward | None, path: str, is_output: bool) -> None:
         self.region = region
@@ -393,6 +394,11 @@ def current_frame() -> ActiveFrame | None:
     """The innermost region that is running its forward on this thread."""
     stack = _stack()
     return stack[-1] if stack else None
+
+
+def is_inside() -> bool:
+    """Whether a region is running its forward, or being recorded, on this thread."""
+    return bool(_stack()) or any(isinstance(mode, CaptureMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def _stack() -> list[ActiveFrame]:

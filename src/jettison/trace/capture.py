@@ -303,9 +303,12 @@ class CaptureMode(TorchDispatchMode):
     def recording(self, recorder: Recorder) -> Iterator[None]:
         """Ops and saved tensors go to ``recorder`` until the block ends; inner saved-tensor hooks are refused."""
 
+        listening = [recorder]  # emptied at the end: the graph outlives the recording and must not own the record
+
         def pack(tensor: Tensor) -> Tensor:
-            recorder.saved(tensor)
-            return tensor
+            if listening:
+                listening[0].saved(tensor)
+            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
 
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
@@ -313,6 +316,7 @@ class CaptureMode(TorchDispatchMode):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 yield
         finally:
+            listening.clear()
             self.recorders.pop()
             for hook in hooks:
                 hook.remove()
@@ -341,7 +345,7 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
 
 
 def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
-    """One call as two runs of the same forward must agree on it: the op, its numbers, shape, stride and dtype of results."""
+    """What two runs of one forward must agree on: the op, its numbers, shape, stride and dtype of its results."""
     results = tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
     return func, results, tuple(repr(v) for v in tree_leaves((args, kwargs)) if isinstance(v, bool | int | float))
 

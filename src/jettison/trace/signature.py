@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,11 +53,12 @@ class ModuleGuard:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.settings: list[tuple[dict[str, Any], str, Any]] = []
+        self.settings: list[tuple[Mapping[str, Any], str, Any]] = []
         self.parameters: list[tuple[dict[str, Any], str, bool]] = []
         seen: set[int] = set()
         for sub in module.modules():
             self._watch(vars(sub), seen)
+            self._watch_class(sub)
             for name, child in sub._modules.items():
                 self.settings.append((sub._modules, name, child))
             for name, parameter in sub._parameters.items():
@@ -72,6 +74,15 @@ class ModuleGuard:
                 self.settings.append((attributes, key, value))
             elif not nested and key[:1] != "_" and hasattr(value, "__dict__") and _is_configuration(value):
                 self._watch(vars(value), seen, nested=True)
+
+    def _watch_class(self, module: nn.Module) -> None:
+        """Settings that live on the class: there they may change, and on the module they may be covered."""
+        for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+            for key, value in vars(cls).items():
+                if isinstance(value, _SCALARS) and key[:2] != "__":
+                    self.settings.append((vars(cls), key, value))
+                    if key not in vars(module):
+                        self.settings.append((vars(module), key, _MISSING))
 
     def holds(self) -> bool:
         """Whether everything watched is as it was."""
