@@ -99,7 +99,7 @@ def prove(case: Case) -> None:
     plain = run(built, built.model, make(built.model.parameters()))
     with built.context():
         planner = planner_for(built, make(start.parameters()), start)
-        lowest, highest = planner.smallest().step.peak_bytes, planner.baseline.peak_bytes
+        lowest, highest = planner.minimum_budget_bytes, planner.plain_budget_bytes
     assert plain.peak is not None
     assert abs(highest / plain.peak.peak_bytes - 1) <= PREDICTION_TOLERANCE
     problems, dropped = [], []

@@ -231,6 +231,32 @@ def test_a_number_that_was_changed_before_the_first_step_is_detected() -> None:
         assert not any(report.fallback for report in handle.report())
 
 
+@pytest.mark.parametrize("policy", ["full", "selective-op"])
+def test_a_number_read_from_the_batch_is_never_the_recorded_one(policy: str) -> None:
+    class Counted(Model):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x, lengths)
+            return self.head(x).square().mean()
+
+    class ByLength(Block):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return x + self.down((self.up(x).sin() * lengths.sum().item()).sin().tanh())
+
+    torch.manual_seed(0)
+    model, x = Counted(ByLength), torch.randn(ROWS, N)
+    plain = independent_copy(model)
+    with jettison.apply(model, policy, batch=(x, torch.tensor([1, 2]))) as handle:
+        for lengths in ([1, 2], [2, 2], [7, 1]):
+            for m in (model, plain):
+                m.zero_grad()
+                m(x, torch.tensor(lengths)).backward()
+            assert compare_gradients(model, plain).identical, lengths
+        assert sum(report.slots_dropped for report in handle.report()) > 0
+        assert recordings(handle) == 0
+
+
 Tamper = Callable[[RegionTrace], RegionTrace]
 
 

@@ -314,7 +314,7 @@ def test_dropped_slots_are_not_held_and_kept_ones_go_one_by_one() -> None:
             held[policy] = counter.live_bytes - base - loss.nbytes
             levels = falling[policy] = []
             hooks = [
-                layer.register_full_backward_pre_hook(lambda *_: levels.append(counter.live_bytes))
+                layer.register_full_backward_pre_hook(lambda *_, seen=levels, of=counter: seen.append(of.live_bytes))
                 for layer in model.layers
             ]
             del loss

@@ -103,9 +103,11 @@ def check(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any, to
     assert difference <= got * tolerance, f"{policy}: rehearsed {expected}, measured {got}, {difference} apart"
 
 
-@pytest.mark.parametrize("holds_output", [True, False], ids=["held", "freed"])
-@pytest.mark.parametrize("optimizer_of", [None, adamw], ids=["bare", "adamw"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("optimizer_of", "holds_output", "policy"),
+    [(how, held, p) for p in POLICIES for how, held in ((None, True), (adamw, False))]
+    + [(how, held, p) for p in ("none", "full") for how, held in ((None, False), (adamw, True))],
+)
 def test_the_rehearsed_peak_is_the_measured_one(policy: str, optimizer_of: Any, holds_output: bool) -> None:
     check(built(), policy, holds_output=holds_output, optimizer_of=optimizer_of)
 
@@ -144,7 +146,7 @@ def test_levels_agree_with_the_rehearsal(family: str) -> None:
     planner = planner_of(family)
     problem = planner.problem
     lowest, highest = minimum_budget(problem), planner.baseline.peak_bytes
-    for share in (0.0, 0.3, 0.6, 1.0):
+    for share in (0.0, 0.5, 1.0):
         solution = choose(problem, lowest + round((highest - lowest) * share))
         levels = evaluate(problem, solution.choice)
         assert levels.peak_bytes == pytest.approx(planner.rehearse(solution).step.peak_bytes, rel=SUM_RELATIVE)
@@ -152,7 +154,7 @@ def test_levels_agree_with_the_rehearsal(family: str) -> None:
         assert levels.levels[-1].phase is Phase.OPTIMIZER
 
 
-@pytest.mark.parametrize("segments", [((0, 2),), ((1, 4),), ((0, 2), (2, 4)), ((0, 4),)])
+@pytest.mark.parametrize("segments", [((1, 4),), ((0, 2), (2, 4))])
 def test_levels_of_segments_agree_with_the_rehearsal(segments: tuple[tuple[int, int], ...]) -> None:
     planner = planner_of()
     smallest = planner.problem.regions[0].options[0].key

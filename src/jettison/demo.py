@@ -204,7 +204,7 @@ def _under_budget(
     progress("tracing")
     traced = trace_model(model, batch)
     planner = Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced), progress=progress)
-    smallest, plain = planner.smallest().step.peak_bytes, planner.baseline.peak_bytes
+    smallest, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
     budget_bytes = min(smallest + smallest // 4, (smallest + plain) // 2)
     return _apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
 

@@ -20,7 +20,8 @@ from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.measure.observe import observe_block
 from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
-from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_root, rehearse_step
+from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_step
+from jettison.measure.root import rehearse_root
 from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
@@ -33,6 +34,7 @@ from jettison.trace.model import ModelTrace
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
+UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight
 SEGMENT_SIZES = (2, 3, 4, 6, 8, 12, 16)
 ATTEMPTS = 8
 PYTHON_SECONDS_PER_OP = 6e-6  # replaying one op costs this much beside the op itself (measured, 2 CPU cores)
@@ -92,10 +94,12 @@ class Planner:
     def _price(self) -> None:
         """Run every distinct op of the step once, forward and backward, for its seconds and its workspace."""
         trace = self.trace
-        for key, cls in trace.classes.items():
-            if not cls.opaque:
-                rehearse_block(trace, cls, cls.trace.program.saved_buffers(), key, 0.0, self.workspace)
-        rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace)
+        plain = {
+            key: rehearse_block(trace, cls, cls.trace.program.saved_buffers(), "none", 0.0, self.workspace)
+            for key, cls in trace.classes.items()
+            if not cls.opaque
+        }
+        rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace, plain=plain)
         self.prices = measure_ops(self.workspace.unknown.values())
         self.workspace = MeasuredWorkspace(self.prices)
 
@@ -115,7 +119,8 @@ class Planner:
             options[key] = tuple(rehearse_block(trace, cls, p.kept, p.key, p.seconds, self.workspace) for p in found)
         found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
         self.root_points = {p.key: p for p in found}
-        roots = tuple(rehearse_root(trace, p.kept, p.key, p.seconds, self.workspace) for p in found)
+        plain = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
+        roots = tuple(rehearse_root(trace, p.kept, p.key, p.seconds, self.workspace, plain=plain) for p in found)
         seen: set[str] = set()
         regions = []
         for call in trace.calls:
@@ -244,6 +249,16 @@ class Planner:
         """The plan of the fewest bytes."""
         return self.rehearse(choose(self.problem, minimum_budget(self.problem)))
 
+    @property
+    def minimum_budget_bytes(self) -> int:
+        """The smallest budget for which there is a plan."""
+        return needs(self.smallest())
+
+    @property
+    def plain_budget_bytes(self) -> int:
+        """The smallest budget under which nothing needs to be done."""
+        return self.baseline.peak_bytes + UNSEEN_BYTES
+
     def plan(self, budget_bytes: int) -> Rehearsed:
         """The fastest plan whose rehearsal fits.
 
@@ -251,14 +266,13 @@ class Planner:
             Infeasible: none does; the error carries the rehearsed peak of the smallest plan.
         """
         smallest = self.smallest()
-        if smallest.step.peak_bytes > budget_bytes:
+        if needs(smallest) > budget_bytes:
             raise Infeasible(
-                minimum_budget_bytes=smallest.step.peak_bytes, budget_bytes=budget_bytes,
+                minimum_budget_bytes=needs(smallest), budget_bytes=budget_bytes,
                 reason=f"The {smallest.step.phase} pass sets the peak.",
             )  # fmt: skip
-        if self.baseline.peak_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
+        if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
             return self.rehearse(choose(self.problem, 2 * budget_bytes))
-        best = smallest
         effective = budget_bytes
         low, high = minimum_budget(self.problem), None
         for _ in range(ATTEMPTS):
@@ -268,10 +282,8 @@ class Planner:
             except Infeasible:
                 low = max(low, effective)
                 break
-            peak = found.step.peak_bytes
+            peak = needs(found)
             if peak <= budget_bytes:
-                if _faster(found, best):
-                    best = found
                 low = max(low, effective)
                 if found.solution.certificate.objective_seconds <= 0.0:
                     break
@@ -287,7 +299,8 @@ class Planner:
             if target == effective or (high is None and target - effective <= budget_bytes // 500):
                 break
             effective = target
-        return best
+        fitting = [known for known in self._rehearsals.values() if needs(known) <= budget_bytes]
+        return min(fitting, key=_added_seconds)
 
     def artefact(self, found: Rehearsed, budget_bytes: int) -> Plan:
         """The plan as a document."""
@@ -303,7 +316,7 @@ class Planner:
         added = certificate.objective_seconds
         return Plan(
             budget_bytes=budget_bytes,
-            minimum_budget_bytes=self.smallest().step.peak_bytes,
+            minimum_budget_bytes=self.minimum_budget_bytes,
             predicted=Predicted(
                 peak_bytes=found.step.peak_bytes, step_seconds=plain + added,
                 overhead_fraction=added / plain if plain else 0.0,
@@ -324,8 +337,13 @@ def _whole(option: RegionOption) -> FrontierPoint:
     )
 
 
-def _faster(a: Rehearsed, b: Rehearsed) -> bool:
-    return a.solution.certificate.objective_seconds < b.solution.certificate.objective_seconds
+def needs(found: Rehearsed) -> int:
+    """The smallest budget that a rehearsed choice is sure to fit."""
+    return found.step.peak_bytes + UNSEEN_BYTES
+
+
+def _added_seconds(found: Rehearsed) -> float:
+    return found.solution.certificate.objective_seconds
 
 
 def exactly(program: Program, kept: frozenset[int]) -> Exactly:

@@ -198,8 +198,8 @@ def _warn_pointless(traced: ModelTrace, treatments: Mapping[str, Treatment]) -> 
     chosen = [c for c in traced.calls if treatments[c.name].word == "selective"]
     if chosen and not any(attention_core(traced.program(c)) for c in chosen):
         warnings.warn(
-            "policy 'selective' changes nothing here: no block stores attention scores (fused attention recomputes them "
-            "inside its kernel). Use 'selective-op', 'full', or a memory budget",
+            "policy 'selective' changes nothing here: no block stores attention scores (fused attention recomputes "
+            "them inside its kernel). Use 'selective-op', 'full', or a memory budget",
             stacklevel=3,
         )
 
@@ -225,8 +225,8 @@ def _refuse(model: nn.Module) -> None:
             )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModule(
-                f"{name or 'the model'} has gradient checkpointing switched on; call gradient_checkpointing_disable() first: "
-                "Jettison would recompute inside what is recomputed"
+                f"{name or 'the model'} has gradient checkpointing switched on; call gradient_checkpointing_disable() "
+                "first: Jettison would recompute inside what is recomputed"
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedModule("scripted modules have no Python forward to plan; pass the eager module")

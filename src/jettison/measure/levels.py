@@ -10,14 +10,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.measure.memory import AllocationCounter, Workspace
 from jettison.trace.capture import TensorRef
-from jettison.trace.model import ModelTrace
+from jettison.trace.model import ModelTrace, call_model, loss_of
+from jettison.trace.signature import opaque_copy
 
 
 def block_levels(
     module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None
 ) -> tuple[int, int, int]:
     """Resident bytes, forward peak and backward peak of one call of a module, as it is now, on arguments like these."""
-    leaves, spec = tree_flatten(call)
+    leaves, spec = tree_flatten(opaque_copy(call))
     outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
     counter = AllocationCounter([*module.parameters(), *module.buffers(), *outer], workspace=workspace)
     with counter:
@@ -91,3 +92,18 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
     made = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.buffer not in region.inputs}
     floating = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.dtype.is_floating_point}
     return inputs, sum(buffers[b].nbytes for b in made & floating)
+
+
+def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int]:
+    """One forward and backward of a model; peak bytes of each. The output is held as the training loop holds it."""
+    counter.reset_peak()
+    with torch.enable_grad():
+        output = call_model(model, trace.batch)
+        loss = loss_of(output, trace.loss_fn)
+    if not trace.holds_output:
+        del output
+    torch.clear_autocast_cache()
+    forward = counter.peak_bytes
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        loss.backward()
+    return forward, counter.peak_bytes

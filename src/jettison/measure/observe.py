@@ -19,14 +19,14 @@ from jettison.trace.observe import stand_in, undisturbed
 from jettison.trace.signature import call_signature
 from jettison.trace.stub import stub_outputs
 
-
 MARGIN_PERCENT = 2  # what another batch of the same shape may route differently
 
 
 def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
     """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
 
-    Its shapes may depend on values, so the levels carry a margin; a batch may still take more. Parameters, their gradients, buffers and random
+    Its shapes may depend on values, so the levels carry a margin; a batch may still take more. Parameters, their
+    gradients, buffers and random
     generators are left as they were.
     """
     assert trace.real is not None
@@ -54,10 +54,13 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
                 region.remove()
             found.append(
                 RegionOption(
-                    key=key, resident_bytes=resident, forward_peak_bytes=forward_peak, backward_peak_bytes=backward_peak,
+                    key=key,
+                    resident_bytes=resident,
+                    forward_peak_bytes=forward_peak,
+                    backward_peak_bytes=backward_peak,
                     seconds=seconds if key == "full" else 0.0,
                 )
-            )  # fmt: skip
+            )
     for parameter, gradient in gradients:
         parameter.grad = gradient
     return found[0], found[1]

@@ -1,8 +1,7 @@
 """Rehearsal: the planned step, run by the runtime that will run it, on fake tensors under an allocation counter.
 
-Blocks are rehearsed one option at a time and the root once an option, for the levels that the solver adds up (NOTE [
-The
-step's levels ] in plan/problem.py). The whole step is rehearsed at the end: its peak is the one that a plan states.
+Blocks are rehearsed one option at a time and the root once an option, for the levels that the solver adds up (NOTE
+[ The step's levels ] in plan/problem.py). The whole step is rehearsed at the end: its peak is what a plan states.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from jettison.measure.levels import block_levels, chain_bytes
+from jettison.measure.levels import block_levels, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.measure.observe import StandIn
-from jettison.plan.problem import RegionOption, RootOption
+from jettison.plan.problem import RegionOption
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.treatment import Exactly, KeepAll, Treatment
 from jettison.trace.capture import RegionTrace
 from jettison.trace.fakes import fake_batch
-from jettison.trace.model import BlockClass, ModelTrace, call_model, loss_of
-from jettison.trace.signature import call_signature
-from jettison.trace.stub import stub_outputs
+from jettison.trace.model import BlockClass, ModelTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,101 +81,6 @@ def rehearse_block(
     )  # fmt: skip
 
 
-class _Levels:
-    """Listens to a root run over stubs."""
-
-    def __init__(self, counter: AllocationCounter, inputs: list[int], outputs: list[int]) -> None:
-        self.counter = counter
-        self.inputs = inputs
-        self.outputs = outputs
-        self.forward_levels: list[int] = []
-        self.backward_levels: dict[int, int] = {}
-        self.loss_peak = 0
-
-    def forward(self, call: int) -> None:
-        self.forward_levels.append(self.counter.live_bytes - self.inputs[call])
-        self.counter.reset_peak()
-
-    def backward(self, call: int) -> None:
-        if not self.backward_levels:
-            self.loss_peak = self.counter.peak_bytes
-        self.backward_levels[call] = self.counter.live_bytes - self.outputs[call]
-        self.counter.reset_peak()
-
-
-def rehearse_root(
-    trace: ModelTrace, kept: frozenset[int], key: str, seconds: float, workspace: Workspace | None = None
-) -> RootOption:
-    """Levels of everything around the blocks under one decision; the blocks are stubs that cost nothing."""
-    twin = trace.twin
-    calls = iter(range(len(trace.calls)))
-    sizes = [chain_bytes(trace, i) for i in range(len(trace.calls))]
-    static = static_tensors(twin, trace.batch)
-    counter = AllocationCounter(static, workspace=workspace)
-    levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
-    names = list(dict.fromkeys(c.name for c in trace.calls))
-
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        call = next(calls)
-        region = trace.classes[trace.calls[call].class_key].trace
-        leaves, _ = call_signature(args, kwargs)
-        held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
-        return stub_outputs(region, leaves, probe=levels, call=call, held=held)
-
-    modules = [twin.get_submodule(name) for name in names]
-    root = PlannedForward(twin, "", Exactly(trace.root.program.digest(), kept, KeepAll()), blocks=tuple(names))
-    root.adopt(trace.root_signature, trace.root, checked=True)
-    try:
-        for module in modules:
-            module.forward = _announced(root, stub)
-        with trace.context(), quiet_gc(), counter:
-            base = counter.live_bytes
-            _run_step(trace, twin, counter)
-            tail = counter.peak_bytes
-    finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
-        root.remove()
-        twin.zero_grad(set_to_none=True)
-    count = len(trace.calls)
-    if not levels.backward_levels:  # no blocks: everything happens around them
-        levels.loss_peak = tail
-    return RootOption(
-        key=key,
-        held_forward_bytes=tuple(b - base for b in levels.forward_levels),
-        held_backward_bytes=tuple(levels.backward_levels.get(i, base) - base for i in range(count)),
-        loss_peak_bytes=levels.loss_peak - base,
-        tail_peak_bytes=tail - base,
-        seconds=seconds,
-    )
-
-
-def _announced(root: PlannedForward, stub: Any) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = stub(*args, **kwargs)
-        root.nested_done(output)
-        return output
-
-    return forward
-
-
-def _run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int]:
-    """One forward and backward; peak bytes of each. The output lives through backward where the training loop holds
-    it.
-    """
-    counter.reset_peak()
-    with torch.enable_grad():
-        output = call_model(model, trace.batch)
-        loss = loss_of(output, trace.loss_fn)
-    if not trace.holds_output:
-        del output
-    torch.clear_autocast_cache()
-    forward = counter.peak_bytes
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        loss.backward()
-    return forward, counter.peak_bytes
-
-
 def rehearse_step(
     trace: ModelTrace,
     treatments: Mapping[str, Treatment],
@@ -212,7 +114,7 @@ def rehearse_step(
             counter = AllocationCounter(static_tensors(twin, trace.batch, optimizer), workspace=workspace)
             with counter:
                 static = counter.live_bytes
-                forward, backward = _run_step(trace, twin, counter)
+                forward, backward = run_step(trace, twin, counter)
                 counter.reset_peak()
                 if optimizer is not None:
                     optimizer.step()

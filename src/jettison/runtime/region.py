@@ -420,8 +420,8 @@ class _Before:
     def restore(self, name: str, why: str) -> None:
         if self.versions != [b._version for b in self.module.buffers()]:
             raise TraceError(
-                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot be run "
-                "again; leave it out with regions=[...]"
+                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot be "
+                "run again; leave it out with regions=[...]"
             )
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:

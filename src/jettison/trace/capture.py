@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
-from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, writes
+from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -113,6 +113,7 @@ class Recorder:
         self.initial_state: int | None = None
         self.state: int | None = None
         self.state_broken = False
+        self.read_number = False
         self.sequence: list[tuple[Any, bool]] = []
         self._current: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -185,6 +186,8 @@ class Recorder:
         written_tensors = writes(func, args, kwargs)
         before = [self._current[_storage_key(t)] for t in written_tensors]
         out = run()
+        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(out, bool):
+            self.read_number = True
         if computes(func, args, kwargs, out):
             self.sequence.append((signature_of(func, args, kwargs, out), self._is_weight_cast(func, spec_args)))
         out_leaves = tree_leaves(out)
@@ -193,6 +196,8 @@ class Recorder:
             return out
         random = draws(func, args, kwargs)
         anchor = anchor_of(func, kwargs, spec_args)
+        if anchor is None and self.read_number and takes_number(func, args, kwargs):
+            anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
         index = len(self.ops)
         inputs = list(
             dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef))
@@ -280,8 +285,8 @@ class Recorder:
         )  # fmt: skip
         return RegionTrace(
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps, inputs=self.inputs,
-            names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence, initial_state=self.initial_state,
-            blocks=self.blocks,
+            names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
+            initial_state=self.initial_state, blocks=self.blocks,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
         )  # fmt: skip
 

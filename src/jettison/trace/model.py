@@ -20,7 +20,7 @@ from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
 from jettison.trace.observe import is_real, observed_trace
-from jettison.trace.signature import call_signature, global_signature
+from jettison.trace.signature import call_signature, global_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
 from jettison.trace.values import tracing
 
@@ -111,7 +111,7 @@ def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
         raise TraceError(
-            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn=... that makes one of the output"
+            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn=... that makes one of it"
         )
     return loss
 
@@ -145,8 +145,8 @@ def trace_model(
         root_signature = (call_signature(*as_call(held))[1], global_signature())
     trace = ModelTrace(
         calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
-        values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started, root_signature=root_signature,
-        outside=outside,
+        values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started,
+        root_signature=root_signature, outside=outside,
     )  # fmt: skip
     for cls in trace.classes.values():
         if cls.problem:
@@ -271,7 +271,9 @@ class _Tracer:
         leaves, signature = call_signature(args, kwargs)
         identity = (self._keys[name], signature)
         key = self._class_ids.get(identity)
-        if key is None:
+        if key is not None:
+            self._effects_only(forward, args, kwargs)
+        else:
             key = f"{type(module).__name__}.{len(self._class_ids)}"
             self._class_ids[identity] = key
             self.classes[key] = self._record(key, name, module, forward, args, kwargs, leaves)
@@ -292,7 +294,7 @@ class _Tracer:
                 storages[position] = storage._cdata
                 self.uses.setdefault(storage._cdata, set()).add(call)
         self.leaf_storages.append(storages)
-        output = self._stub(cls, forward, args, kwargs, leaves)
+        output = self._stub(cls, leaves)
         self._last_output = {}
         for position, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
@@ -313,25 +315,37 @@ class _Tracer:
     ) -> BlockClass:
         recorder = Recorder(module, leaves)
         problem = ""
+        before = opaque_copy((args, kwargs))
         try:
             with recording_errors(), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
         except TraceError as error:
             problem = str(error)
-            trace = self._observe(name, problem, args, kwargs)
-        return BlockClass(key=key, trace=trace, example=name, args=args, kwargs=kwargs, problem=problem)
+            trace = self._observe(name, problem, *before)
+        return BlockClass(key=key, trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
 
     def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
         """The block's outputs as a real call of the real block gives them."""
         if self.real is None:
             raise TraceError(
-                f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; trace a "
-                "model with real weights and a real batch, or leave the block out with regions=[...]"
+                f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; "
+                "trace a model with real weights and a real batch, or leave the block out with regions=[...]"
             )
         return observed_trace(self.real.get_submodule(name), args, kwargs)
 
-    def _stub(self, cls: BlockClass, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def _effects_only(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run a block for what it leaves in caches and side lists; what it computes is known from its class."""
+        recorders, self.capture.recorders = self.capture.recorders, []
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t), recording_errors():
+                forward(*args, **kwargs)
+        except TraceError:
+            pass  # a block that cannot run on fake tensors was observed instead
+        finally:
+            self.capture.recorders = recorders
+
+    def _stub(self, cls: BlockClass, leaves: list[Any]) -> Any:
         """Outputs like the block's own, tied to its inputs in the graph, without its memory."""
         recorders, self.capture.recorders = self.capture.recorders, []
         try:

@@ -76,6 +76,12 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | Non
     return None
 
 
+def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call gets a plain number to compute with, and not as a dim or a size."""
+    given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
+    return any(isinstance(v, int | float) and str(a.type) not in ("int", "bool", "Optional[int]") for a, v in given)
+
+
 def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
     """Equal for calls that cost the same: op, shapes, strides, dtypes and constants."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -43,6 +44,28 @@ def global_signature() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
     )
+
+
+def opaque_copy(call: Any) -> Any:
+    """The arguments of a call with objects that a forward may change (caches, side lists) copied; tensors are shared.
+
+    An object that cannot be copied stays itself.
+    """
+    leaves, spec = tree_flatten(call)
+    return tree_unflatten([_copied(leaf) for leaf in leaves], spec)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, (Tensor, nn.Module, *_SCALARS)) or callable(leaf):
+        return leaf
+    original = Tensor.__deepcopy__
+    Tensor.__deepcopy__ = lambda self, _memo: self
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # a copy method of somebody else's class may fail in any way it likes
+        return leaf
+    finally:
+        Tensor.__deepcopy__ = original
 
 
 class ModuleGuard:

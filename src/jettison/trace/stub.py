@@ -1,4 +1,4 @@
-"""A block that only looks like one: the outputs that it would return, out of metadata, tied to its inputs in the graph."""
+"""A block that only looks like one: its outputs, made out of metadata and tied to its inputs in the graph."""
 
 from __future__ import annotations
 

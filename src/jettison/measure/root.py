@@ -1,0 +1,172 @@
+"""Levels of what a model does around its blocks.
+
+The blocks are stubs that cost nothing, so that what is allocated is the root's. Where blocks and root are entangled
+(the root reads what a block left in a side list, such as router logits) a stub would leave too little behind; there
+the blocks run for real and what they are known to hold is taken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from jettison.ledger.program import Source
+from jettison.measure.levels import chain_bytes, run_step
+from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.plan.problem import RegionOption, RootOption
+from jettison.runtime.install import install
+from jettison.runtime.region import PlannedForward
+from jettison.runtime.treatment import Exactly, KeepAll
+from jettison.trace.model import ModelTrace
+from jettison.trace.signature import call_signature
+from jettison.trace.stub import stub_outputs
+
+
+def is_entangled(trace: ModelTrace) -> bool:
+    """Whether the root reads tensors that reached it by another way than as a block's output."""
+    return any(b.source is Source.OUTER for b in trace.root.program.buffers)
+
+
+def rehearse_root(
+    trace: ModelTrace,
+    kept: frozenset[int],
+    key: str,
+    seconds: float,
+    workspace: Workspace | None = None,
+    *,
+    plain: Mapping[str, RegionOption] | None = None,
+) -> RootOption:
+    """Levels of everything around the blocks under one decision.
+
+    Args:
+        plain: levels of each block class with everything kept; used where root and blocks are entangled.
+    """
+    count = len(trace.calls)
+    counter = AllocationCounter(static_tensors(trace.twin, trace.batch), workspace=workspace)
+    sizes = [chain_bytes(trace, i) for i in range(count)]
+    levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
+    treatment = Exactly(trace.root.program.digest(), kept, KeepAll())
+    apart = plain is None or not is_entangled(trace)
+    setting = _over_stubs(trace, levels, treatment) if apart else _over_blocks(trace, levels, treatment)
+    held = [0] * count if apart or plain is None else [plain[c.class_key].resident_bytes for c in trace.calls]
+    gradients = [0] * count if apart else [_gradient_bytes(trace, i) for i in range(count)]
+    try:
+        with setting, trace.context(), quiet_gc(), counter:
+            base = counter.live_bytes
+            run_step(trace, trace.twin, counter)
+            tail = counter.peak_bytes
+    finally:
+        trace.twin.zero_grad(set_to_none=True)
+    before = [0, *accumulate(held)]  # held by the blocks before this one
+    after = [sum(gradients[i + 1 :]) for i in range(count)]
+    if not levels.backward_levels:  # no blocks: everything happens around them
+        levels.loss_peak = tail
+    return RootOption(
+        key=key,
+        held_forward_bytes=tuple(level - base - before[i] for i, level in enumerate(levels.forward_levels)),
+        held_backward_bytes=tuple(
+            levels.backward_levels.get(i, base + before[i + 1] + after[i]) - base - before[i + 1] - after[i]
+            for i in range(count)
+        ),
+        loss_peak_bytes=max(0, levels.loss_peak - base - before[-1]),
+        tail_peak_bytes=max(0, tail - base - sum(gradients)),
+        seconds=seconds,
+    )
+
+
+def _gradient_bytes(trace: ModelTrace, call: int) -> int:
+    name = trace.calls[call].name
+    if any(c.name == name for c in trace.calls[:call]):
+        return 0
+    return sum(p.nbytes for p in trace.twin.get_submodule(name).parameters() if p.requires_grad)
+
+
+class _Levels:
+    """Notes what is allocated when a block's forward and its backward start, and the peak between blocks."""
+
+    def __init__(self, counter: AllocationCounter, inputs: list[int], outputs: list[int]) -> None:
+        self.counter = counter
+        self.inputs = inputs
+        self.outputs = outputs
+        self.forward_levels: list[int] = []
+        self.backward_levels: dict[int, int] = {}
+        self.loss_peak = 0
+
+    def forward(self, call: int) -> None:
+        """A block's forward starts."""
+        self.forward_levels.append(self.counter.live_bytes - self.inputs[call])
+        self.counter.reset_peak()
+
+    def backward(self, call: int) -> None:
+        """A block's backward starts."""
+        if not self.backward_levels:
+            self.loss_peak = self.counter.peak_bytes
+        self.backward_levels[call] = self.counter.live_bytes - self.outputs[call]
+        self.counter.reset_peak()
+
+
+@contextlib.contextmanager
+def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Iterator[None]:
+    calls = iter(range(len(trace.calls)))
+    names = list(dict.fromkeys(c.name for c in trace.calls))
+    root = PlannedForward(trace.twin, "", treatment, blocks=tuple(names))
+    root.adopt(trace.root_signature, trace.root, checked=True)
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        call = next(calls)
+        region = trace.classes[trace.calls[call].class_key].trace
+        leaves, _ = call_signature(args, kwargs)
+        held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
+        output = stub_outputs(region, leaves, probe=levels, call=call, held=held)
+        root.nested_done(output)
+        return output
+
+    modules = [trace.twin.get_submodule(name) for name in names]
+    try:
+        for module in modules:
+            module.forward = stub
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("forward", None)
+        root.remove()
+
+
+@contextlib.contextmanager
+def _over_blocks(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Iterator[None]:
+    names = list(dict.fromkeys(c.name for c in trace.calls))
+    regions = install(trace.twin, trace, dict.fromkeys(names, KeepAll()), treatment, checked=True)
+    calls = iter(range(len(trace.calls)))
+    current: list[int] = []
+
+    def before(_module: Any, args: Any, kwargs: Any) -> None:
+        call = next(calls)
+        current.append(call)
+        levels.forward(call)
+        if call == 0:  # when the gradient of the first block's input is there, the blocks' backward is over
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _gradient: levels.counter.reset_peak())
+
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        call = current.pop()
+        levels.counter.reset_peak()
+        first = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda _gradient: levels.backward(call))
+
+    modules = [trace.twin.get_submodule(name) for name in names]
+    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
+    hooks += [m.register_forward_hook(after) for m in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for region in reversed(regions):
+            region.remove()
