@@ -9,7 +9,7 @@ budget is left unused that the next option would need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Any
 
@@ -306,9 +306,15 @@ class Planner:
         """The plan as a document."""
         trace, choice = self.trace, found.solution.choice
         layers: dict[str, LayerPlan] = {}
+        followers = {name for run in found.segments for name in run[1:]}
         for call, key in zip(trace.calls, choice.regions, strict=True):
             program = trace.program(call)
             point = self._point(call.class_key, key, program)
+            if call.name in followers:  # the block before computes this one's input again
+                linked = {position for position, _ in call.links}
+                inputs = trace.classes[call.class_key].trace.inputs
+                held = frozenset(b for b in point.kept if inputs.get(b) not in linked)
+                point = replace(point, kept_bytes=program.kept_bytes(held))
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
         certificate = found.solution.certificate

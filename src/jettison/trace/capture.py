@@ -269,8 +269,6 @@ class Recorder:
         for op in self.ops:
             if op["anchor"] is None and overwritten.intersection(op["inputs"]):
                 op["anchor"] = Anchor.MUTATED
-        for b in overwritten:
-            self.buffers[b]["free"] = False
         self.program = Program(
             buffers=tuple(Buffer(**b) for b in self.buffers),
             ops=tuple(Op(**op) for op in self.ops),
