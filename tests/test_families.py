@@ -172,6 +172,16 @@ def test_auto_checkpoint_in_one_line(case: Case) -> None:
     assert abs(handle.plan.predicted.peak_bytes / trained.peak.peak_bytes - 1) <= PREDICTION_TOLERANCE
 
 
+def test_a_trace_made_under_autocast_can_be_planned_outside_of_it() -> None:
+    """`jettison.trace` and `jettison.plan` are two calls; only the first needs the training context."""
+    built = build(Case(family="llama", precision="autocast", layers=2))
+    with built.context():
+        traced = jettison.trace(built.model, built.batch)
+        inside = jettison.api.plan(traced, "1GiB", measure=False).predicted.peak_bytes
+        traced = jettison.trace(built.model, built.batch)
+    assert jettison.api.plan(traced, "1GiB", measure=False).predicted.peak_bytes == inside
+
+
 def test_the_rotation_shows_every_family_every_precision_attention_and_dropout() -> None:
     for family in NAMES:
         cases = [case for case in ROTATION if case.family == family]

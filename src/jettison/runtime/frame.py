@@ -59,7 +59,7 @@ class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
     __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "name", "owners",
-                 "parameters", "ran", "recipe")  # fmt: skip
+                 "parameters", "precision", "ran", "recipe")  # fmt: skip
 
     def __init__(self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]]) -> None:
         self.recipe = recipe
@@ -76,6 +76,7 @@ class Frame:
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.ran = 0
+        self.precision = torch.get_float32_matmul_precision()
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,17 @@ class Frame:
     # backward --------------------------------------------------------------------------------------------------------
 
     def recompute(self, handle: Handle) -> Tensor:
-        """The tensor of a dropped slot."""
+        """The tensor of a dropped slot, computed at the precision of the forward."""
+        now = torch.get_float32_matmul_precision()
+        if now == self.precision:
+            return self._recompute(handle)
+        torch.set_float32_matmul_precision(self.precision)
+        try:
+            return self._recompute(handle)
+        finally:
+            torch.set_float32_matmul_precision(now)
+
+    def _recompute(self, handle: Handle) -> Tensor:
         slot = handle.slot
         buffer = slot.ref.buffer
         with torch.no_grad():

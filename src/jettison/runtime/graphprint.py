@@ -1,0 +1,106 @@
+"""The shape of a region's autograd graph: which nodes, with which numbers, fed by which.
+
+A forward may take another path without any saved tensor changing its shape: a switch somewhere in Python picks another
+activation, or swaps two operands. Autograd writes down what really ran. Comparing its graph with that of the verified
+first run costs about a microsecond a node, and notices any other path through differentiable ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Node = Any
+Print = tuple[Any, ...]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Where a region's graph ends.
+
+    ``start`` is the sequence number of its first node; ``nested`` are those of the regions inside it, each with the first
+    past its end. ``inputs`` names nodes that made its arguments, ``leaves`` (by id) parameters and leaf arguments.
+    """
+
+    start: int
+    nested: tuple[tuple[int, int], ...]
+    inputs: dict[Node, Any]
+    leaves: dict[int, Any]
+
+    def outside(self, node: Node) -> Any:
+        """What to call a node that is not the region's own; None for one that is."""
+        sequence = node._sequence_nr()
+        if sequence < self.start:
+            return self.inputs.get(node, "outside")
+        for call, (first, past) in enumerate(self.nested):
+            if first <= sequence < past:
+                return "block", call
+        return None
+
+
+def next_sequence_number() -> int:
+    """The number that the next node of this thread's graph will get."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def graph_print(outputs: Iterable[Any], bounds: Bounds) -> Print:
+    """Equal for two runs that built the same graph.
+
+    Args:
+        outputs: of the region; tensors without a graph and other values are skipped.
+    """
+    numbers: dict[Node, int] = {}
+    order: list[Node] = []
+
+    def number(node: Node) -> int:
+        found = numbers.get(node)
+        if found is None:
+            found = numbers[node] = len(order)
+            order.append(node)
+        return found
+
+    described: list[Any] = [
+        (number(leaf.grad_fn), leaf.output_nr)
+        for leaf in outputs
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    at = 0
+    while at < len(order):
+        node = order[at]
+        at += 1
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            described.append(bounds.leaves.get(id(node.variable), "leaf"))
+            continue
+        outside = bounds.outside(node)
+        if outside is not None:
+            described.append(outside)
+            continue
+        edges = tuple([None if n is None else (number(n), i) for n, i in node.next_functions])
+        described.append((name, tuple([_number(getattr(node, a)) for a in _attributes(type(node))]), edges))
+    return tuple(described)
+
+
+@cache
+def _attributes(kind: type) -> tuple[str, ...]:
+    """Attributes of a node class that hold numbers. Saved tensors are left alone: asking for one would unpack it."""
+    names = set(dir(kind))
+    return tuple(
+        sorted(
+            name
+            for name in names
+            if name.startswith("_saved_") and "_raw" + name not in names and not name.endswith(("_sizes", "_options"))
+        )
+    )
+
+
+def _number(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    return repr(value)
