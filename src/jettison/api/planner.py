@@ -178,8 +178,9 @@ class Planner:
         program = cls.trace.program
         kept = Full().kept(program)
         seconds = self.seconds_of(cls.trace)
+        computed = frozenset(b for b in program.outputs if program.buffers[b].producer is not None)
         alone = sum(seconds[i] for i in program.recompute_set(kept))
-        along = sum(seconds[i] for i in program.recompute_set(kept, also=frozenset(program.outputs)))
+        along = sum(seconds[i] for i in program.recompute_set(kept, also=computed))
         option = rehearse_block(self.trace, cls, kept, "full", alone, self.workspace)
         return option, program.kept_bytes(program.saved_buffers()), along
 

@@ -114,6 +114,8 @@ class Frame:
                 f"saved tensor {self.index - 1} is {tuple(tensor.shape)} {tensor.dtype}, "
                 f"recorded was {ref.size} {ref.dtype}"
             )
+        if slot.number is not None and tensor.item() != slot.number:
+            raise Diverged(f"saved number {self.index - 1} is {tensor.item()}, recorded was {slot.number}")
         if slot.kind == "drop":
             boxes = self.boxes
             assert boxes is not None

@@ -18,12 +18,19 @@ from torch import Tensor
 Node = Any
 Print = tuple[Any, ...]
 
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_CAST = "ToCopyBackward0"
+# reshape takes one of these under a dispatch mode, as in the first run, and the other without
+_SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
     """Where a region's graph ends.
 
-    ``start`` is the sequence number of its first node; ``nested`` are those of the regions inside it, each with the first
-    past its end. ``inputs`` names nodes that made its arguments, ``leaves`` (by id) parameters and leaf arguments.
+    ``start`` is the sequence number of its first node; ``nested`` are those of the regions inside it, each with the
+    first past its end. ``inputs`` names nodes that made its arguments, ``leaves`` (by id) parameters and leaf
+    arguments.
     """
 
     start: int
@@ -72,21 +79,30 @@ def graph_print(outputs: Iterable[Any], bounds: Bounds) -> Print:
     while at < len(order):
         node = order[at]
         at += 1
-        name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            described.append(bounds.leaves.get(id(node.variable), "leaf"))
+        name = _SAME.get(node.name(), node.name())
+        leaf = _leaf(name, node)
+        if leaf is not None:
+            described.append((name, bounds.leaves.get(id(leaf), "leaf")))
             continue
         outside = bounds.outside(node)
         if outside is not None:
             described.append(outside)
             continue
         edges = tuple([None if n is None else (number(n), i) for n, i in node.next_functions])
-        described.append((name, tuple([_number(getattr(node, a)) for a in _attributes(type(node))]), edges))
+        described.append((name, tuple([_number(getattr(node, a)) for a in _attributes(node.__class__)]), edges))
     return tuple(described)
 
 
+def _leaf(name: str, node: Node) -> Tensor | None:
+    """The leaf behind a node: its accumulator, or a cast of it, which autocast may have made long before."""
+    if name == _CAST:
+        node = node.next_functions[0][0]
+        name = node.name() if node is not None else ""
+    return node.variable if name == _ACCUMULATE else None
+
+
 @cache
-def _attributes(kind: type) -> tuple[str, ...]:
+def _attributes(kind: Any) -> tuple[str, ...]:
     """Attributes of a node class that hold numbers. Saved tensors are left alone: asking for one would unpack it."""
     names = set(dir(kind))
     return tuple(

@@ -54,6 +54,7 @@ class SlotAction:
     ref: TensorRef
     parameter: str = ""
     boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads
+    number: Any = None  # the value that a wrapped Python number had when it was recorded
     view: TensorRef | None = None  # how the slot views the recomputed tensor; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
 
@@ -104,8 +105,14 @@ def compile_recipe(
         ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
     """
     program = trace.program
-    asked = {leaf: ref for leaf, ref in enumerate(trace.output_leaves) if leaf in handed and isinstance(ref, TensorRef)}
     link_buffers = {b for b, position in trace.inputs.items() if position in linked}
+    asked = {
+        leaf: ref
+        for leaf, ref in enumerate(trace.output_leaves)
+        if leaf in handed
+        and isinstance(ref, TensorRef)
+        and (ref.buffer in link_buffers or program.buffers[ref.buffer].producer is not None)
+    }
     kept = kept - link_buffers
     again = program.recompute_set(kept | link_buffers, also=frozenset(ref.buffer for ref in asked.values()))
     makers = {b: i for i in again for b in program.ops[i].outputs}
@@ -148,7 +155,9 @@ def compile_recipe(
             continue
         filled.add(n)
     for slot, ref in zip(program.slots, trace.slots, strict=True):
-        recipe.slots.append(_slot_action(recipe, slot.buffer, ref, closures, source_refs, filled))
+        action = _slot_action(recipe, slot.buffer, ref, closures, source_refs, filled)
+        action.number = trace.numbers.get(slot.index)
+        recipe.slots.append(action)
     for leaf, ref in asked.items():
         if ref.buffer in makers or ref.buffer in link_buffers:
             recipe.handed[leaf] = _slot_action(recipe, ref.buffer, ref, closures, source_refs, filled)

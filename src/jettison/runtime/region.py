@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
 from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
+from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
 from jettison.runtime.recipe import Recipe, compile_recipe, get_state
 from jettison.runtime.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
@@ -40,6 +41,7 @@ class Prepared:
     problem: str = ""
     checked: bool = False
     calls: int = 0
+    graph: Print | None = None  # of the first run, which was checked call by call
 
 
 @dataclass(kw_only=True)
@@ -119,6 +121,7 @@ class PlannedForward:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
         outer = current_frame()
+        first = next_sequence_number()
         if outer is None or outer.check is None:
             output = self._call(args, kwargs)
         else:
@@ -128,6 +131,7 @@ class PlannedForward:
             finally:
                 outer.check.paused = False
         if outer is not None:
+            outer.nested.append((first, next_sequence_number()))
             outer.block_done(output)
         return output
 
@@ -292,6 +296,7 @@ class PlannedForward:
         finally:
             stack.pop()
         frame.leave()
+        self._compare_graph(prepared, frame, leaves, output)
         prepared.checked = True
         if frame.handed:
             tensors = tree_leaves(output)
@@ -301,6 +306,25 @@ class PlannedForward:
             }
             frame.handed = {}
         return output
+
+    def _compare_graph(self, prepared: Prepared, frame: ActiveFrame, leaves: list[Any], output: Any) -> None:
+        """The graph of the first run, which was compared with the recording, must be that of every later one."""
+        names: dict[int, Any] = {
+            id(t): name for name, (table, leaf) in self.owners.items() if (t := table[leaf]) is not None
+        }
+        inputs = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if leaf.grad_fn is None:
+                    names[id(leaf)] = position
+                else:
+                    inputs[leaf.grad_fn] = position
+        bounds = Bounds(start=frame.start, nested=tuple(frame.nested), inputs=inputs, leaves=names)
+        found = graph_print(tree_leaves(output), bounds)
+        if prepared.graph is None:
+            prepared.graph = found
+        elif prepared.graph != found:
+            raise Diverged("its autograd graph is another one")
 
     def _from_before(self, leaves: list[Any]) -> dict[int, Handle]:
         if self.link is None or self.link.before is None:
@@ -361,12 +385,14 @@ class _Listener:
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("check", "region", "taps_seen")
+    __slots__ = ("check", "nested", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: PlannedForward) -> None:
         super().__init__(recipe, region.name, region.owners)
         self.region = region
         self.check: SequenceCheck | None = None
+        self.start = next_sequence_number()
+        self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
@@ -420,8 +446,8 @@ class _Before:
     def restore(self, name: str, why: str) -> None:
         if self.versions != [b._version for b in self.module.buffers()]:
             raise TraceError(
-                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot be "
-                "run again; leave it out with regions=[...]"
+                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot "
+                "be run again; leave it out with regions=[...]"
             )
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:

@@ -20,7 +20,7 @@ from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
 from jettison.trace.observe import is_real, observed_trace
-from jettison.trace.signature import call_signature, global_signature, opaque_copy
+from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
 from jettison.trace.values import tracing
 
@@ -75,9 +75,11 @@ class ModelTrace:
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
 
-    def context(self) -> contextlib.AbstractContextManager[None]:
-        """Everything run on the twin belongs into this context."""
-        return tracing(self.mode, values_known=self.values_known)
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Everything run on the twin belongs into this context; autocast is as it was when the trace was taken."""
+        with as_signed(self.root_signature[1]), tracing(self.mode, values_known=self.values_known):
+            yield
 
     def ledger(self) -> Ledger:
         """Every tensor saved for backward, as entries."""

@@ -85,8 +85,8 @@ def _trace_of(given: list[Any], output: Any) -> RegionTrace:
         refs.append(TensorRef(index, tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype))
     outputs = tuple(r.buffer for r in refs if isinstance(r, TensorRef))
     return RegionTrace(
-        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs), calls=[], slots=[], taps={},
-        inputs=inputs, names={}, output_leaves=refs, output_spec=spec,
+        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs), calls=[], slots=[], numbers={},
+        taps={}, inputs=inputs, names={}, output_leaves=refs, output_spec=spec,
     )  # fmt: skip
 
 

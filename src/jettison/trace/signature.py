@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +45,30 @@ def global_signature() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.get_default_dtype(),
     )
+
+
+@contextlib.contextmanager
+def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
+    """The autocast state and the choice of attention kernels that a `global_signature` was taken under."""
+    if signature == global_signature():
+        yield
+        return
+    cpu, cpu_dtype, cuda, cuda_dtype, *kernels = signature
+    switches = (
+        (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+        (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    )
+    before = [enabled() for enabled, _ in switches]
+    with torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu), torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda):
+        try:
+            for (_, enable), wanted in zip(switches, kernels, strict=False):
+                enable(wanted)
+            yield
+        finally:
+            for (_, enable), was in zip(switches, before, strict=True):
+                enable(was)
 
 
 def opaque_copy(call: Any) -> Any:
