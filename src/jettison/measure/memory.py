@@ -306,7 +306,7 @@ def _is_dense(tensor: Tensor) -> bool:
 @contextmanager
 def quiet_gc() -> Iterator[None]:
     """Collect first, and not in the middle: deaths by the cycle collector come at times that no plan can know."""
-    gc.collect()
+    gc.collect(1)  # what an earlier rehearsal left behind is young: none is collected while one runs
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from jettison.runtime.region import PlannedForward, is_inside
+from jettison.runtime.active import is_inside
+from jettison.runtime.region import PlannedForward
 from jettison.runtime.treatment import Treatment, treatment
 from jettison.trace.blocks import REGION_MARK
 

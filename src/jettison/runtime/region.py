@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
-from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
+from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
+from jettison.runtime.frame import Diverged, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
-from jettison.runtime.recipe import Recipe, compile_recipe, get_state
+from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.report import RegionReport
 from jettison.runtime.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
-from jettison.trace.capture import CaptureMode, RegionTrace, Tap
+from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
 from jettison.trace.signature import ModuleGuard, call_signature, global_signature
-
-_active = threading.local()
 
 GIVE_UP_AFTER = 8  # recordings of one region before it is left to torch.utils.checkpoint
 
@@ -53,36 +51,6 @@ class Link:
     before: PlannedForward | None = None
     inputs: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the one before)
     outputs: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlotReport:
-    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again) or ``parameter``."""
-
-    index: int
-    path: str
-    op: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    action: str
-
-
-@dataclass(kw_only=True)
-class RegionReport:
-    """What a region did so far."""
-
-    name: str
-    word: str
-    calls: int
-    recordings: int
-    fallback: str
-    slots_kept: int
-    slots_dropped: int
-    slots_parameter: int
-    kept_bytes: int
-    recomputed_ops: tuple[str, ...] = field(default=())
-    slots: tuple[SlotReport, ...] = field(default=())
 
 
 class PlannedForward:
@@ -183,17 +151,14 @@ class PlannedForward:
     def report(self) -> RegionReport:
         """What was kept and dropped, for the most used signature."""
         best = max(self.prepared.values(), key=lambda p: p.calls, default=None)
-        recipe = best.recipe if best else None
-        kinds = [s.kind for s in recipe.slots] if recipe else []
-        ops = recipe.trace.program.ops if recipe else ()
-        return RegionReport(
-            name=self.name, word=self.treatment.word, calls=sum(p.calls for p in self.prepared.values()),
-            recordings=self.recordings, fallback=best.problem if best else "", slots_kept=kinds.count("keep"),
-            slots_dropped=kinds.count("drop"), slots_parameter=kinds.count("parameter"),
-            kept_bytes=recipe.trace.program.kept_bytes(recipe.kept) if recipe else 0,
-            recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
-            slots=_slot_reports(recipe) if recipe else (),
-        )  # fmt: skip
+        return RegionReport.of(
+            best.recipe if best else None,
+            name=self.name,
+            word=self.treatment.word,
+            calls=sum(p.calls for p in self.prepared.values()),
+            recordings=self.recordings,
+            fallback=best.problem if best else "",
+        )
 
     # preparing -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +215,7 @@ class PlannedForward:
         if where in self.tap_hooks:
             return
         module = self.module.get_submodule(tap.path)
-        listener = _Listener(self, tap.path, tap.is_output)
+        listener = Listener(self, tap.path, tap.is_output)
         if tap.is_output:
             self.tap_hooks[where] = module.register_forward_hook(listener)
         else:
@@ -265,7 +230,7 @@ class PlannedForward:
             prepared.calls += 1
             if prepared.recipe is None:
                 return self._run_fallback(args, kwargs)
-            before = _Before(self.module, cuda=not prepared.checked or prepared.recipe.trace.draws)
+            before = Before(self.module, cuda=not prepared.checked or prepared.recipe.trace.draws)
             try:
                 return self._run_planned(prepared, leaves, args, kwargs)
             except Diverged as divergence:
@@ -282,7 +247,7 @@ class PlannedForward:
         recipe = prepared.recipe
         assert recipe is not None
         frame = ActiveFrame(recipe, self)
-        stack = _stack()
+        stack = running()
         frame.enter(leaves, self._from_before(leaves))
         stack.append(frame)
         try:
@@ -348,107 +313,3 @@ class PlannedForward:
         if self.treatment.word == "none":
             return self.forward(*args, **kwargs)
         return torch.utils.checkpoint.checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
-
-
-def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
-    program = recipe.trace.program
-    return tuple(
-        SlotReport(
-            index=slot.index, path=slot.path, op=slot.op, shape=slot.shape, dtype=slot.dtype,
-            nbytes=program.buffers[slot.buffer].nbytes, action=action.kind,
-        )
-        for slot, action in zip(program.slots, recipe.slots, strict=True)
-    )  # fmt: skip
-
-
-class _Listener:
-    """A module hook that hands what crosses a boundary to the running frame. In a copied model it is deaf."""
-
-    def __init__(self, region: PlannedForward | None, path: str, is_output: bool) -> None:
-        self.region = region
-        self.path = path
-        self.is_output = is_output
-
-    def __call__(self, _module: nn.Module, args: Any, result: Any) -> None:
-        frame = current_frame()
-        if frame is None or frame.region is not self.region:
-            return
-        where = (self.path, self.is_output)
-        call = frame.taps_seen.get(where, 0)
-        frame.taps_seen[where] = call + 1
-        frame.tap(self.path, self.is_output, call, result if self.is_output else (args, result))
-
-    def __reduce__(self) -> Any:
-        return _Listener, (None, self.path, self.is_output)
-
-
-class ActiveFrame(Frame):
-    """A frame while its forward runs: it also listens at module boundaries."""
-
-    __slots__ = ("check", "nested", "region", "start", "taps_seen")
-
-    def __init__(self, recipe: Recipe, region: PlannedForward) -> None:
-        super().__init__(recipe, region.name, region.owners)
-        self.region = region
-        self.check: SequenceCheck | None = None
-        self.start = next_sequence_number()
-        self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
-        self.taps_seen: dict[tuple[str, bool], int] = {}
-
-    def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
-        """A module boundary was crossed; box what recipes want of it."""
-        assert self.boxes is not None
-        leaves: list[Any] | None = None
-        for n, tap in self.recipe.from_taps:
-            if tap.path == path and tap.is_output is is_output and tap.call == call:
-                leaves = tree_leaves(tree) if leaves is None else leaves
-                self.boxes[n].fill(leaves[tap.leaf])
-
-    def block_done(self, output: Any) -> None:
-        """A nested region has run; box its outputs if this region's recipes read them."""
-        call = self.block_calls
-        self.block_calls += 1
-        wanted = self.recipe.from_blocks
-        if wanted and self.boxes is not None:
-            for leaf, tensor in enumerate(tree_leaves(output)):
-                n = wanted.get((call, leaf))
-                if n is not None and isinstance(tensor, Tensor):
-                    self.boxes[n].fill(tensor)
-
-
-def current_frame() -> ActiveFrame | None:
-    """The innermost region that is running its forward on this thread."""
-    stack = _stack()
-    return stack[-1] if stack else None
-
-
-def is_inside() -> bool:
-    """Whether a region is running its forward, or being recorded, on this thread."""
-    return bool(_stack()) or any(isinstance(mode, CaptureMode) for mode in _get_current_dispatch_mode_stack())
-
-
-def _stack() -> list[ActiveFrame]:
-    if not hasattr(_active, "stack"):
-        _active.stack = []
-    return _active.stack
-
-
-class _Before:
-    """Enough of the world to run a region's forward again: random states, and proof that nothing else changed."""
-
-    def __init__(self, module: nn.Module, *, cuda: bool) -> None:
-        self.module = module
-        self.cpu = get_state("cpu")
-        # dear on CUDA, and needed only where the region may draw
-        self.cuda = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None
-        self.versions = [b._version for b in module.buffers()]
-
-    def restore(self, name: str, why: str) -> None:
-        if self.versions != [b._version for b in self.module.buffers()]:
-            raise TraceError(
-                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot "
-                "be run again; leave it out with regions=[...]"
-            )
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)

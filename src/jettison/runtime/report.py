@@ -1,0 +1,69 @@
+"""What a region did, slot by slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jettison.runtime.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotReport:
+    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again) or ``parameter``."""
+
+    index: int
+    path: str
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    action: str
+
+
+@dataclass(kw_only=True)
+class RegionReport:
+    """What a region did so far."""
+
+    name: str
+    word: str
+    calls: int
+    recordings: int
+    fallback: str
+    slots_kept: int
+    slots_dropped: int
+    slots_parameter: int
+    kept_bytes: int
+    recomputed_ops: tuple[str, ...] = field(default=())
+    slots: tuple[SlotReport, ...] = field(default=())
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe | None, *, name: str, word: str, calls: int, recordings: int, fallback: str
+    ) -> RegionReport:
+        """From the recipe that ran; None where the region fell back."""
+        kinds = [s.kind for s in recipe.slots] if recipe else []
+        ops = recipe.trace.program.ops if recipe else ()
+        return cls(
+            name=name,
+            word=word,
+            calls=calls,
+            recordings=recordings,
+            fallback=fallback,
+            slots_kept=kinds.count("keep"),
+            slots_dropped=kinds.count("drop"),
+            slots_parameter=kinds.count("parameter"),
+            kept_bytes=recipe.trace.program.kept_bytes(recipe.kept) if recipe else 0,
+            recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
+            slots=_slot_reports(recipe) if recipe else (),
+        )
+
+
+def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
+    program = recipe.trace.program
+    return tuple(
+        SlotReport(
+            index=slot.index, path=slot.path, op=slot.op, shape=slot.shape, dtype=slot.dtype,
+            nbytes=program.buffers[slot.buffer].nbytes, action=action.kind,
+        )
+        for slot, action in zip(program.slots, recipe.slots, strict=True)
+    )  # fmt: skip
