@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.api.planner import Planner
-from jettison.api.verbs import _apply_rehearsed
+from jettison.api.verbs import apply_rehearsed
 from jettison.measure import independent_copy
 from jettison.runtime.treatment import Share
 from jettison.trace.model import trace_model
@@ -67,7 +67,7 @@ def apply(model: nn.Module, policy: str, batch: Any, **more: Any) -> jettison.ap
     if policy == "smallest":
         planner = Planner(trace=trace_model(model, batch), measure=False)
         found = planner.smallest()
-        return _apply_rehearsed(model, planner, found, found.step.peak_bytes)
+        return apply_rehearsed(model, planner, found, found.step.peak_bytes)
     return jettison.apply(model, Share(0.5) if policy == "share" else policy, batch=batch, **more)
 
 

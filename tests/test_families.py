@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import jettison  # noqa: E402
 from families import NAMES, TIED_CHOICE, Built, Case, build  # noqa: E402
 from jettison.api.planner import Planner  # noqa: E402
-from jettison.api.verbs import _apply_rehearsed  # noqa: E402
+from jettison.api.verbs import apply_rehearsed  # noqa: E402
 from jettison.errors import Infeasible  # noqa: E402
 from jettison.measure import independent_copy  # noqa: E402
 from jettison.measure.rehearse import twin_optimizer  # noqa: E402
@@ -109,7 +109,7 @@ def prove(case: Case) -> None:
             found = planner.plan(budget_bytes)
         model = independent_copy(start)
         optimizer = make(model.parameters())
-        with _apply_rehearsed(model, planner, found, budget_bytes) as handle:
+        with apply_rehearsed(model, planner, found, budget_bytes) as handle:
             trained = run(built, model, optimizer)
             reports = handle.report()
         assert_same(trained, plain)

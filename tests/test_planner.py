@@ -17,7 +17,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import jettison  # noqa: E402
 from jettison.api.planner import Planner  # noqa: E402
-from jettison.api.verbs import _apply_rehearsed, apply  # noqa: E402
+from jettison.api.verbs import apply, apply_rehearsed  # noqa: E402
 from jettison.errors import Infeasible, PlanMismatch, UsageError  # noqa: E402
 from jettison.measure import (  # noqa: E402
     compare_gradients,
@@ -133,7 +133,7 @@ def test_no_plan_is_above_its_budget_when_measured(with_optimizer: bool) -> None
         model = independent_copy(start)
         optimizer = sgd(model.parameters()) if with_optimizer else None
         chosen = found.plan(budget_bytes)
-        with _apply_rehearsed(model, found, chosen, budget_bytes):
+        with apply_rehearsed(model, found, chosen, budget_bytes):
             got = peak(model, x, optimizer)
         assert got == chosen.step.peak_bytes <= budget_bytes
 
@@ -217,7 +217,7 @@ def test_many_thin_layers_need_segments() -> None:
     chosen = found.plan(budget_bytes)
     artefact = found.artefact(chosen, budget_bytes)
     assert artefact.segments and all(entry.policy == "full" for entry in artefact.layers if entry.option == "segment")
-    with _apply_rehearsed(model, found, chosen, budget_bytes) as handle:
+    with apply_rehearsed(model, found, chosen, budget_bytes) as handle:
         assert_same_step(model, plain, x)
         assert_same_step(model, plain, 2 * x)
         assert peak(model, x) == chosen.step.peak_bytes <= budget_bytes
@@ -241,7 +241,7 @@ def test_a_plan_read_back_does_the_same(block: type[nn.Module], layers: int, sha
     assert again == artefact and again.hash == artefact.hash
     first, second, plain = (independent_copy(start) for _ in range(3))
     chosen = found.plan(budget_bytes)
-    with _apply_rehearsed(first, found, chosen, budget_bytes) as a, apply(second, plan=again, batch=(x,)) as b:
+    with apply_rehearsed(first, found, chosen, budget_bytes) as a, apply(second, plan=again, batch=(x,)) as b:
         for model in (first, second):
             assert_same_step(model, plain, x)
         assert peak(first, x) == peak(second, x) == artefact.predicted.peak_bytes

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from families import Built, Case, build  # noqa: E402
 from jettison.api.planner import Planner  # noqa: E402
-from jettison.api.verbs import _from_policy  # noqa: E402
+from jettison.api.verbs import treatments_of  # noqa: E402
 from jettison.measure import MeasuredWorkspace, independent_copy, measure_ops, measured_peak, static_tensors  # noqa: E402
 from jettison.measure.rehearse import StepRehearsal, rehearse_step, twin_optimizer  # noqa: E402
 from jettison.plan.chain import choose  # noqa: E402
@@ -58,7 +58,7 @@ def rehearsed(
     traced = trace_model(case.model, case.batch)
     traced.holds_output = holds_output
     twin = twin_optimizer(optimizer, case.model, traced) if optimizer is not None else None
-    treatments, segments = _from_policy(policy, [call.name for call in traced.calls])
+    treatments, segments = treatments_of(policy, [call.name for call in traced.calls])
     unmeasured = MeasuredWorkspace({})
     rehearse_step(traced, treatments, KeepAll(), segments, optimizer=twin, workspace=unmeasured)
     workspace = MeasuredWorkspace(measure_ops(unmeasured.unknown.values()) if with_workspace else {})
@@ -70,7 +70,7 @@ def measured(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any)
     model = independent_copy(case.model)
     optimizer = optimizer_of(model.parameters()) if optimizer_of is not None else None
     traced = trace_model(model, case.batch)
-    treatments, segments = _from_policy(policy, [call.name for call in traced.calls])
+    treatments, segments = treatments_of(policy, [call.name for call in traced.calls])
     regions = install(model, traced, treatments, KeepAll(), segments)
     del traced
 
@@ -95,9 +95,7 @@ def check(case: Built, policy: str, *, holds_output: bool, optimizer_of: Any, to
     model = case.model
     optimizer = optimizer_of(model.parameters()) if optimizer_of is not None else None
     workspace = tolerance > 0.0
-    expected = rehearsed(
-        case, policy, holds_output=holds_output, optimizer=optimizer, with_workspace=workspace
-    )
+    expected = rehearsed(case, policy, holds_output=holds_output, optimizer=optimizer, with_workspace=workspace)
     got = measured(case, policy, holds_output=holds_output, optimizer_of=optimizer_of)
     difference = abs(expected.peak_bytes - got)
     assert difference <= got * tolerance, f"{policy}: rehearsed {expected}, measured {got}, {difference} apart"
@@ -121,7 +119,7 @@ def test_a_rehearsal_leaves_the_model_and_the_twin_alone() -> None:
     case = built()
     gradients = [p.grad for p in case.model.parameters()]
     traced = trace_model(case.model, case.batch)
-    treatments, segments = _from_policy("every:2", [call.name for call in traced.calls])
+    treatments, segments = treatments_of("every:2", [call.name for call in traced.calls])
     state = torch.get_rng_state()
     first = rehearse_step(traced, treatments, KeepAll(), segments)
     assert rehearse_step(traced, treatments, KeepAll(), segments) == first

@@ -1,4 +1,4 @@
-"""Correctness traps 1 to 12 of TRAPS.md: values. Each runs under every plan, against an independent copy."""
+"""Correctness traps 1 to 12 of docs/traps.md: values. Each runs under every plan, against an independent copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traps 13 to 23 of TRAPS.md: routing, control flow, side effects, several backwards, side lists, messages."""
+"""Traps 13 to 23 of docs/traps.md: routing, control flow, side effects, several backwards, side lists, messages."""
 
 from __future__ import annotations
 

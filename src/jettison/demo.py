@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from jettison.api.planner import Planner
 from jettison.api.proof import verify
-from jettison.api.verbs import Applied, _apply_rehearsed
+from jettison.api.verbs import Applied, apply_rehearsed
 from jettison.errors import ProofFailed, UsageError
 from jettison.measure.gradients import independent_copy, same_bits
 from jettison.measure.rehearse import twin_optimizer
@@ -206,7 +206,7 @@ def _under_budget(
     planner = Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced), progress=progress)
     smallest, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
     budget_bytes = min(smallest + smallest // 4, (smallest + plain) // 2)
-    return _apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
+    return apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

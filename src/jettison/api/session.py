@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.api.proof import verify
 from jettison.api.request import ModelRequest, load, optimizer_for
-from jettison.api.verbs import _from_policy, apply
+from jettison.api.verbs import apply, treatments_of
 from jettison.api.verbs import plan as plan_trace
 from jettison.errors import UsageError
 from jettison.ledger.program import Program
@@ -58,7 +58,7 @@ def ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress
     loaded = load(request, fake=True)
     progress("tracing")
     traced = loaded.trace()
-    treatments, segments = _from_policy(recompute, list(dict.fromkeys(c.name for c in traced.calls)))
+    treatments, segments = treatments_of(recompute, list(dict.fromkeys(c.name for c in traced.calls)))
     root = KeepAll()
     optimizer = optimizer_for(request, traced.twin)
     progress("rehearsing a step")

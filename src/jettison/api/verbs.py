@@ -124,10 +124,10 @@ def auto_checkpoint(
     mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
     planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
     found = planner.plan(budget_bytes)
-    return _apply_rehearsed(model, planner, found, budget_bytes)
+    return apply_rehearsed(model, planner, found, budget_bytes)
 
 
-def _apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
+def apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
     regions = install(model, planner.trace, found.treatments, found.root, found.segments)
@@ -174,12 +174,12 @@ def apply(
         segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     else:
         assert policy is not None
-        treatments, segments, root = *_from_policy(policy, names), KeepAll()
+        treatments, segments, root = *treatments_of(policy, names), KeepAll()
         _warn_pointless(traced, treatments)
     return Applied(regions=install(model, traced, treatments, root, segments), plan=plan)
 
 
-def _from_policy(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment], list[list[str]]]:
+def treatments_of(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment], list[list[str]]]:
     """Treatments by block, and the runs of blocks that are one checkpoint segment each."""
     if isinstance(policy, Mapping):
         unknown = sorted(set(policy) - set(names))

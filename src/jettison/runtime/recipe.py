@@ -54,7 +54,6 @@ class SlotAction:
     ref: TensorRef
     parameter: str = ""
     boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads
-    number: Any = None  # the value that a wrapped Python number had when it was recorded
     view: TensorRef | None = None  # how the slot views the recomputed tensor; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
 
@@ -155,9 +154,7 @@ def compile_recipe(
             continue
         filled.add(n)
     for slot, ref in zip(program.slots, trace.slots, strict=True):
-        action = _slot_action(recipe, slot.buffer, ref, closures, source_refs, filled)
-        action.number = trace.numbers.get(slot.index)
-        recipe.slots.append(action)
+        recipe.slots.append(_slot_action(recipe, slot.buffer, ref, closures, source_refs, filled))
     for leaf, ref in asked.items():
         if ref.buffer in makers or ref.buffer in link_buffers:
             recipe.handed[leaf] = _slot_action(recipe, ref.buffer, ref, closures, source_refs, filled)

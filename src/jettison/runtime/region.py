@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
+from jettison.ledger.program import Program
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
 from jettison.runtime.frame import Diverged, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
@@ -78,6 +79,10 @@ class PlannedForward:
         self.recordings = 0
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
+        self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
+        self.suspects: frozenset[tuple[int, str]] = frozenset()
+        self.ignored: frozenset[tuple[int, str]] = frozenset()
+        self.outdated: dict[Any, Program] = {}
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.quiet = False  # falls back without a warning
         self.link: Link | None = None
@@ -135,6 +140,7 @@ class PlannedForward:
         tensors.
         """
         self.guard = self.guard or ModuleGuard(self.module)
+        self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
         self._store(key, trace).checked = checked
 
     def give_up(self, key: Any, problem: str) -> None:
@@ -163,10 +169,19 @@ class PlannedForward:
     # preparing -------------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
+        """Settings have changed: what was recorded may not hold. Those that prove not to matter are ignored later."""
         if self.guard is not None:
+            self.suspects = self.guard.changed()
+            self.outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
             self.prepared.clear()
         self.owners = owners_of(self.module)
-        self.guard = ModuleGuard(self.module)
+        self.guard = ModuleGuard(self.module, self.ignored)
+
+    def _acquit(self, key: Any, trace: RegionTrace) -> None:
+        outdated = self.outdated.pop(key, None)
+        if self.suspects and outdated is not None and outdated.digest() == trace.program.digest():
+            self.ignored |= self.suspects
+            self.guard = ModuleGuard(self.module, self.ignored)
 
     def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         self.recordings += 1
@@ -176,17 +191,11 @@ class PlannedForward:
             if self.is_root:
                 trace = trace_root(self.module, args, kwargs, self.blocks)
             else:
-                trace = trace_region(self.module, args, kwargs, shared=self._shared(), copy=self.twin)
+                trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.twin)
+            self._acquit(key, trace)
             return self._store(key, trace)
         except (TraceError, ValueError) as error:
             return self._fall_back(key, str(error))
-
-    def _shared(self) -> frozenset[int]:
-        for prepared in self.prepared.values():
-            if prepared.recipe is not None:
-                program = prepared.recipe.trace.program
-                return frozenset(p for b, p in prepared.recipe.trace.inputs.items() if program.buffers[b].free)
-        return frozenset()
 
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
         link = self.link or Link()

@@ -14,14 +14,13 @@ saved or read the old one refers to the old one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
@@ -77,7 +76,6 @@ class RegionTrace:
     program: Program
     calls: list[Call]
     slots: list[TensorRef]
-    numbers: dict[int, Any]  # slot -> its value, where it is a Python number that autograd wrapped into a tensor
     taps: dict[int, Tap]
     inputs: dict[int, int]  # buffer -> leaf position of the region's flattened arguments
     names: dict[int, str]  # buffer -> dotted name of the parameter or registered buffer
@@ -104,7 +102,6 @@ class Recorder:
         self.ops: list[dict[str, Any]] = []
         self.calls: list[Call] = []
         self.slots: list[TensorRef] = []
-        self.numbers: dict[int, Any] = {}
         self.slot_info: list[tuple[int, str]] = []
         self.taps: dict[int, Tap] = {}
         self.inputs: dict[int, int] = {}
@@ -170,10 +167,6 @@ class Recorder:
     def saved(self, tensor: Tensor) -> None:
         """Autograd saved this tensor."""
         ref = self.ref(tensor)
-        if self.buffers[ref.buffer]["source"] is Source.OUTER and tensor.dim() == 0:
-            number = _plain_number(tensor)
-            if number is not None:
-                self.numbers[len(self.slots)] = number
         self.slots.append(ref)
         self.slot_info.append((len(self.ops) - 1, self.where))
         self.buffers[ref.buffer]["keepable"] = True
@@ -289,7 +282,7 @@ class Recorder:
             outputs=tuple(r.buffer for r in output_leaves if isinstance(r, TensorRef)),
         )  # fmt: skip
         return RegionTrace(
-            program=self.program, calls=self.calls, slots=self.slots, numbers=self.numbers, taps=self.taps,
+            program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
             initial_state=self.initial_state, blocks=self.blocks,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
@@ -356,17 +349,20 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
 
 def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
     """What two runs of one forward must agree on: the op, its numbers, shape, stride and dtype of its results."""
-    results = tuple((tuple(t.shape), tuple(t.stride()), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
+    results = tuple((tuple(t.shape), layout(t), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
     return func, results, tuple(repr(v) for v in tree_leaves((args, kwargs)) if isinstance(v, bool | int | float))
 
 
-def _plain_number(tensor: Tensor) -> Any:
-    """The value of a Python number that autograd wrapped into a tensor; None where there is none to compare with."""
-    if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
-        return None
-    with _disable_current_modes():
-        value = tensor.item()
-    return value if value == value else None
+def layout(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of the dims that have more than one element: the others are arbitrary, and two kernels may set them
+    differently.
+    """
+    return layout_of(tensor.shape, tensor.stride())
+
+
+def layout_of(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """See `layout`."""
+    return tuple([s if n != 1 else 0 for n, s in zip(size, stride, strict=True)])
 
 
 def _storage_key(tensor: Tensor) -> int:

@@ -85,7 +85,7 @@ def _trace_of(given: list[Any], output: Any) -> RegionTrace:
         refs.append(TensorRef(index, tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype))
     outputs = tuple(r.buffer for r in refs if isinstance(r, TensorRef))
     return RegionTrace(
-        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs), calls=[], slots=[], numbers={},
+        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs), calls=[], slots=[],
         taps={}, inputs=inputs, names={}, output_leaves=refs, output_spec=spec,
     )  # fmt: skip
 

@@ -96,11 +96,15 @@ def _copied(leaf: Any) -> Any:
 class ModuleGuard:
     """Notices that a module would run differently than when it was recorded.
 
-    Watches train/eval, which parameters want gradients, replaced submodules and parameters, and every plain setting
-    (numbers, strings, functions) on the modules and on the configuration objects that they hold.
+    Watches train/eval, which parameters want gradients, replaced submodules and parameters, every plain setting
+    (numbers, strings, functions) on the modules and on the configuration objects that they hold, and the plain globals
+    that their methods name, directly or in a function of the same file.
+
+    Args:
+        ignored: settings that were seen to change without changing what is computed, as (id of their table, key).
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: frozenset[tuple[int, str]] = frozenset()) -> None:
         self.settings: list[tuple[Mapping[str, Any], str, Any]] = []
         self.parameters: list[tuple[dict[str, Any], str, bool]] = []
         seen: set[int] = set()
@@ -112,6 +116,27 @@ class ModuleGuard:
             for name, parameter in sub._parameters.items():
                 if parameter is not None:
                     self.parameters.append((sub._parameters, name, parameter.requires_grad))
+        for cls in {cls for sub in module.modules() for cls in _own_classes(sub)}:
+            for function in vars(cls).values():
+                if isinstance(function, types.FunctionType):
+                    self._watch_globals(function, seen)
+        if ignored:
+            self.settings = [s for s in self.settings if (id(s[0]), s[1]) not in ignored]
+
+    def _watch_globals(self, function: types.FunctionType, seen: set[int], *, nested: bool = False) -> None:
+        table, code = function.__globals__, function.__code__
+        if id(code) in seen:
+            return
+        seen.add(id(code))
+        codes = [code, *(c for c in code.co_consts if isinstance(c, types.CodeType))]
+        for key in dict.fromkeys(name for c in codes for name in c.co_names if name in table):
+            value = table[key]
+            if isinstance(value, _SCALARS):
+                self.settings.append((table, key, value))
+            elif isinstance(value, types.FunctionType) and value.__globals__ is table and not nested:
+                self._watch_globals(value, seen, nested=True)
+            elif not isinstance(value, types.ModuleType) and hasattr(value, "__dict__") and _is_configuration(value):
+                self._watch(vars(value), seen, nested=True)
 
     def _watch(self, attributes: dict[str, Any], seen: set[int], *, nested: bool = False) -> None:
         if id(attributes) in seen:
@@ -125,7 +150,7 @@ class ModuleGuard:
 
     def _watch_class(self, module: nn.Module) -> None:
         """Settings that live on the class: there they may change, and on the module they may be covered."""
-        for cls in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        for cls in _own_classes(module):
             for key, value in vars(cls).items():
                 if isinstance(value, _SCALARS) and key[:2] != "__":
                     self.settings.append((vars(cls), key, value))
@@ -146,12 +171,16 @@ class ModuleGuard:
                 return False
         return True
 
-    def forgive(self) -> None:
-        """Stop watching what has changed: it proved not to matter."""
-        self.settings = [(a, k, v) for a, k, v in self.settings if a.get(k, _MISSING) is v or a.get(k, _MISSING) == v]
+    def changed(self) -> frozenset[tuple[int, str]]:
+        """The settings that are not as they were."""
+        return frozenset((id(a), k) for a, k, v in self.settings if (now := a.get(k, _MISSING)) is not v and now != v)
 
 
 _MISSING = object()
+
+
+def _own_classes(module: nn.Module) -> tuple[type, ...]:
+    return type(module).__mro__[: type(module).__mro__.index(nn.Module)]
 
 
 def _is_configuration(value: Any) -> bool:
