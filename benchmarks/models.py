@@ -84,7 +84,9 @@ def _gpt2(size: Size) -> nn.Module:
         use_cache=False,
         attn_implementation=size.attention,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # its name does not say so, and the warning about that does not compile
+    return model
 
 
 def _gated(size: Size) -> dict[str, Any]:

@@ -74,16 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads or torch.get_num_threads())
     size = Size(layers=options.layers, hidden=options.hidden, sequence=options.sequence, vocabulary=options.vocabulary)
     rows: list[Row] = []
+    out = options.json or RESULTS / f"peers-{options.device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     for section in options.sections:
         shrunk = replace(size, layers=options.compile_layers or size.layers) if section == "compile" else size
         for name in options.models:
             rows += run_section(section, name, shrunk, options.rounds, options.device, jettison=not options.no_jettison)
-    document = _document(options, size, rows)
+            document = _document(options, size, rows)  # after each model: hours of rounds are not lost with the last
+            out.write_text(json.dumps(document, indent=1) + "\n")
+            out.with_suffix(".md").write_text(markdown(document, rows))
     show(rows)
-    out = options.json or RESULTS / f"peers-{options.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
-    out.with_suffix(".md").write_text(markdown(document, rows))
     _say(f"written: {out} and {out.with_suffix('.md')}")
     return 0
 
@@ -98,6 +98,8 @@ def run_section(section: str, name: str, size: Size, rounds: int, device: str, *
         extra += [(at_peak(trial.rival.name, trial.peak_bytes), trial.peak_bytes) for trial in trials[1:]]
         for rival, budget_bytes in extra:
             trials += _try(rival, name, size, device, trials, budget_bytes)
+    if not trials:
+        return []
     _say(f"{name}: {rounds} interleaved rounds of {len(trials)} cases")
     timing = interleaved(rounds, {trial.rival.name: trial.step for trial in trials}, warmup=2)
     return [_row(section, name, trial, timing[trial.rival.name]) for trial in trials]

@@ -21,7 +21,7 @@ from jettison.errors import TraceError  # noqa: E402
 from jettison.ledger.program import Anchor, Op, Source  # noqa: E402
 from jettison.measure import buffer_digest, parameter_digest, rng_digest  # noqa: E402
 from jettison.measure.peak import allocation_deltas  # noqa: E402
-from jettison.trace.capture import RegionTrace, TensorRef  # noqa: E402
+from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
 from jettison.trace.region import trace_region  # noqa: E402
 
@@ -387,3 +387,12 @@ def test_the_digest_is_the_same_in_another_process() -> None:
         [sys.executable, "-c", DIGEST_SCRIPT], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
     )
     assert done.stdout.strip() == digest(mlp())
+
+
+def test_a_recording_on_real_tensors_is_the_one_on_fake_tensors() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    recorder = Recorder(model, [x])
+    with CaptureMode() as capture, capture.recording(recorder):
+        output = model(x)
+    assert recorder.finish(output).program == trace_region(model, (x,), {}).program

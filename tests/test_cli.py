@@ -115,14 +115,14 @@ def test_other_families_need_no_architectures(capsys, tmp_path, values):
 
 
 def test_plan_then_verify_and_the_minimum_works(capsys, config, tmp_path):
-    none = ("--optimizer", "none")
-    code, out, err = call(capsys, "plan", config, "--budget", "1MB", *none, "--format", "json")
+    with_state = ("--optimizer", "adamw")
+    code, out, err = call(capsys, "plan", config, "--budget", "1MB", *with_state, "--format", "json")
     refused = json.loads(out)
     assert (code, refused["feasible"], refused["schema"]) == (3, False, "jettison.plan/1")
     smallest = refused["minimum_budget_bytes"]
     assert f'"{smallest}B"' in err
     out_file = tmp_path / "p.json"
-    made = document(capsys, "plan", config, "--budget", f"{smallest}B", *none, "--out", out_file)
+    made = document(capsys, "plan", config, "--budget", f"{smallest}B", *with_state, "--out", out_file)
     assert made["feasible"] is True
     assert made["predicted"]["peak_bytes"] <= made["budget_bytes"] == smallest
     assert {"layer", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"} <= set(made["layers"][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,10 @@ def read_config(path: Path) -> Any:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers validates each config in its own way
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"transformers cannot read {file}: {first}") from error
+        raise UsageError(
+            f"transformers cannot read {file}: {textwrap.shorten(first, 120, placeholder=' ...')}. Check model_type, or "
+            "pass a factory: module:function"
+        ) from error
 
 
 def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.Module:
