@@ -71,8 +71,8 @@ def read_config(path: Path) -> Any:
     except Exception as error:  # transformers validates each config in its own way
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"transformers cannot read {file}: {textwrap.shorten(first, 120, placeholder=' ...')}. Check model_type, or "
-            "pass a factory: module:function"
+            f"transformers cannot read {file}: {textwrap.shorten(first, 120, placeholder=' ...')}. "
+            "Check model_type, or pass a factory: module:function"
         ) from error
 
 

@@ -30,6 +30,8 @@ from jettison.units import parse_bytes
 
 Progress = Callable[[str], None]
 
+MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
+
 
 def silent(_text: str) -> None:
     """Progress for nobody."""
@@ -89,7 +91,10 @@ def ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress
 
 
 def plan(request: ModelRequest, *, budget: str, progress: Progress = silent) -> PlanReport:
-    """The fastest plan under a budget. Ops are priced by their FLOPs and bytes, since nothing real is there to time.
+    """The fastest plan under a budget.
+
+    Ops of a model that this machine could hold are run once each, for their seconds and their workspace; those of a
+    larger one are priced by their FLOPs and bytes, and their kernels' workspace is not in the predicted peak.
 
     Raises:
         Infeasible: no plan fits.
@@ -102,7 +107,8 @@ def plan(request: ModelRequest, *, budget: str, progress: Progress = silent) -> 
     progress("tracing")
     traced = loaded.trace()
     progress("planning")
-    found = plan_trace(traced, budget, optimizer=optimizer_for(request, traced.twin), measure=loaded.mode is None)
+    small = unique_bytes(traced.twin.parameters()) <= MEASURED_BELOW_BYTES
+    found = plan_trace(traced, budget, optimizer=optimizer_for(request, traced.twin), measure=small)
     return PlanReport(plan=found, request=request)
 
 
