@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from jettison.cost import CPU, CUDA, op_seconds
+from jettison.cost import CPU, CUDA, Rates, op_seconds
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.measure.observe import observe_block
@@ -146,7 +146,9 @@ class Planner:
         """Runs of blocks of which only the first holds its input: what is computed again adds up along the run.
 
         Levels follow from the blocks' own: a block in a run holds what plain autograd saves of it until its backward.
+        By then it has left the caches: it is charged one more pass out to memory and back.
         """
+        rates = self._rates()
         calls = self.trace.calls
         if len({c.name for c in calls}) < len(calls):
             return  # a block that is called twice has one treatment, not a place in one run
@@ -167,7 +169,8 @@ class Planner:
                     key="segment", start=start, stop=start + size, resident_bytes=members[0][0].resident_bytes,
                     forward_peak_bytes=members[0][0].resident_bytes + max(o.forward_peak_bytes for o, _, _ in members),
                     backward_peak_bytes=tuple(peaks),
-                    seconds=members[-1][0].seconds + sum(again for _, _, again in members[:-1]),
+                    seconds=members[-1][0].seconds
+                    + sum(again + 2 * saved / rates.bytes_per_second for _, saved, again in members[:-1]),
                 )  # fmt: skip
 
     def _full_option(self, key: str) -> tuple[RegionOption, int, float]:
@@ -184,9 +187,12 @@ class Planner:
         option = rehearse_block(self.trace, cls, kept, "full", alone, self.workspace)
         return option, program.kept_bytes(program.saved_buffers()), along
 
+    def _rates(self) -> Rates:
+        return CUDA if any(p.is_cuda for p in self.trace.twin.parameters()) else CPU
+
     def seconds_of(self, trace: RegionTrace) -> list[float]:
         """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes."""
-        rates = CUDA if any(p.is_cuda for p in self.trace.twin.parameters()) else CPU
+        rates = self._rates()
         out = []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):
             price = self.prices.get(_request(call).key) if self.prices else None

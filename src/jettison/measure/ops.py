@@ -8,7 +8,6 @@ real one.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from jettison.measure.peak import ALLOCATION_EVENT
 
 REPEATS = 3
-OPERATOR_BUDGET_SECONDS = 0.003
+OPERATOR_BUDGET_SECONDS = 0.006
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class OpRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class OpPrice:
-    """`seconds`: median of a few runs, None where the operator could not be run. `workspace_bytes`: the allocator's
+    """`seconds`: the least of a few runs, None where the operator could not be run. `workspace_bytes`: the allocator's
     peak inside the call, less its outputs (0 where it could not be run)."""
 
     seconds: float | None
@@ -137,13 +136,13 @@ def _timed(requests: list[OpRequest], deadline: float) -> dict[str, float | None
             break
         try:
             args, kwargs = _stand_ins(request)
-            seconds[request.key] = _median_seconds(request.func, args, kwargs)
+            seconds[request.key] = _least_seconds(request.func, args, kwargs)
         except Exception:  # an operator may refuse stand-in values in any way it likes; then it has no measured price
             seconds[request.key] = None
     return seconds
 
 
-def _median_seconds(func: Any, args: Any, kwargs: Any) -> float:
+def _least_seconds(func: Any, args: Any, kwargs: Any) -> float:
     cuda = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves((args, kwargs)))
     samples: list[float] = []
     first = _one_run(func, args, kwargs, cuda)  # warms caches; counts only where a second run is not affordable
@@ -152,7 +151,7 @@ def _median_seconds(func: Any, args: Any, kwargs: Any) -> float:
     start = time.perf_counter()
     while len(samples) < REPEATS or (len(samples) < 20 and time.perf_counter() - start < OPERATOR_BUDGET_SECONDS):
         samples.append(_one_run(func, args, kwargs, cuda))
-    return statistics.median(samples)
+    return min(samples)  # what disturbs a run only ever adds to it
 
 
 def _one_run(func: Any, args: Any, kwargs: Any, cuda: bool) -> float:
