@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -156,6 +155,3 @@ class Program:
         """Equal for regions that compute the same thing on tensors of the same shape."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def __iter__(self) -> Iterator[Op]:
-        return iter(self.ops)

@@ -59,7 +59,7 @@ class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
     __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "name", "owners",
-                 "parameters", "precision", "ran", "recipe")  # fmt: skip
+                 "parameters", "precision", "recipe")  # fmt: skip
 
     def __init__(self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]]) -> None:
         self.recipe = recipe
@@ -75,7 +75,6 @@ class Frame:
             self.parameters[buffer] = (table, leaf, table[leaf]._version)
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
-        self.ran = 0
         self.precision = torch.get_float32_matmul_precision()
 
     # forward ---------------------------------------------------------------------------------------------------------
@@ -209,7 +208,6 @@ class Frame:
             set_state(step.device, current)
         else:
             out = run_step(step, leaves)
-        self.ran += 1
         for position, _old, new in step.written:
             self._put(new, leaves[position])
         for position, buffer in step.outputs:
