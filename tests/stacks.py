@@ -12,7 +12,7 @@ import jettison
 from jettison.api.planner import Planner
 from jettison.api.verbs import apply_rehearsed
 from jettison.measure import independent_copy
-from jettison.runtime.treatment import Share
+from jettison.plan.treatment import Share
 from jettison.trace.model import trace_model
 from training import Trained, assert_same, sgd, train
 

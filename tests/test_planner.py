@@ -28,7 +28,7 @@ from jettison.measure import (  # noqa: E402
 )
 from jettison.measure.rehearse import rehearse_step, twin_optimizer  # noqa: E402
 from jettison.plan import Plan  # noqa: E402
-from jettison.runtime.treatment import Full, KeepAll  # noqa: E402
+from jettison.plan.treatment import Full, KeepAll  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
 from training import sgd  # noqa: E402
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 import jettison  # noqa: E402
 from jettison.api import Applied  # noqa: E402
 from jettison.measure import AllocationCounter, compare_gradients, independent_copy, same_bits  # noqa: E402
-from jettison.runtime.treatment import MATMULS  # noqa: E402
+from jettison.plan.treatment import MATMULS  # noqa: E402
 
 N, ROWS, LAYERS = 8, 4, 4
 POLICIES = ("none", "selective-op", "full", "every:2", "every:3")

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from jettison.ledger import Ledger, Origin  # noqa: E402
-from jettison.runtime.treatment import Full  # noqa: E402
+from jettison.plan.treatment import Full  # noqa: E402
 from jettison.trace.ledger import OUTSIDE_LAYER, ROOT_LAYER, ledger_of  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
 

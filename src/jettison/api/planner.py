@@ -28,7 +28,7 @@ from jettison.plan.frontier import FrontierPoint, pareto_frontier
 from jettison.plan.levels import Choice
 from jettison.plan.moves import minimum_budget
 from jettison.plan.problem import Region, RegionOption, SegmentOption, StepProblem
-from jettison.runtime.treatment import Exactly, Full, KeepAll, Share, Treatment, treatment
+from jettison.plan.treatment import Exactly, Full, KeepAll, Share, Treatment, treatment
 from jettison.trace.capture import Call, RegionTrace, TensorRef
 from jettison.trace.model import ModelTrace
 

@@ -23,7 +23,7 @@ from jettison.plan.artefact import SCHEMA as PLAN_SCHEMA
 from jettison.plan.artefact import Plan
 from jettison.report.proof import Proof
 from jettison.report.summary import LedgerReport, Phase, StageBytes
-from jettison.runtime.treatment import KeepAll, Treatment
+from jettison.plan.treatment import KeepAll, Treatment
 from jettison.trace.ledger import ledger_of
 from jettison.trace.model import ModelTrace
 from jettison.units import parse_bytes

@@ -17,7 +17,7 @@ from jettison.plan.artefact import Plan
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.report import RegionReport
-from jettison.runtime.treatment import KeepAll, Treatment, attention_core, treatment
+from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatment
 from jettison.trace.model import LossFn, ModelTrace, trace_model
 from jettison.units import parse_bytes
 

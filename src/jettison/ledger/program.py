@@ -80,6 +80,15 @@ class Slot:
     path: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Closure:
+    """What it takes to compute a buffer again while everything else that is saved stays."""
+
+    ops: tuple[int, ...]
+    stops: tuple[int, ...]  # buffers that it starts from
+    anchor: str | None  # why it cannot be done, if it cannot
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A region's forward. Ops are in execution order; every input of an op is produced before it.
@@ -142,6 +151,32 @@ class Program:
                 again.add(op.index)
                 stack.extend(op.inputs)
         return tuple(sorted(again))
+
+    def closure(self, wanted: int) -> Closure:
+        """What it takes to compute buffer ``wanted`` again; nothing for an argument, which no op computes."""
+        saved = self.saved_buffers() - {wanted}
+        ops: set[int] = set()
+        stops: list[int] = []
+        anchor: str | None = None
+        stack, seen = [wanted], {wanted}
+        while stack:
+            buffer = self.buffers[stack.pop()]
+            if buffer.index in saved or buffer.free or buffer.producer is None:
+                stops.append(buffer.index)
+                continue
+            op = self.ops[buffer.producer]
+            if op.anchor is not None:
+                anchor = anchor or str(op.anchor)
+            if op.index not in ops:
+                ops.add(op.index)
+                fresh = [b for b in op.inputs if b not in seen]
+                seen.update(fresh)
+                stack.extend(fresh)
+        if stops == [wanted]:
+            return Closure(ops=(), stops=(), anchor=None)
+        if anchor is not None:
+            return Closure(ops=(), stops=(), anchor=anchor)
+        return Closure(ops=tuple(sorted(ops)), stops=tuple(sorted(stops)), anchor=None)
 
     def kept_bytes(self, kept: frozenset[int]) -> int:
         """Bytes that stay allocated between forward and backward because of this region."""

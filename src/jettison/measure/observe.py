@@ -13,7 +13,7 @@ from jettison.measure.levels import block_levels, chain_bytes
 from jettison.measure.memory import quiet_gc
 from jettison.plan.problem import RegionOption
 from jettison.runtime.region import PlannedForward
-from jettison.runtime.treatment import Full, KeepAll
+from jettison.plan.treatment import Full, KeepAll
 from jettison.trace.model import BlockClass, ModelTrace
 from jettison.trace.observe import stand_in, undisturbed
 from jettison.trace.signature import call_signature

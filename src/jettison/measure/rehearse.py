@@ -22,7 +22,7 @@ from jettison.measure.observe import StandIn
 from jettison.plan.problem import RegionOption
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
-from jettison.runtime.treatment import Exactly, KeepAll, Treatment
+from jettison.plan.treatment import Exactly, KeepAll, Treatment
 from jettison.trace.capture import RegionTrace
 from jettison.trace.fakes import fake_batch
 from jettison.trace.model import BlockClass, ModelTrace

@@ -21,7 +21,7 @@ from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, stat
 from jettison.plan.problem import RegionOption, RootOption
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
-from jettison.runtime.treatment import Exactly, KeepAll
+from jettison.plan.treatment import Exactly, KeepAll
 from jettison.trace.model import ModelTrace
 from jettison.trace.signature import call_signature
 from jettison.trace.stub import stub_outputs

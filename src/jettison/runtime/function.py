@@ -18,7 +18,7 @@ from torch import nn
 
 from jettison.runtime.active import is_inside
 from jettison.runtime.region import PlannedForward
-from jettison.runtime.treatment import Treatment, treatment
+from jettison.plan.treatment import Treatment, treatment
 from jettison.trace.blocks import REGION_MARK
 
 Class = TypeVar("Class", bound=type[nn.Module])

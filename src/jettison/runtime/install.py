@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from jettison.runtime.region import Link, PlannedForward
-from jettison.runtime.treatment import Treatment
+from jettison.plan.treatment import Treatment
 from jettison.trace.model import ModelTrace
 
 

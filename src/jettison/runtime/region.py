@@ -22,7 +22,7 @@ from jettison.runtime.frame import Diverged, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.report import RegionReport
-from jettison.runtime.treatment import Treatment
+from jettison.plan.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
 from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.model import trace_root

@@ -129,7 +129,7 @@ class _Region:
         """The record of one held tensor."""
         program = self.trace.program
         buffer = program.buffers[slot.buffer]
-        closure = _closure(program, slot.buffer)
+        closure = program.closure(slot.buffer)
         return SavedTensor(
             layer=self.layer,
             path=slot.path,
@@ -165,41 +165,6 @@ class _Region:
         outputs = self.trace.calls[buffer.producer].outputs if buffer.producer is not None else ()
         made = next((ref for ref in outputs if ref is not None and ref.buffer == b), None)
         return made or TensorRef(b, (buffer.nbytes,), (1,), 0, torch.uint8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Closure:
-    """What it takes to compute a buffer again while everything else that is saved stays."""
-
-    ops: tuple[int, ...]
-    stops: tuple[int, ...]
-    anchor: str | None
-
-
-def _closure(program: Program, wanted: int) -> _Closure:
-    saved = program.saved_buffers() - {wanted}
-    ops: set[int] = set()
-    stops: list[int] = []
-    anchor: str | None = None
-    stack, seen = [wanted], {wanted}
-    while stack:
-        buffer = program.buffers[stack.pop()]
-        if buffer.index in saved or buffer.free or buffer.producer is None:
-            stops.append(buffer.index)
-            continue
-        op = program.ops[buffer.producer]
-        if op.anchor is not None:
-            anchor = anchor or str(op.anchor)
-        if op.index not in ops:
-            ops.add(op.index)
-            fresh = [b for b in op.inputs if b not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-    if stops == [wanted]:  # an argument, or the random state: nothing in the region computes it
-        return _Closure(ops=(), stops=(), anchor=None)
-    if anchor is not None:
-        return _Closure(ops=(), stops=(), anchor=anchor)
-    return _Closure(ops=tuple(sorted(ops)), stops=tuple(sorted(stops)), anchor=None)
 
 
 def _outside(trace: ModelTrace, root: _Region) -> Iterator[SavedTensor]:

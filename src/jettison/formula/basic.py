@@ -1,0 +1,150 @@
+"""Ops that every family uses: casts, sums, linear layers, dropout, and the passage into and out of parallel blocks."""
+
+from __future__ import annotations
+
+from jettison.formula.tape import Collective, Places, Saved, Value
+from jettison.formula.writer import Writer, saved
+from jettison.ledger.program import Anchor
+
+PAPER = "arXiv 2205.05198"
+QUANTISED = "float8_e4m3fn"
+
+
+def cast(w: Writer, x: Value, dtype: str) -> Value:
+    """x in another dtype; x itself where it has it already."""
+    return x if x.dtype == dtype else w.tape.op("aten._to_copy.default", [x], dtype=dtype)
+
+
+def copy(w: Writer, x: Value, shape: tuple[int, ...] | None = None, places: Places | None = None) -> Value:
+    """A new tensor of the same elements."""
+    return w.tape.op("aten.clone.default", [x], shape, places=places)
+
+
+def add(w: Writer, a: Value, b: Value) -> Value:
+    """a + b. Backward needs nothing."""
+    return w.tape.op("aten.add.Tensor", [a, b], passes=True)
+
+
+def scale(w: Writer, x: Value) -> Value:
+    """x times a number. Backward needs nothing."""
+    return w.tape.op("aten.mul.Tensor", [x])
+
+
+def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str | None = None) -> Value:
+    """a * b: each factor's gradient needs the other factor."""
+    kept = [saved(b, roles[1])] if a.grad else []
+    kept += [saved(a, roles[0])] if b.grad else []
+    return w.tape.op("aten.mul.Tensor", [a, b], dtype=dtype, saves=kept)
+
+
+def linear(
+    w: Writer,
+    x: Value,
+    features: int,
+    name: str,
+    *,
+    bias: bool,
+    split: str | None = None,
+    keeps: Value | None = None,
+    role: str = "linear input",
+    reference: str = "",
+    tied: bool = False,
+) -> Value:
+    """x @ W^T (+ bias). Backward needs x, for the weight's gradient.
+
+    Args:
+        split: "column" shards W's outputs over tp, "row" its inputs; the sum over ranks is the caller's (`leave`).
+        tied: the weight is the embedding's.
+        keeps: what is saved in x's place (its shard, which backward gathers again).
+    """
+    width = x.shape[-1]
+    with w.tape.scope(name):
+        weights = [w.parameter("weight", features, width, split={"column": 0, "row": 1}.get(split or ""), tied=tied)]
+        weights += [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
+        last = len(x.shape) - 1
+        places = tuple(p for p in x.places if p[1] != last)
+        if split == "column" and w.tp > 1:
+            places = tuple(sorted((*places, ("tp", last))))
+        kept = x if keeps is None else keeps
+        if w.run.precision.product is not None:
+            kept = quantise(w, kept)
+        out = w.tape.op(
+            "aten.addmm.default" if bias else "aten.mm.default", [x], (*x.shape[:-1], features), places=places,
+            saves=[Saved(kept, role, reference)], weights=weights, dtype=w.compute, contracted=x.local_shape[-1],
+        )  # fmt: skip
+    return out
+
+
+def quantise(w: Writer, x: Value) -> Value:
+    """x in fp8 for a product; one copy for all products that read it."""
+    if x.index not in w.quantised:
+        product = w.run.precision.product
+        assert product is not None
+        w.quantised[x.index] = w.tape.op("quantise.fp8", [x], dtype=product)
+    return w.quantised[x.index]
+
+
+def batched_product(
+    w: Writer,
+    a: Value,
+    b: Value,
+    shape: tuple[int, ...],
+    places: Places,
+    contracted: int,
+    roles: tuple[str, str],
+    reference: str = "",
+) -> Value:
+    """a @ b for two activations: both are needed in backward. ``contracted`` is the local size summed over."""
+    kept = [saved(b, roles[1], reference)] if a.grad else []
+    kept += [saved(a, roles[0], reference)] if b.grad else []
+    return w.tape.op(
+        "aten.bmm.default", [a, b], shape, dtype=w.compute, places=places, saves=kept, contracted=contracted
+    )
+
+
+def dropout(w: Writer, x: Value, *, site: bool, reference: str = "") -> Value:
+    """Dropout where the architecture has it and the run asks for it. Backward needs the mask."""
+    if not site or not w.run.dropout:
+        return x
+    if w.kernels.byte_masks:
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
+        mask = w.tape.empty(x.shape, "bool", x.places)
+        w.tape.record(
+            "aten.native_dropout.default", [x, w.random()], [out, mask], saves=[saved(mask, "dropout mask", reference)]
+        )
+        return out
+    mask = w.tape.op("aten.bernoulli.p", [x, w.random()], grad=False)
+    return w.tape.op("aten.mul.Tensor", [x, mask], saves=[saved(mask, "dropout mask", reference)])
+
+
+def enter(w: Writer, x: Value) -> tuple[Value, Value]:
+    """Into a tensor-parallel block: x whole on every rank, and what a column-parallel product there saves of it.
+
+    The operator g of arXiv 2205.05198 §4.2.2: all-gather along s, whose backward is a reduce-scatter. Without sequence
+    parallelism it is f: nothing, whose backward is an all-reduce.
+    """
+    layout = w.run.layout
+    if w.tp == 1:
+        return x, x
+    if not layout.sp:
+        w.tape.collectives.append(Collective("all_reduce", "tp", x.nbytes, backward=True))
+        return x, x
+    whole = w.tape.collective("all_gather_into_tensor", "tp", x, w.inside(), backward="reduce_scatter_tensor")
+    if layout.gathered_inputs:
+        return whole, whole
+    w.tape.collectives.append(Collective("all_gather_into_tensor", "tp", whole.nbytes, backward=True))
+    return whole, x
+
+
+def leave(w: Writer, y: Value) -> Value:
+    """Out of a tensor-parallel block: partial sums over tp become the residual stream. The operator g-bar."""
+    if w.tp == 1:
+        return y
+    if w.run.layout.sp:
+        return w.tape.collective("reduce_scatter_tensor", "tp", y, w.outside(), backward="all_gather_into_tensor")
+    return w.tape.collective("all_reduce", "tp", y, y.places, backward=None)
+
+
+def discrete(w: Writer, x: Value, name: str, shape: tuple[int, ...], dtype: str = "int64") -> Value:
+    """A choice that may not be made a second time."""
+    return w.tape.op(name, [x], shape, dtype, grad=False, anchor=Anchor.DISCRETE)

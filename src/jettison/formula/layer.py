@@ -1,0 +1,51 @@
+"""One transformer layer: attention and feed-forward blocks, norms and residual sums in the arrangement asked for."""
+
+from __future__ import annotations
+
+from jettison.errors import UsageError
+from jettison.formula.attention import attention
+from jettison.formula.basic import add, dropout
+from jettison.formula.mlp import mlp
+from jettison.formula.norm import norm
+from jettison.formula.tape import Value
+from jettison.formula.writer import Writer
+from jettison.spec.model import Arrangement, Attention, Layer, Mlp
+
+
+def layer(w: Writer, x: Value, spec: Layer) -> Value:
+    """The residual stream after the layer."""
+    match spec.arrangement:
+        case Arrangement.PRE:
+            x = add(w, x, _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec)))
+            return add(w, x, _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)))
+        case Arrangement.PARALLEL:
+            first = _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec))
+            second = _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec))
+            return add(w, add(w, second, first), x)
+        case Arrangement.POST:
+            x = add(w, x, norm(w, _attend(w, x, spec), spec.norm, "attention_norm"))
+            return add(w, x, norm(w, _feed(w, x, spec), spec.norm, "mlp_norm"))
+        case Arrangement.SANDWICH:
+            inner = _attend(w, norm(w, x, spec.norm, "attention_norm"), spec)
+            x = add(w, x, norm(w, inner, spec.norm, "attention_output_norm"))
+            inner = _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)
+            return add(w, x, norm(w, inner, spec.norm, "mlp_output_norm"))
+        case Arrangement.OUTER:
+            x = norm(w, add(w, _dropped(w, _attend(w, x, spec)), x), spec.norm, "attention_norm")
+            return norm(w, add(w, _dropped(w, _feed(w, x, spec)), x), spec.norm, "mlp_norm")
+
+
+def _dropped(w: Writer, x: Value) -> Value:
+    return dropout(w, x, site=w.run.model.dropout_sites.residual, reference="arXiv 2205.05198 §4.1, dropout mask: sbh")
+
+
+def _attend(w: Writer, x: Value, spec: Layer) -> Value:
+    if isinstance(spec.attention, Attention):
+        return attention(w, x, spec.attention, spec.norm)
+    raise UsageError("latent attention is not written yet")
+
+
+def _feed(w: Writer, x: Value, spec: Layer) -> Value:
+    if isinstance(spec.mlp, Mlp):
+        return mlp(w, x, spec.mlp)
+    raise UsageError("experts are not written yet")

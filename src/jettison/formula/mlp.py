@@ -1,0 +1,71 @@
+"""The feed-forward block: two products with a nonlinearity between them, or three with a gate."""
+
+from __future__ import annotations
+
+from jettison.formula.basic import add, enter, leave, linear, multiply, scale
+from jettison.formula.tape import Value
+from jettison.formula.writer import Writer, saved
+from jettison.spec.model import Activation, Mlp
+
+PAPER = "arXiv 2205.05198 §4.1, MLP"
+
+KERNEL = {
+    Activation.GELU: "aten.gelu.default",
+    Activation.GELU_TANH: "aten.gelu.default",
+    Activation.SILU: "aten.silu.default",
+}
+
+
+def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
+    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
+    with w.tape.scope(name):
+        whole, kept = enter(w, x)
+        hidden = _gated(w, whole, kept, spec) if spec.gated else _plain(w, whole, kept, spec)
+        out = linear(w, hidden, w.run.model.hidden, "down", bias=spec.bias, split="row", reference=f"{PAPER}: 8sbh")
+        return leave(w, out)
+
+
+def _plain(w: Writer, x: Value, kept: Value, spec: Mlp) -> Value:
+    up = linear(w, x, spec.ffn, "up", bias=spec.bias, split="column", keeps=kept, reference=f"{PAPER}: 2sbh")
+    return activation(w, up, spec.activation)
+
+
+def _gated(w: Writer, x: Value, kept: Value, spec: Mlp) -> Value:
+    more = {"bias": spec.bias, "split": "column", "keeps": kept}
+    if spec.fused_gate_up:
+        joint = linear(w, x, 2 * spec.ffn, "gate_up", **more)  # type: ignore[arg-type]
+        gate, up = (w.tape.view(joint, (*joint.shape[:-1], spec.ffn)) for _ in range(2))
+    else:
+        gate = linear(w, x, spec.ffn, "gate", **more)  # type: ignore[arg-type]
+        up = linear(w, x, spec.ffn, "up", **more)  # type: ignore[arg-type]
+    return gate_product(w, gate, up, spec.activation)
+
+
+def gate_product(w: Writer, gate: Value, up: Value, kind: Activation) -> Value:
+    """activation(gate) * up. As one kernel it keeps both halves and computes the rest again."""
+    if w.kernels.fused_gate:
+        kept = [saved(gate, "activation input"), saved(up, "activation input")]
+        return w.tape.op("gated_activation", [gate, up], saves=kept)
+    return multiply(w, activation(w, gate, kind), up, ("activation output", "product operand"))
+
+
+def activation(w: Writer, x: Value, kind: Activation) -> Value:
+    """The nonlinearity: its input stays, or for relu its output."""
+    if kind is Activation.GELU_WRITTEN:
+        return _gelu_written(w, x)
+    if kind is Activation.RELU:
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+        w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
+        return out
+    return w.tape.op(KERNEL[kind], [x], saves=[saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")])
+
+
+def _gelu_written(w: Writer, x: Value) -> Value:
+    """0.5 x (1 + tanh(c (x + 0.044715 x^3))), op by op: transformers' NewGELUActivation."""
+    half = scale(w, x)
+    cube = w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[saved(x, "activation input")])
+    inner = scale(w, add(w, x, scale(w, cube)))
+    tanh = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    w.tape.record("aten.tanh.default", [inner], [tanh], saves=[saved(tanh, "activation output")])
+    one = w.tape.op("aten.add.Tensor", [tanh], passes=True)
+    return multiply(w, half, one, ("product operand", "product operand"))

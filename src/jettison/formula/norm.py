@@ -1,0 +1,72 @@
+"""Normalisations: LayerNorm and RMSNorm, as one kernel or written out op by op."""
+
+from __future__ import annotations
+
+from jettison.formula.basic import cast, multiply
+from jettison.formula.tape import Value
+from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import Device
+from jettison.spec.model import Norm, NormKind
+
+REFERENCE = "arXiv 2205.05198 §4.1, layer norm: the input, 2sbh"
+STATISTICS = "left out of the equations: one number a row"
+
+
+def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None, split: bool = False) -> Value:
+    """Normalise the last dim of x.
+
+    Args:
+        width: of the weight, where it is not the last dim's size.
+        split: the weight is sharded over tp with what it multiplies.
+    """
+    size = x.shape[-1] if width is None else width
+    with w.tape.scope(name):
+        weight = w.parameter("weight", size, split=0 if split else None)
+        weights = [weight] + ([w.parameter("bias", size)] if spec.bias else [])
+        if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
+            return _fused(w, x, spec, weights)
+        return _written_offset(w, x, weights) if spec.offset else _written(w, x, weights)
+
+
+def _fused(w: Writer, x: Value, spec: Norm, weights: list) -> Value:  # type: ignore[type-arg]
+    """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input."""
+    dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    layer = spec.kind is NormKind.LAYER
+    rows = (*x.shape[:-1], 1)
+    places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+    statistics = [w.tape.empty(rows, dtype, places) for _ in range(2 if layer else 1)]
+    w.tape.record(
+        "aten.native_layer_norm.default" if layer else "aten._fused_rms_norm.default", [x], [out, *statistics],
+        saves=[saved(x, "norm input", REFERENCE), *(saved(v, "norm statistics", STATISTICS) for v in statistics)],
+        weights=weights,
+    )  # fmt: skip
+    return out
+
+
+def _root_mean_square(w: Writer, x: Value) -> Value:
+    """x / rms(x) in fp32, op by op: the fp32 copy and the reciprocal root stay."""
+    wide = cast(w, x, "float32")
+    rows = (*x.shape[:-1], 1)
+    places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+    square = w.tape.op("aten.pow.Tensor_Scalar", [wide], saves=[saved(wide, "norm input", REFERENCE)])
+    mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
+    variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
+    root = w.tape.empty(rows, "float32", places, grad=True)
+    w.tape.record("aten.rsqrt.default", [variance], [root], saves=[saved(root, "norm statistics", STATISTICS)])
+    return multiply(w, wide, root, ("norm input", "norm statistics"))
+
+
+def _written(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
+    """weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight."""
+    normal = cast(w, _root_mean_square(w, x), x.dtype)
+    return w.tape.op("aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights)
+
+
+def _written_offset(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
+    """(x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm."""
+    normal = _root_mean_square(w, x)
+    wide = w.tape.source("weight", weights[0].shape, w.run.precision.parameter, weights[0].places, grad=True, free=True)
+    shifted = w.tape.op("aten.add.Tensor", [cast(w, wide, "float32")], passes=True, weights=weights)
+    product = multiply(w, normal, shifted, ("normalised input", "norm weight"))
+    return cast(w, product, x.dtype)

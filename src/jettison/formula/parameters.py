@@ -1,0 +1,25 @@
+"""How many parameters a model has: the sum over its regions, each weight once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from jettison.formula.region import Region, embedding_region, head_region, layer_region
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Run
+
+
+def regions(model: ModelSpec) -> Iterator[tuple[Region, int]]:
+    """The distinct regions of a model, and how often each occurs."""
+    scene = Run(model=model, seq=1).scene
+    yield embedding_region(scene), 1
+    counts = Counter(model.layers)
+    for kind in model.kinds:
+        yield layer_region(scene, kind), counts[kind]
+    yield head_region(scene), 1
+
+
+def parameter_count(model: ModelSpec) -> int:
+    """Parameters of the whole model; a tied weight counts once."""
+    return sum(n * sum(w.total for w in region.weights if not w.tied) for region, n in regions(model))

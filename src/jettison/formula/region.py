@@ -1,0 +1,161 @@
+"""A region written out: its program, its saved tensors, its parameters. Equal regions are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from jettison.dtypes import tensor_bytes
+from jettison.formula.embedding import embedding
+from jettison.formula.layer import layer as write_layer
+from jettison.formula.loss import head
+from jettison.formula.tape import Collective, Tape, Value, Weight
+from jettison.formula.writer import Writer
+from jettison.ledger.program import Buffer, Op, Program, Slot, Source
+from jettison.ledger.record import Origin, Placement, SavedTensor
+from jettison.spec.model import Layer
+from jettison.spec.run import Scene
+
+EMBEDDING, HEAD = "embedding", "head"
+"""Names of the two regions that are no layers."""
+HELD = "kept for recompute"
+"""Role of what no op saves and a recompute starts from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """One region of a scene, as its tape has it. All bytes and FLOPs are one rank's.
+
+    ``output`` is the residual stream, or the loss.
+    """
+
+    tape: Tape
+    output: Value
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Its parameters."""
+        return tuple(self.tape.weights)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Transfers of one forward and one backward."""
+        return tuple(self.tape.collectives)
+
+    @cached_property
+    def flops(self) -> int:
+        """Of one forward."""
+        return sum(step.flops for step in self.tape.steps)
+
+    @cached_property
+    def buffers(self) -> dict[int, int]:
+        """Storage -> its buffer in the program."""
+        owners = [v.index for v in self.tape.values if v.storage == v.index]
+        return {storage: index for index, storage in enumerate(owners)}
+
+    @cached_property
+    def program(self) -> Program:
+        """The region as ledgers, policies and planners read it. Every tensor of it could be kept."""
+        tape, of = self.tape, self.buffers
+        makers = {v.storage: i for i, step in enumerate(tape.steps) for v in step.outputs}
+        buffers = []
+        for storage, index in of.items():
+            source, name, free = tape.sources.get(storage, (Source.OP, "", False))
+            buffers.append(
+                Buffer(
+                    index=index, nbytes=tape.sizes[storage], source=source, producer=makers.get(storage), name=name,
+                    keepable=not free, free=free or (source is Source.RANDOM and not tape.sizes[storage]),
+                )
+            )  # fmt: skip
+        ops = tuple(
+            Op(
+                index=i, name=step.name, inputs=tuple(of[v.storage] for v in step.inputs),
+                outputs=tuple(of[v.storage] for v in step.outputs), flops=step.flops, bytes_moved=step.bytes_moved,
+                path=step.path, anchor=step.anchor,
+            )
+            for i, step in enumerate(tape.steps)
+        )  # fmt: skip
+        slots = tuple(
+            Slot(index=i, buffer=of[s.value.storage], shape=s.value.local_shape, dtype=s.value.dtype, op=step.name,
+                 path=step.path)
+            for i, (step, s) in enumerate((step, s) for step in tape.steps for s in step.saved)
+        )  # fmt: skip
+        return Program(
+            buffers=tuple(buffers), ops=ops, slots=slots, outputs=(of[self.output.storage],),
+        )  # fmt: skip
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What one rank holds between forward and backward without recompute."""
+        return self.program.kept_bytes(self.program.saved_buffers())
+
+    def entries(self, layer: str, kept: frozenset[int] | None = None) -> Iterator[SavedTensor]:
+        """The saved tensors, one entry a slot, storages named after the layer.
+
+        Args:
+            kept: buffers that stay under a policy; None: what autograd saves.
+        """
+        program, of = self.program, self.buffers
+        stays = program.saved_buffers() if kept is None else kept
+        named: set[int] = set()
+        position = 0
+        for step in self.tape.steps:
+            for s in step.saved:
+                buffer = of[s.value.storage]
+                named.add(buffer)
+                if buffer in stays:
+                    yield self._entry(layer, s.value, step.path, step.name, s.role, s.reference)
+                position += 1
+        storages = {index: storage for storage, index in of.items()}
+        for buffer in sorted(stays - named):
+            value = self.tape.values[storages[buffer]]
+            source = program.buffers[buffer].source
+            role = program.buffers[buffer].name if source in (Source.INPUT, Source.RANDOM) else HELD
+            yield self._entry(layer, value, "", "", role, "")
+
+    def _entry(self, layer: str, value: Value, path: str, op: str, role: str, reference: str) -> SavedTensor:
+        owner = self.tape.values[value.storage]
+        ops, stops, anchor = self._recompute(self.buffers[value.storage])
+        return SavedTensor(
+            layer=layer, path=path, op=op, role=role, shape=value.shape, dtype=value.dtype,
+            storage=f"{layer}#{value.storage}", storage_bytes=tensor_bytes(owner.shape, owner.dtype),
+            origin=Origin.FORMULA, placement=Placement(value.places), anchor=anchor, reference=reference,
+            recompute_flops=sum(self.program.ops[o].flops for o in ops),
+            recompute_bytes_moved=sum(self.program.ops[o].bytes_moved for o in ops),
+            inputs=tuple(f"{layer}#{stop}" for stop in stops),
+        )  # fmt: skip
+
+    def _recompute(self, buffer: int) -> tuple[tuple[int, ...], list[int], str | None]:
+        found = self._closures.get(buffer)
+        if found is None:
+            closure = self.program.closure(buffer)
+            storages = list(self.buffers)
+            found = closure.ops, [storages[stop] for stop in closure.stops], closure.anchor
+            self._closures[buffer] = found
+        return found
+
+    @cached_property
+    def _closures(self) -> dict[int, tuple[tuple[int, ...], list[int], str | None]]:
+        return {}
+
+
+@lru_cache(maxsize=4096)
+def layer_region(scene: Scene, layer: Layer) -> Region:
+    """One transformer layer."""
+    writer = Writer.of(scene)
+    return Region(output=write_layer(writer, writer.hidden(), layer), tape=writer.tape)
+
+
+@lru_cache(maxsize=1024)
+def embedding_region(scene: Scene) -> Region:
+    """What stands before the layers."""
+    writer = Writer.of(scene)
+    return Region(output=embedding(writer), tape=writer.tape)
+
+
+@lru_cache(maxsize=1024)
+def head_region(scene: Scene) -> Region:
+    """What stands after the layers."""
+    writer = Writer.of(scene)
+    return Region(output=head(writer, writer.hidden()), tape=writer.tape)

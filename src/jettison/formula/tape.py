@@ -1,0 +1,255 @@
+"""A forward written down symbolically: values without numbers, the ops between them, and what autograd keeps of each.
+
+NOTE [ One walk, every figure ]
+A layer is described once, as the ops that its forward runs. Each op states what it saves for its backward. Parameters,
+saved tensors, FLOPs, bytes moved, collectives and the transients of both passes are all read off that one walk, so
+none of them can disagree with another. Ops have PyTorch's names for them, so that what is decided on a recorded
+program (`ledger.program`) can be decided here as well.
+
+Shapes are logical, the whole tensor's; a placement says which mesh axis shards which dim, and what one rank holds
+follows from it and from the mesh. A view shares the storage of what it views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.ledger.program import Anchor, Source
+
+Places = tuple[tuple[str, int], ...]
+"""Mesh axis and the dim that it shards, sorted; what is not named is whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """One tensor of the forward. ``storage`` is the index of the value that owns its memory."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    places: Places
+    storage: int
+    grad: bool  # backward passes a gradient through it
+    local_shape: tuple[int, ...]
+    nbytes: int  # that one rank holds of this view
+
+    def dim_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that shard a dim."""
+        return tuple(axis for axis, sharded in self.places if sharded == dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value that an op keeps for its backward, and what people call it."""
+
+    value: Value
+    role: str
+    reference: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter: its logical shape and how it is placed.
+
+    ``expert``: ZeRO spreads it over the ranks of one expert only. ``tied``: another region's weight, read again.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    places: Places
+    nbytes: int  # on one rank, in the dtype that forward reads
+    numel: int  # on one rank
+    expert: bool = False
+    tied: bool = False
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A transfer between the ranks of one axis. ``nbytes`` is the whole tensor's, the gathered or reduced one."""
+
+    kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all
+    axis: str
+    nbytes: int
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op. ``passes``: the gradient of an input is the output's, or a view of it; otherwise it is a new tensor."""
+
+    name: str
+    path: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    saved: tuple[Saved, ...]
+    weights: tuple[Weight, ...]
+    flops: int
+    bytes_moved: int
+    passes: bool
+    anchor: Anchor | None
+    gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
+    workspace: int  # bytes that only live while its backward runs
+
+    @property
+    def differentiable(self) -> bool:
+        """Does backward visit it?"""
+        return any(v.grad for v in self.outputs)
+
+
+@dataclass(slots=True, kw_only=True)
+class Tape:
+    """What has been written so far. Make values with `source` and `op`; read `steps`, `weights` and `collectives`."""
+
+    mesh: Mapping[str, int]
+    steps: list[Step] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    sources: dict[int, tuple[Source, str, bool]] = field(default_factory=dict)  # storage -> kind, name, free
+    sizes: list[int] = field(default_factory=list)  # bytes on one rank of the storage that a value owns, else 0
+    values: list[Value] = field(default_factory=list)
+    _scope: list[str] = field(default_factory=list)
+
+    # values -----------------------------------------------------------------------------------------------------------
+
+    def source(
+        self, name: str, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False,
+        kind: Source = Source.INPUT, free: bool = False,
+    ) -> Value:  # fmt: skip
+        """A value that reaches the region from outside. ``free``: somebody else pays for its bytes."""
+        value = self._new(tuple(shape), dtype, places, None, grad)
+        self.sources[value.storage] = (kind, name, free)
+        return value
+
+    def view(self, value: Value, shape: Sequence[int], places: Places | None = None) -> Value:
+        """The same memory under another shape."""
+        return self._new(tuple(shape), value.dtype, value.places if places is None else places, value, value.grad)
+
+    def weight(
+        self, name: str, shape: Sequence[int], dtype: str, places: Places = (), *, expert: bool = False,
+        tied: bool = False,
+    ) -> Weight:  # fmt: skip
+        """Declare a parameter of the region."""
+        local = self.local_shape(tuple(shape), places)
+        full = ".".join([*self._scope, name])
+        made = Weight(full, tuple(shape), places, prod(local) * DTYPE_BYTES[dtype], prod(local), expert, tied)
+        self.weights.append(made)
+        return made
+
+    # ops --------------------------------------------------------------------------------------------------------------
+
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[Value],
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+        places: Places | None = None,
+        *,
+        saves: Iterable[Saved] = (),
+        weights: Sequence[Weight] = (),
+        flops: int = 0,
+        contracted: int = 0,
+        passes: bool = False,
+        anchor: Anchor | None = None,
+        grad: bool | None = None,
+        gradients: tuple[int, ...] | None = None,
+        workspace: int = 0,
+    ) -> Value:
+        """Run an op with one result, by default of the first input's shape, dtype and placement.
+
+        Args:
+            contracted: a matrix product sums over this many local elements; its FLOPs count a multiply-add as two.
+        """
+        like = inputs[0]
+        carries = any(v.grad for v in inputs) or bool(weights)
+        out = self._new(
+            like.shape if shape is None else tuple(shape),
+            like.dtype if dtype is None else dtype,
+            like.places if places is None else places,
+            None,
+            carries if grad is None else grad,
+        )
+        flops += 2 * prod(out.local_shape) * contracted
+        self.record(
+            name, inputs, (out,), saves=saves, weights=weights, flops=flops, passes=passes, anchor=anchor,
+            gradients=gradients, workspace=workspace,
+        )  # fmt: skip
+        return out
+
+    def record(
+        self,
+        name: str,
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        *,
+        saves: Iterable[Saved] = (),
+        weights: Sequence[Weight] = (),
+        flops: int = 0,
+        passes: bool = False,
+        anchor: Anchor | None = None,
+        gradients: tuple[int, ...] | None = None,
+        workspace: int = 0,
+    ) -> None:
+        """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
+        moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
+        kept = tuple(saves) if any(v.grad for v in outputs) else ()
+        self.steps.append(
+            Step(
+                name, ".".join(self._scope), tuple(inputs), tuple(outputs), kept, tuple(weights), flops, moved,
+                passes, anchor, gradients, workspace,
+            )
+        )  # fmt: skip
+
+    def empty(self, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False) -> Value:
+        """A value that the next recorded op makes."""
+        return self._new(tuple(shape), dtype, places, None, grad)
+
+    def collective(
+        self, kind: str, axis: str, value: Value, places: Places, *, backward: str | None
+    ) -> Value:  # fmt: skip
+        """Redistribute a value over an axis; ``backward`` is the collective of its gradient. No-op on an axis of 1."""
+        if self.mesh.get(axis, 1) == 1:
+            return value
+        result = self.op(f"c10d.{kind}", [value], places=places)
+        larger = max(value.nbytes, result.nbytes)
+        self.collectives.append(Collective(kind, axis, larger, backward=False))
+        if backward is not None and value.grad:
+            self.collectives.append(Collective(backward, axis, larger, backward=True))
+        return result
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Paths inside are below ``name``."""
+        self._scope.append(name)
+        yield
+        self._scope.pop()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def local_shape(self, shape: tuple[int, ...], places: Places) -> tuple[int, ...]:
+        """What one rank holds: a size that an axis does not divide is rounded up."""
+        if not places:
+            return shape
+        local = list(shape)
+        for axis, dim in places:
+            local[dim] = -(-local[dim] // self.mesh.get(axis, 1))
+        return tuple(local)
+
+    def _new(self, shape: tuple[int, ...], dtype: str, places: Places, base: Value | None, grad: bool) -> Value:
+        index = len(self.values)
+        local = self.local_shape(shape, places)
+        nbytes = prod(local) * DTYPE_BYTES[dtype]
+        storage = index if base is None else base.storage
+        value = Value(index, shape, dtype, places, storage, grad, local, nbytes)
+        self.values.append(value)
+        self.sizes.append(nbytes if base is None else 0)
+        return value

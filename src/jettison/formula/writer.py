@@ -1,0 +1,106 @@
+"""What every op family needs at hand: the tape, the run, and where activations are sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jettison.formula.tape import Places, Saved, Tape, Value, Weight
+from jettison.ledger.program import Source
+from jettison.spec.kernels import Device, Kernels
+from jettison.spec.run import Scene
+
+RANDOM_STATE_BYTES = {Device.CPU: 5056, Device.CUDA: 0}
+"""Of the default generator. A CUDA generator's 16 bytes are a host tensor."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """Writes one region (the embedding, a layer, the head) of a run."""
+
+    run: Scene
+    tape: Tape
+    quantised: dict[int, Value] = field(default_factory=dict)
+    _random: Value | None = None
+
+    @classmethod
+    def of(cls, run: Scene) -> Writer:
+        """An empty region."""
+        return cls(run=run, tape=Tape(mesh=run.layout.mesh_sizes))
+
+    # what was chosen ------------------------------------------------------------------------------------------------
+
+    @property
+    def kernels(self) -> Kernels:
+        """Which ops are one kernel."""
+        return self.run.kernels
+
+    @property
+    def compute(self) -> str:
+        """Dtype of activations."""
+        return self.run.precision.compute
+
+    @property
+    def tp(self) -> int:
+        """t."""
+        return self.run.layout.tp
+
+    @property
+    def seq_dim(self) -> int:
+        """Which dim of an activation is the sequence."""
+        return 1 if self.kernels.batch_first else 0
+
+    # shapes ---------------------------------------------------------------------------------------------------------
+
+    def shape(self, *width: int) -> tuple[int, ...]:
+        """(b, s, *width), or (s, b, *width)."""
+        b, s = self.run.micro_batch, self.run.seq
+        return (b, s, *width) if self.kernels.batch_first else (s, b, *width)
+
+    def inside(self, *more: tuple[str, int]) -> Places:
+        """Placement within attention and feed-forward blocks: s over cp, and what is given."""
+        cp = (("cp", self.seq_dim),) if self.run.layout.cp > 1 else ()
+        return tuple(sorted((*cp, *more)))
+
+    def outside(self) -> Places:
+        """Placement between the blocks: under sequence parallelism s is sharded over tp as well."""
+        sp = self.run.layout.sp and self.tp > 1
+        return self.inside(("tp", self.seq_dim)) if sp else self.inside()
+
+    def on_tp(self, dim: int) -> Places:
+        """Placement of an activation inside a block whose ``dim`` is sharded over tp."""
+        return self.inside(("tp", dim)) if self.tp > 1 else self.inside()
+
+    # sources --------------------------------------------------------------------------------------------------------
+
+    def hidden(self, role: str = "block input") -> Value:
+        """The residual stream as the region is given it."""
+        return self.tape.source(role, self.shape(self.run.model.hidden), self.compute, self.outside(), grad=True)
+
+    def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
+        """Something that every layer reads and none pays for."""
+        return self.tape.source(name, shape, dtype, places, kind=Source.INPUT, free=True)
+
+    def random(self) -> Value:
+        """The state of the random generator where the region starts: masks can be drawn from it again."""
+        if self._random is None:
+            size = RANDOM_STATE_BYTES[self.kernels.device]
+            self._random = self.tape.source("random state", (size,), "uint8", kind=Source.RANDOM)
+        return self._random
+
+    def parameter(
+        self, name: str, *shape: int, split: int | None = None, expert: bool = False, tied: bool = False
+    ) -> Weight:
+        """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
+
+        ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
+        """
+        places = [("tp", split)] if split is not None and self.tp > 1 else []
+        if expert and self.run.layout.ep > 1:
+            places.append(("ep", 0))
+        dtype = self.run.precision.parameter
+        return self.tape.weight(name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied)
+
+
+def saved(value: Value, role: str, reference: str = "") -> Saved:
+    """Short for an entry to be."""
+    return Saved(value, role, reference)

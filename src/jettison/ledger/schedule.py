@@ -1,0 +1,243 @@
+"""In which order a pipeline stage works, and what it holds meanwhile, found by replaying that order.
+
+p stages, each with v virtual ones, called its chunks: chunk c of stage r comes in place c p + r of the whole model.
+What a device holds depends on its own order alone, not on when each step runs, so no clock is needed.
+
+Sources: GPipe arXiv 1811.06965; 1F1B as PipeDream-flush in arXiv 2006.09503; interleaved 1F1B arXiv 2104.04473 §2.2;
+zero bubble ZB-H1 arXiv 2401.10241 §2.3. Left out: what is held beside the activations of micro-batches in flight, such
+as receive buffers, or an output kept after it was sent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from operator import add, ge
+
+from jettison.errors import UsageError
+from jettison.spec.layout import Schedule
+
+
+class Work(StrEnum):
+    """What a device does in one step."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # all of it or, where the schedule splits it, the half for the gradient of the input
+    WEIGHT = "W"  # the other half, for the gradients of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One chunk of one micro-batch through one kind of work; both count from 0."""
+
+    work: Work
+    micro_batch: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What a device holds as ``step`` starts, in micro-batches for each chunk.
+
+    Args:
+        forward: through their forward and not yet through their backward, the one that ``step`` is about included.
+        weight: through the first half of a split backward and not yet through the second.
+        step: the backward or weight step about to run; None where the counts are not of one moment.
+    """
+
+    forward: tuple[int, ...]
+    weight: tuple[int, ...]
+    step: Step | None = None
+
+    @property
+    def total(self) -> int:
+        """Micro-batch chunks that are alive, whole or half."""
+        return sum(self.forward) + sum(self.weight)
+
+
+def orders(
+    schedule: Schedule, *, stages: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[tuple[Step, ...], ...]:
+    """The order of each device, first stage first; see `order`.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    _check(schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    return tuple(
+        order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+        for stage in range(stages)
+    )
+
+
+def order(
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[Step, ...]:
+    """All steps of one device, in order: warm-up forwards, then a forward and a backward in turn, then what is left.
+
+    Chunks take turns, p micro-batches at a time, forwards from the first chunk and backwards from the last. Backwards
+    go through micro-batches in the order of the forwards, with GPipe as well: its paper draws them the other way round,
+    which holds the same.
+
+    ZB-H1 is 1F1B with each weight step put off by as many backwards as stages come before: what a later stage waits
+    less for backwards it waits more for weights, and every stage holds p micro-batches.
+
+    Raises:
+        UsageError: sizes below one, a stage that is not there, or a combination that the schedule does not know.
+    """
+    _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    forwards, backwards = [], []
+    for turn in range(micro_batches * virtual_stages):
+        turns, place = divmod(turn, stages)
+        rounds, chunk = divmod(turns, virtual_stages)
+        micro_batch = rounds * stages + place
+        forwards.append(Step(Work.FORWARD, micro_batch, chunk))
+        backwards.append(Step(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
+    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
+    steps = forwards[:warm_up]
+    for pair in zip(forwards[warm_up:], backwards, strict=False):
+        steps += pair
+    steps += backwards[len(forwards) - warm_up :]
+    return tuple(_with_weights(steps, delay=stage) if schedule is Schedule.ZERO_BUBBLE else steps)
+
+
+def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int) -> int:
+    """Forwards before the first pair of a forward and a backward."""
+    everything = micro_batches * virtual_stages
+    if schedule is Schedule.GPIPE:
+        return everything
+    later = stages - stage - 1
+    if virtual_stages == 1:
+        return min(later, everything)
+    if micro_batches == stages:  # as Megatron had it for both papers; its later versions hold less on later stages
+        return everything
+    return min(2 * later + (virtual_stages - 1) * stages, everything)
+
+
+def _with_weights(steps: Sequence[Step], *, delay: int) -> Iterator[Step]:
+    """Put the weight half of each backward behind the ``delay``-th backward after it."""
+    waiting: list[Step] = []
+    for step in steps:
+        yield step
+        if step.work is Work.BACKWARD:
+            waiting.append(Step(Work.WEIGHT, step.micro_batch, step.chunk))
+            if len(waiting) > delay:
+                yield waiting.pop(0)
+    yield from waiting
+
+
+def _check(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int) -> None:
+    for name, size in (("stages", stages), ("micro-batches", micro_batches), ("virtual stages", virtual_stages)):
+        if size < 1:
+            raise UsageError(f"got {size} {name} in a pipeline; expected 1 or more")
+    if not 0 <= stage < stages:
+        raise UsageError(f"got stage {stage} of a pipeline of {stages}; expected 0 to {stages - 1}")
+    if virtual_stages == 1:
+        return
+    if schedule is not Schedule.ONE_F_ONE_B:
+        raise UsageError(
+            f"got {virtual_stages} virtual stages with the schedule {schedule}; only {Schedule.ONE_F_ONE_B} interleaves"
+        )
+    if micro_batches % stages:
+        raise UsageError(
+            f"got {micro_batches} micro-batches for {stages} pipeline stages of {virtual_stages} virtual stages each; "
+            f"interleaving takes a multiple of {stages}: change the global batch, or give --virtual-stages 1"
+        )
+
+
+def occupancies(order: Sequence[Step]) -> tuple[Occupancy, ...]:
+    """The states worth pricing while a device works through ``order``.
+
+    Take the state just before each backward and each weight step, priced at so many bytes for each chunk, whole or
+    half, plus whatever that kind of work on that chunk adds. The dearest of the states returned is the dearest of all,
+    at any prices of zero or more: left out are repetitions, states that hold no more of anything than another before
+    the same work on the same chunk, and states halfway between two others.
+    """
+    groups: defaultdict[tuple[Work, int], dict[tuple[int, ...], Occupancy]] = defaultdict(dict)
+    for state in _replay(order):
+        assert state.step is not None
+        groups[state.step.work, state.step.chunk].setdefault((*state.forward, *state.weight), state)
+    return tuple(states[counts] for states in groups.values() for counts in _maximal(_ends(list(states))))
+
+
+def _replay(order: Sequence[Step]) -> Iterator[Occupancy]:
+    """The state before each step that lets go of something."""
+    chunks = 1 + max((step.chunk for step in order), default=0)
+    split = any(step.work is Work.WEIGHT for step in order)
+    forward, weight = [0] * chunks, [0] * chunks
+    for step in order:
+        if step.work is Work.FORWARD:
+            forward[step.chunk] += 1
+            continue
+        yield Occupancy(tuple(forward), tuple(weight), step)
+        if step.work is Work.WEIGHT:
+            weight[step.chunk] -= 1
+            continue
+        forward[step.chunk] -= 1
+        weight[step.chunk] += split
+
+
+def _ends(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Without those halfway between the one before and the one after, so that of an even series the ends are left."""
+    inner = zip(states, states[1:], states[2:], strict=False)
+    return states[:1] + [b for a, b, c in inner if tuple(map(add, a, c)) != tuple(map(add, b, b))] + states[1:][-1:]
+
+
+def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those whose counts no other's reach or exceed throughout, the fullest first."""
+    kept: list[tuple[int, ...]] = []
+    for counts in sorted(states, key=sum, reverse=True):  # what exceeds a state comes before it
+        if not any(all(map(ge, other, counts)) for other in kept):
+            kept.append(counts)
+    return kept
+
+
+def stage_occupancies(
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[Occupancy, ...]:
+    """The `occupancies` of one device, without replaying thousands of micro-batches.
+
+    Warm-up takes at most (v + 1) p - 2 forwards; from there the order repeats itself every v p pairs, p micro-batches,
+    until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    if schedule is Schedule.GPIPE:  # the same on every stage, and it holds all that there is
+        stage, replayed = 0, micro_batches
+    else:
+        replayed = min(micro_batches, 3 * stages)
+    return _order_occupancies(schedule, stage, stages, replayed, virtual_stages)
+
+
+@cache
+def _order_occupancies(
+    schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int
+) -> tuple[Occupancy, ...]:
+    return occupancies(
+        order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    )
+
+
+def in_flight(order: Sequence[Step]) -> Occupancy:
+    """The most that each chunk ever holds, whole and half: peaks that need not fall on one moment, so ``step`` is None.
+
+    Raises:
+        UsageError: nothing is let go of in ``order``, so there is no peak before it.
+    """
+    states = occupancies(order)
+    if not states:
+        raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
+    return Occupancy(
+        tuple(max(counts) for counts in zip(*(state.forward for state in states), strict=True)),
+        tuple(max(counts) for counts in zip(*(state.weight for state in states), strict=True)),
+    )
+
+
+def peak_in_flight(order: Sequence[Step]) -> int:
+    """The most micro-batch chunks that are alive at one moment, whole or half."""
+    return max((state.total for state in occupancies(order)), default=0)

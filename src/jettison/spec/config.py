@@ -1,0 +1,410 @@
+"""From a Hugging Face ``config.json`` to a `ModelSpec`: the text model alone, without torch or transformers.
+
+What `families` fixes for the architecture and what the file says are put together here. Sizes have to be in the file;
+the rest falls back on the architecture's defaults. Vision towers and multi-token-prediction modules are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any, Final
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.errors import UsageError
+from jettison.spec.families import ACTIVATIONS, FAMILIES, WRAPPERS, Family
+from jettison.spec.model import (
+    Activation,
+    Arrangement,
+    Attention,
+    DropoutSites,
+    Head,
+    LatentAttention,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Moe,
+)
+
+MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
+_TRACE: Final = "trace the live model instead: give module:factory in place of the configuration"
+_NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
+_SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
+_FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
+
+
+def read_config(path: Path) -> ModelSpec:
+    """Read a ``config.json``, or the one in this folder. The model is named after the folder, or after another file.
+
+    Raises:
+        UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    name = file.absolute().parent.name if file.name == "config.json" else file.stem
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+        raise UsageError(f"got {str(file)!r}; expected a config.json or its folder: {reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not JSON: {' '.join(str(error).split())}") from error
+    return parse_config(values, name=name or "model")
+
+
+def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
+    """Make a model out of a decoded ``config.json``. ``text_config`` is used where it holds the language model.
+
+    Raises:
+        UsageError: an architecture that is not known, missing sizes, or a value that makes no sense, by its key.
+    """
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
+    kind, values = _language_model(values, name)
+    fields = _Fields(name=name, family=FAMILIES[kind], values=values)
+    fields.check_complete()
+    return _model(fields, kind)
+
+
+def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
+    """The model_type and the values of the language model, which may stand inside ``text_config``."""
+    kind = values.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return kind, values
+    inner = values.get("text_config")
+    wrapper = isinstance(kind, str) and kind in WRAPPERS
+    if wrapper and not isinstance(inner, Mapping):
+        raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
+    if isinstance(inner, Mapping):
+        inner_kind = inner.get("model_type", WRAPPERS[kind] if wrapper else None)
+        if isinstance(inner_kind, str) and inner_kind in FAMILIES:
+            return inner_kind, _inherit(inner, values)
+        kind = inner_kind if inner_kind is not None else kind
+    got = "no model_type" if kind is None else f"the model_type {short(kind)}"
+    known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
+    raise UsageError(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
+
+
+def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inner configuration with what counts from around it: the wrapper owns the head, so it ties the embeddings."""
+    said = {key: value for key, value in inner.items() if value is not None or key not in ("dtype", "torch_dtype")}
+    dtype = {key: outer[key] for key in ("dtype", "torch_dtype") if outer.get(key) is not None}
+    tie = {"tie_word_embeddings": outer[key] for key in ("tie_word_embeddings",) if outer.get(key) is not None}
+    return {**({} if said.keys() & {"dtype", "torch_dtype"} else dtype), **said, **tie}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    """A configuration's values, each read with its type, its spelling and its default."""
+
+    name: str
+    family: Family
+    values: Mapping[str, Any]
+
+    def check_complete(self) -> None:
+        """Are all sizes there, and nothing that a `ModelSpec` cannot say?"""
+        missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
+        if missing:
+            raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
+        for key in _NOT_EXPRESSED:
+            if self.values.get(key):
+                raise UsageError(
+                    f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
+                )
+
+    def knows(self, key: str) -> bool:
+        """Does this architecture read the key?"""
+        return key in self.family.defaults or key in self.family.required
+
+    def spelled(self, key: str) -> str:
+        """The key as this configuration writes it; as the family does where it is not there."""
+        spellings = self.family.spelling.get(key, (key,))
+        present = [s for s in spellings if s in self.values]
+        return next((s for s in present if self.values[s] is not None), (*present, *spellings)[0])
+
+    def value(self, key: str) -> Any:
+        """As it stands in the file, else the default; None where the architecture does not read it."""
+        return self.values.get(self.spelled(key), self.family.defaults.get(key)) if self.knows(key) else None
+
+    def error(self, key: str, expected: str) -> UsageError:
+        """One line about a key."""
+        return UsageError(f"{self.name}: got {self.spelled(key)} {short(self.value(key))}; expected {expected}")
+
+    def size(self, key: str, *, least: int = 1) -> int:
+        """A whole number."""
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(key, f"a whole number of {least} or more")
+        return value
+
+    def optional_size(self, key: str, *, least: int = 1) -> int | None:
+        """A whole number, or None."""
+        return None if self.value(key) is None else self.size(key, least=least)
+
+    def flag(self, key: str) -> bool:
+        """True or false; null is the default."""
+        value = self.value(key)
+        value = bool(self.family.defaults.get(key)) if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def number(self, key: str) -> float:
+        """A number; null is 0."""
+        value = self.value(key)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, "a number")
+        return value
+
+    def activation(self) -> Activation:
+        """The nonlinearity. Gemma's first files say "gelu" and mean the approximation."""
+        if self.family.activation is not None:
+            return self.family.activation
+        word = self.value("hidden_act")
+        word = self.family.defaults["hidden_act"] if word is None else word
+        if not isinstance(word, str) or word not in ACTIVATIONS:
+            raise self.error("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+        found = ACTIVATIONS[word]
+        return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
+
+
+def _model(fields: _Fields, kind: str) -> ModelSpec:
+    family = fields.family
+    layers = _layers(fields)
+    sites, dropout = _dropout(fields)
+    masked = family.masked_language_model
+    return ModelSpec(
+        name=fields.name,
+        family=kind,
+        hidden=fields.size("hidden_size"),
+        vocab=fields.size("vocab_size"),
+        layers=layers,
+        final_norm=None if masked else family.norm,
+        max_positions=fields.size("max_position_embeddings"),
+        learned_positions=not family.rotary,
+        token_types=fields.size("type_vocab_size") if masked else 0,
+        embedding_norm=family.norm if masked else None,
+        embedding_scale=family.embedding_scale,
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        head=Head(
+            bias=masked,
+            transform=fields.activation() if masked else None,
+            softcap=bool(fields.number("final_logit_softcapping")),
+        ),
+        dropout_sites=sites,
+        dropout=dropout,
+        **_dtype(fields),
+    )
+
+
+def _dtype(fields: _Fields) -> dict[str, str]:
+    for key in ("dtype", "torch_dtype"):
+        if (value := fields.values.get(key)) is not None:
+            name = str(value).removeprefix("torch.")
+            if name not in _FLOATS:
+                raise UsageError(f"{fields.name}: got {key} {short(value)}; expected one of {', '.join(_FLOATS)}")
+            return {"dtype": name}
+    return {}
+
+
+def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
+    """Where the model drops out and with which probability (the largest, where they differ). A site whose probability
+    is 0 is switched off, unless all are: then the sites are those of the code, for a probability given elsewhere.
+    """
+    keys = fields.family.dropout
+    chances = {}
+    for site in ("embedding", "attention", "residual"):
+        if (key := getattr(keys, site)) is not None:
+            chances[site] = fields.number(key)
+            if not 0 <= chances[site] < 1:
+                raise fields.error(key, "a probability of at least 0 and below 1")
+    most = max(chances.values())
+    return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most
+
+
+def _layers(fields: _Fields) -> tuple[Layer, ...]:
+    """All layers, one object a kind."""
+    family = fields.family
+    depth = fields.size("num_hidden_layers")
+    if depth > MOST_LAYERS:
+        raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}")
+    attention = _latent_attention(fields) if family.latent else _attention(fields)
+    arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
+    kinds: dict[tuple[int | None, bool], Layer] = {}
+    order = list(zip(_windows(fields, depth), _sparse(fields, depth), strict=True))
+    for window, sparse in dict.fromkeys(order):
+        kinds[window, sparse] = Layer(
+            attention=replace(attention, window=window) if isinstance(attention, Attention) else attention,
+            mlp=_experts(fields) if sparse else _mlp(fields),
+            norm=family.norm,
+            arrangement=arrangement,
+        )
+    return tuple(kinds[kind] for kind in order)
+
+
+def _attention(fields: _Fields) -> Attention:
+    family = fields.family
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.optional_size("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads")
+    head_dim = fields.optional_size("head_dim")
+    if head_dim is None and hidden % heads:
+        expected = f"a divisor of the hidden size {hidden}" + (", or a head_dim" if fields.knows("head_dim") else "")
+        raise fields.error("num_attention_heads", expected)
+    head_dim = head_dim or hidden // heads
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
+        out_bias=family.out_bias or fields.flag("attention_bias"),
+        fused_qkv=family.fused_qkv,
+        qk_norm=family.qk_norm,
+        rotary_dim=int(head_dim * _rotated_share(fields)) if family.rotary else 0,
+        softcap=bool(fields.number("attn_logit_softcapping")),
+        sinks=family.sinks,
+        causal=_causal(fields),
+    )
+
+
+def _causal(fields: _Fields) -> bool:
+    if fields.knows("is_decoder"):
+        return fields.flag("is_decoder")
+    return not fields.flag("use_bidirectional_attention")
+
+
+def _rotated_share(fields: _Fields) -> float:
+    """Share of a head that is rotated. transformers 5 writes it into ``rope_parameters``, and that counts first."""
+    key = fields.family.rotary_key
+    if key is None:
+        return 1.0
+    share = fields.number(key)
+    for nest in ("rope_parameters", "rope_scaling"):
+        nested = fields.values.get(nest)
+        if isinstance(nested, Mapping) and nested.get("partial_rotary_factor") is not None:
+            key, share = f"{nest}.partial_rotary_factor", nested["partial_rotary_factor"]
+            break
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UsageError(f"{fields.name}: got {key} {short(share)}; expected a share above 0 and at most 1")
+    return share
+
+
+def _latent_attention(fields: _Fields) -> LatentAttention:
+    return LatentAttention(
+        heads=fields.size("num_attention_heads"),
+        query_rank=fields.optional_size("q_lora_rank"),
+        kv_rank=fields.size("kv_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+        bias=fields.flag("attention_bias"),
+    )
+
+
+def _mlp(fields: _Fields) -> Mlp:
+    family = fields.family
+    ffn = fields.optional_size("intermediate_size")
+    if ffn is None:
+        if "intermediate_size" in family.required:
+            raise fields.error("intermediate_size", "a whole number of 1 or more")
+        ffn = 4 * fields.size("hidden_size")  # GPT-2's rule
+    return Mlp(
+        ffn=ffn,
+        activation=fields.activation(),
+        gated=family.gated,
+        bias=family.mlp_bias or fields.flag("mlp_bias"),
+        fused_gate_up=family.fused_gate_up,
+    )
+
+
+def _experts(fields: _Fields) -> Moe:
+    style = fields.family.experts
+    assert style is not None, "a sparse layer of a family without experts"
+    if fields.flag("mlp_bias"):
+        raise fields.error("mlp_bias", f"false where there are experts: only shared ones would have it; or {_TRACE}")
+    experts, ffn = fields.size("num_experts"), fields.size(style.width)
+    top_k = fields.size("num_experts_per_tok")
+    if top_k > experts:
+        raise fields.error("num_experts_per_tok", f"at most the {experts} experts")
+    groups, top_groups = _groups(fields, experts)
+    return Moe(
+        experts=experts,
+        top_k=top_k,
+        ffn=ffn,
+        activation=fields.activation(),
+        router=style.router,
+        gated=fields.family.gated,
+        bias=style.bias,
+        router_bias=style.router_bias,
+        correction_bias=style.correction_bias,
+        normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
+        shared_ffn=ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
+        groups=groups,
+        top_groups=top_groups,
+    )
+
+
+def _groups(fields: _Fields, experts: int) -> tuple[int, int]:
+    """Into how many groups the experts are sorted, and how many of them a token may reach."""
+    if fields.knows("topk_method"):
+        method = fields.value("topk_method") or "greedy"
+        if method not in ("greedy", "group_limited_greedy"):
+            raise fields.error("topk_method", "greedy or group_limited_greedy")
+        if method == "greedy":
+            return 1, 1
+    groups = fields.optional_size("n_group") or 1
+    top_groups = fields.optional_size("topk_group") or groups
+    if experts % groups:
+        raise fields.error("n_group", f"a divisor of the {experts} experts")
+    if top_groups > groups:
+        raise fields.error("topk_group", f"at most the {groups} groups")
+    return groups, top_groups
+
+
+def _windows(fields: _Fields, depth: int) -> Iterator[int | None]:
+    """How far each layer looks back; None: to the beginning."""
+    window = fields.optional_size("sliding_window")
+    if fields.knows("use_sliding_window") and not fields.flag("use_sliding_window"):
+        window = None
+    if window is not None and fields.flag("use_bidirectional_attention"):
+        window = 2 * (window // 2) + 1  # half of it on either side, and the token itself
+    for sliding in _slides(fields, depth):
+        yield window if sliding else None
+
+
+def _slides(fields: _Fields, depth: int) -> list[bool]:
+    """Which layers have the window: those that ``layer_types`` says, else those of the family's rule."""
+    types = fields.value("layer_types")
+    if types is not None:
+        if not isinstance(types, list | tuple) or len(types) != depth:
+            raise fields.error("layer_types", f"a list of {depth}, one word a layer")
+        strange = [word for word in types if not isinstance(word, str) or word not in _SLIDING]
+        if strange:
+            expected = f"sliding_attention or full_attention; for any other, {_TRACE}"
+            raise UsageError(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
+        return [_SLIDING[word] for word in types]
+    if fields.knows("max_window_layers"):
+        first = fields.size("max_window_layers", least=0)
+        return [index >= first for index in range(depth)]
+    if fields.knows("sliding_window_pattern"):
+        period = fields.size("sliding_window_pattern")
+        return [(index + 1) % period > 0 for index in range(depth)]
+    return [True] * depth
+
+
+def _sparse(fields: _Fields, depth: int) -> Iterator[bool]:
+    """Which layers are mixtures of experts."""
+    first = fields.optional_size("first_k_dense_replace", least=0) or 0
+    period = fields.size("moe_layer_freq") if fields.knows("moe_layer_freq") else 1
+    step = fields.size("decoder_sparse_step") if fields.knows("decoder_sparse_step") else 1
+    dense = fields.value("mlp_only_layers") or []
+    if not isinstance(dense, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
+        raise fields.error("mlp_only_layers", "a list of layer numbers")
+    for index in range(depth):
+        spread = index >= first and index % period == 0 and (index + 1) % step == 0
+        yield fields.family.experts is not None and spread and index not in dense

@@ -1,0 +1,130 @@
+"""How a model is spread over devices.
+
+Mesh axes: "tp" (t ranks), "cp", "ep", "dp"; pipeline stages are not an axis that shards a tensor. Sequence parallelism
+shards along s over the axis "tp" what tensor parallelism leaves whole (arXiv 2205.05198 §4.2.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jettison.errors import UsageError
+from jettison.spec.model import ModelSpec, Moe
+
+
+class Schedule(StrEnum):
+    """In which order a pipeline's stages run forwards and backwards."""
+
+    GPIPE = "gpipe"  # all forwards, then all backwards (arXiv 1811.06965)
+    ONE_F_ONE_B = "1f1b"  # PipeDream-flush (arXiv 2006.09503); interleaved with virtual stages (arXiv 2104.04473)
+    ZERO_BUBBLE = "zero-bubble"  # backward split in two, ZB-H1 (arXiv 2401.10241)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Ranks along each axis, and the choices that go with them.
+
+    Args:
+        zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
+        gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
+            stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
+        keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
+        resharded: with zero 3, parameters are sharded again after each layer's forward.
+
+    Raises:
+        UsageError: a size below one, or choices that contradict each other.
+    """
+
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    virtual_stages: int = 1
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    dp: int = 1
+    zero: int = 0
+    gathered_inputs: bool = False
+    keeps_stage_outputs: bool = False
+    resharded: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
+        if self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
+        if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
+            raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
+        if (self.dp * self.cp) % self.ep:
+            raise UsageError(
+                f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
+            )
+
+    @property
+    def world(self) -> int:
+        """Devices altogether."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Sizes of the axes that shard tensors."""
+        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+
+    @property
+    def within_stage(self) -> Layout:
+        """The axes that shard activations; everything else as if it were not there."""
+        return Layout(
+            tp=self.tp,
+            sp=self.sp and self.tp > 1,
+            cp=self.cp,
+            ep=self.ep,
+            dp=self.ep,
+            gathered_inputs=self.gathered_inputs,
+        )
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which ZeRO spreads what experts do not own."""
+        return self.dp * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks over which ZeRO spreads one expert's."""
+        return self.dp * self.cp // self.ep
+
+    def check(self, model: ModelSpec, *, seq: int) -> None:
+        """Does the model divide this way?
+
+        Raises:
+            UsageError: heads, key-value heads, experts, layers or the sequence do not divide.
+        """
+        for layer in model.kinds:
+            self._check_heads(layer.attention.heads, layer.attention.kv_heads)
+            width = layer.mlp.ffn
+            if width % self.tp:
+                raise UsageError(f"--tp {self.tp} does not divide the feed-forward width {width}")
+            if isinstance(layer.mlp, Moe) and layer.mlp.experts % self.ep:
+                raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
+        if self.ep > 1 and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
+            raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
+        chunks = self.pp * self.virtual_stages
+        if model.depth % chunks and self.virtual_stages > 1:
+            raise UsageError(
+                f"{model.depth} layers do not divide into {self.pp} stages x {self.virtual_stages} virtual stages"
+            )
+        if chunks > model.depth:
+            raise UsageError(f"--pp {self.pp} makes {chunks} stages of {model.depth} layers; expected at most one each")
+        ways = self.cp * (self.tp if self.sp else 1)
+        if seq % ways:
+            raise UsageError(f"a sequence of {seq} does not divide over {ways} ranks (cp x tp with sp)")
+
+    def _check_heads(self, heads: int, kv_heads: int) -> None:
+        if heads % self.tp:
+            raise UsageError(f"--tp {self.tp} does not divide the {heads} attention heads")
+        if kv_heads % self.tp and self.tp % kv_heads:
+            raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")

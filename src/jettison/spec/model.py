@@ -1,0 +1,247 @@
+"""A model as numbers and choices: enough to write down every tensor of it, nothing of how it is computed.
+
+h hidden · a heads · k key-value heads · d head dim · f feed-forward width · V vocabulary · L layers · e experts.
+All sizes are the whole model's; a parallel layout divides them elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from jettison.errors import UsageError
+
+
+class NormKind(StrEnum):
+    """What a normalisation divides by."""
+
+    LAYER = "layer"  # mean and standard deviation (arXiv 1607.06450)
+    RMS = "rms"  # root mean square (arXiv 1910.07467)
+
+
+class Arrangement(StrEnum):
+    """Where a layer's norms stand."""
+
+    PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
+    PARALLEL = "parallel"  # x + attention(norm1(x)) + mlp(norm2(x)): GPT-NeoX
+    POST = "post"  # x + norm(f(x)): OLMo 2
+    SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma 2
+    OUTER = "outer"  # norm(x + f(x)): BERT
+
+
+class Activation(StrEnum):
+    """The nonlinearity of a feed-forward block."""
+
+    GELU = "gelu"  # the exact one, one kernel
+    GELU_TANH = "gelu_tanh"  # the approximation, one kernel
+    GELU_WRITTEN = "gelu_written"  # the approximation written out op by op: GPT-2's gelu_new
+    SILU = "silu"
+    RELU = "relu"
+    CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: clamp both halves, gate * sigmoid(1.702 gate) * (up + 1)
+
+
+class QkNorm(StrEnum):
+    """Normalisation of queries and keys before the product."""
+
+    NONE = "none"
+    HEAD = "head"  # over each head's d: Qwen3, Gemma 3
+    WIDTH = "width"  # over all heads together: OLMo 2
+
+
+class Router(StrEnum):
+    """How scores become the experts of a token."""
+
+    SOFTMAX_TOPK = "softmax, then top-k"  # Mixtral, Qwen3-MoE, DeepSeek-V2
+    TOPK_SOFTMAX = "top-k, then softmax"  # gpt-oss
+    SIGMOID_GROUPS = "sigmoid, top-k within groups"  # DeepSeek-V3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Norm:
+    """A normalisation's parameters. ``offset`` is Gemma's 1 + weight."""
+
+    kind: NormKind
+    bias: bool = False
+    offset: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Softmax attention with k <= a key-value heads. Biases are of the projections.
+
+    Raises:
+        UsageError: a size below one, or heads that do not share key-value heads evenly.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fused_qkv: bool = False  # one weight for query, key and value
+    qk_norm: QkNorm = QkNorm.NONE
+    rotary_dim: int = 0  # how much of d is rotated; 0: no rotary positions
+    window: int | None = None  # tokens that a query sees; None: all before it
+    softcap: bool = False  # scores pass c * tanh(score / c)
+    sinks: bool = False  # a learned logit a head takes part in the softmax: gpt-oss
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        if self.heads % self.kv_heads:
+            raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
+        if self.window is not None:
+            _positive("attention", window=self.window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): queries and keys-values pass a low rank."""
+
+    heads: int
+    query_rank: int | None  # None: queries are projected directly
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(
+            "latent attention", heads=self.heads, kv_rank=self.kv_rank, nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim, value_dim=self.value_dim,
+        )  # fmt: skip
+
+    @property
+    def kv_heads(self) -> int:
+        """Every head has its own keys and values once they are expanded."""
+        return self.heads
+
+    @property
+    def query_dim(self) -> int:
+        """Width of one head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mlp:
+    """A feed-forward block; gated ones multiply the activation of one half with the other."""
+
+    ffn: int
+    activation: Activation
+    gated: bool = False
+    bias: bool = False
+    fused_gate_up: bool = False  # one weight for both halves: Phi-3
+
+    def __post_init__(self) -> None:
+        _positive("feed-forward block", ffn=self.ffn)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moe:
+    """A mixture of ``experts`` feed-forward blocks of width ``ffn``, ``top_k`` for a token, and perhaps shared ones."""
+
+    experts: int
+    top_k: int
+    ffn: int
+    activation: Activation
+    router: Router
+    gated: bool = True
+    bias: bool = False  # of the experts
+    router_bias: bool = False  # learned: gpt-oss
+    correction_bias: bool = False  # a buffer, not learned: DeepSeek-V3
+    normalise_top_k: bool = False
+    shared_ffn: int = 0  # width of the shared experts together; 0: none
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        if self.top_k > self.experts:
+            raise UsageError(f"top_k {self.top_k} is more than the {self.experts} experts")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One transformer layer. Equal layers are equal objects: they are worked out once."""
+
+    attention: Attention | LatentAttention
+    mlp: Mlp | Moe
+    norm: Norm
+    arrangement: Arrangement = Arrangement.PRE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DropoutSites:
+    """Where the architecture drops out once a probability is given."""
+
+    embedding: bool = False
+    attention: bool = False
+    residual: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """From the last layer to logits. ``transform`` is BERT's dense + activation + norm before the vocabulary."""
+
+    bias: bool = False
+    transform: Activation | None = None
+    softcap: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A whole model.
+
+    Args:
+        family: which published code it follows where codes differ ("llama", "gpt2", "paper", ...).
+        max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
+        max_sequence: None where positions have no end.
+
+    Raises:
+        UsageError: a size below one, no layers.
+    """
+
+    name: str
+    family: str
+    hidden: int
+    vocab: int
+    layers: tuple[Layer, ...]
+    final_norm: Norm | None
+    max_positions: int
+    learned_positions: bool = False
+    position_rows: int = 0  # of the learned table, where it has more than max_positions
+    token_types: int = 0  # BERT's segment embedding
+    embedding_norm: Norm | None = None
+    embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
+    tied_embeddings: bool = False
+    head: Head = Head()
+    dropout_sites: DropoutSites = field(default_factory=DropoutSites)
+    dropout: float = 0.0  # what its configuration asks for
+    dtype: str = "bfloat16"  # what its configuration asks for
+
+    def __post_init__(self) -> None:
+        _positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
+        if not self.layers:
+            raise UsageError(f"model {self.name} has no layers")
+
+    def __hash__(self) -> int:
+        """Cheap: models are keys of caches, and most differ in these."""
+        return hash((self.name, self.family, self.hidden, self.vocab, self.depth))
+
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """The distinct layers, in order of first appearance."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def depth(self) -> int:
+        """L."""
+        return len(self.layers)
+
+
+def _positive(who: str, **sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")

@@ -1,0 +1,95 @@
+"""Bytes of a parameter's companions: what is held for each parameter beside itself, by precision and by optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from jettison.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Dtypes of a training run.
+
+    Args:
+        compute: of activations.
+        parameter: of the weights that forward and backward read.
+        gradient: of what backward leaves at each parameter.
+        accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
+        master: of the copy that the optimizer updates; None: it updates the weights themselves.
+        product: of the inputs of matrix products, where they are quantised for them.
+    """
+
+    name: str
+    compute: str
+    parameter: str
+    gradient: str
+    accumulator: str | None = None
+    master: str | None = None
+    product: str | None = None
+
+
+PRECISIONS: Final = MappingProxyType(
+    {
+        p.name: p
+        for p in (
+            Precision(name="fp32", compute="float32", parameter="float32", gradient="float32"),
+            Precision(
+                name="bf16", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="float32"
+            ),  # 2 + 2 + 4 + 8 = 16 bytes a parameter with Adam
+            Precision(
+                name="bf16-grad32", compute="bfloat16", parameter="bfloat16", gradient="bfloat16",
+                accumulator="float32", master="float32",
+            ),  # 20 bytes
+            Precision(
+                name="bf16-main32", compute="bfloat16", parameter="bfloat16", gradient="float32", master="float32"
+            ),  # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
+            Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
+            Precision(
+                name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
+            ),  # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
+            Precision(
+                name="fp8", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="float32",
+                product="float8_e4m3fn",
+            ),
+        )
+    }
+)  # fmt: skip
+"""By name. Optimizer state comes on top: see `Optimizer`."""
+
+
+class Optimizer(StrEnum):
+    """Which state is held for each parameter."""
+
+    ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
+    ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
+    ADAFACTOR = "adafactor"  # a row and a column of a matrix (arXiv 1804.04235), no first moment
+    MUON = "muon"  # one moment for matrices of layers, AdamW for the rest
+    NONE = "none"
+
+
+def precision(name: str) -> Precision:
+    """A precision by name.
+
+    Raises:
+        UsageError: no such precision.
+    """
+    if name not in PRECISIONS:
+        raise UsageError(f"got the precision {name!r}; expected one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def optimizer(name: str) -> Optimizer:
+    """An optimizer by name.
+
+    Raises:
+        UsageError: no such optimizer.
+    """
+    if name not in set(Optimizer):
+        raise UsageError(f"got the optimizer {name!r}; expected one of {', '.join(Optimizer)}")
+    return Optimizer(name)

@@ -1,0 +1,140 @@
+"""One training run: what the batch is, in which precision, with which kernels, and what is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import isqrt
+
+from jettison.errors import UsageError
+from jettison.spec.kernels import PYTORCH, Kernels
+from jettison.spec.layout import Layout
+from jettison.spec.model import ModelSpec
+from jettison.spec.precision import PRECISIONS, Optimizer, Precision
+
+
+class Mode(StrEnum):
+    """What happens to what a layer would save."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # the attention core goes (arXiv 2205.05198 §5)
+    SELECTIVE_OP = "selective-op"  # outputs of matrix products and fused attention stay
+    FULL = "full"  # a layer's input stays
+    EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
+    BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
+    INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
+    AUTO = "auto"  # as a planner decides for a budget
+
+
+_WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """A mode and its number. ``offload`` sends what stays of each layer to the host until backward.
+
+    Raises:
+        UsageError: a mode that needs a number has none, or one below 1.
+    """
+
+    mode: Mode = Mode.NONE
+    number: int = 1
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
+
+    @classmethod
+    def parse(cls, text: str, *, layers: int, offload: bool = False) -> Recompute:
+        """Read ``none``, ``selective``, ``selective-op``, ``full``, ``every:K``, ``block:N``, ``interval:K``, ``sqrt``
+        (segments of √L layers) or ``auto``.
+
+        Raises:
+            UsageError: none of these.
+        """
+        word, colon, number = text.partition(":")
+        if word == "sqrt" and not colon:
+            return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload)
+        known = {str(mode) for mode in Mode}
+        with_number = {str(mode) for mode in _WITH_NUMBER}
+        if word not in known or bool(colon) != (word in with_number) or (colon and not number.isdecimal()):
+            words = [f"{m}:{_WITH_NUMBER[m]}" if m in _WITH_NUMBER else str(m) for m in Mode]
+            raise UsageError(f"got --recompute {text!r}; expected one of {', '.join([*words, 'sqrt'])}")
+        return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload)
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{self.number}" if self.mode in _WITH_NUMBER else str(self.mode)
+
+
+def round_sqrt(layers: int) -> int:
+    """The whole number nearest to √L: the segment length that holds fewest bytes (arXiv 1604.06174 §4.1)."""
+    root = isqrt(layers)
+    return root + (layers - root * root > root)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What decides the tensors of one region, and nothing else: runs that share it share their layers' ledgers."""
+
+    model: ModelSpec
+    seq: int
+    micro_batch: int
+    layout: Layout  # of the axes that shard tensors
+    precision: Precision
+    kernels: Kernels
+    dropout: float
+    capacity_factor: float | None
+    padding: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training step of one model under one layout. b and s are of one micro-batch on one data-parallel rank.
+
+    Args:
+        micro_batches: forwards and backwards between two optimizer steps, on one data-parallel rank.
+        dropout: probability at every site that the architecture has; 0 switches all of them off.
+        capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
+        padding: the batch has an attention mask, as encoders' batches do.
+
+    Raises:
+        UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
+    """
+
+    model: ModelSpec
+    seq: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    layout: Layout = field(default_factory=Layout)
+    precision: Precision = PRECISIONS["bf16"]
+    optimizer: Optimizer = Optimizer.ADAMW
+    kernels: Kernels = PYTORCH
+    recompute: Recompute = Recompute()
+    dropout: float = 0.0
+    capacity_factor: float | None = None
+    padding: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "micro_batch", "micro_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"got --dropout {self.dropout}; expected a probability of at least 0 and below 1")
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise UsageError(f"got a capacity factor of {self.capacity_factor}; expected more than 0")
+        if self.model.learned_positions and self.seq > self.model.max_positions:
+            raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
+        self.layout.check(self.model, seq=self.seq)
+
+    @cached_property
+    def scene(self) -> Scene:
+        """What its regions depend on."""
+        layout = self.layout
+        return Scene(
+            model=self.model, seq=self.seq, micro_batch=self.micro_batch, layout=layout.within_stage,
+            precision=self.precision, kernels=self.kernels, dropout=self.dropout,
+            capacity_factor=self.capacity_factor, padding=self.padding,
+        )  # fmt: skip
