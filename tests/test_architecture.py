@@ -21,6 +21,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("formula", "trace"),
     ("cost",),
     ("plan",),
+    ("forecast",),
     ("runtime",),
     ("parallel",),
     ("measure",),
@@ -36,7 +37,20 @@ RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 BASE = frozenset(RANKS[0])
 FREE = frozenset({"cli"})  # may import anything, since it does so when a verb is called
 
-WITHOUT_TORCH = ("units", "errors", "dtypes", "spec", "ledger", "formula", "cost", "plan", "export", "report", "cli")
+WITHOUT_TORCH = (
+    "units",
+    "errors",
+    "dtypes",
+    "spec",
+    "ledger",
+    "formula",
+    "cost",
+    "plan",
+    "forecast",
+    "export",
+    "report",
+    "cli",
+)
 """Rooms that can be imported where torch is not installed."""
 
 

@@ -50,7 +50,7 @@ def orders_of(case: Case) -> tuple[tuple[Step, ...], ...]:
     return orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
 
 
-# torch.distributed.pipelining
+# --- torch.distributed.pipelining -----------------------------------------------------------------------------------
 
 TORCH_WORK = {
     torch_schedules._ComputationType.FORWARD: Work.FORWARD,
@@ -117,36 +117,22 @@ def test_1f1b_is_torchs(stages: int, micro_batches: int) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "micro_batches", "virtual_stages"),
-    [(2, 4, 2), (2, 6, 3), (3, 6, 4), (4, 8, 2), (4, 12, 3), (5, 20, 2), (8, 64, 4)],
+    [(2, 2, 2), (8, 8, 4), (2, 4, 2), (2, 6, 3), (3, 6, 4), (4, 8, 2), (4, 12, 3), (5, 20, 2), (8, 64, 4)],
 )
 def test_interleaved_1f1b_is_torchs(stages: int, micro_batches: int, virtual_stages: int) -> None:
     case = (ONE_F_ONE_B, stages, micro_batches, virtual_stages)
     assert list(orders_of(case)) == torch_orders(case)
 
 
-@pytest.mark.parametrize(("stages", "virtual_stages"), [(2, 2), (4, 2), (4, 3), (8, 4)])
-def test_interleaving_as_many_micro_batches_as_stages_is_all_warm_up(stages: int, virtual_stages: int) -> None:
-    """Megatron's rule, which torch does not have: there only stages that would warm up that far anyway agree."""
-    case = (ONE_F_ONE_B, stages, stages, virtual_stages)
-    ours, theirs = orders_of(case), torch_orders(case)
-    assert ours[0] == theirs[0]
-    assert ours[-1] != theirs[-1]
-    for mine, other in zip(ours, theirs, strict=True):
-        assert [step.work for step in mine] == [Work.FORWARD] * len(mine[::2]) + [Work.BACKWARD] * len(mine[::2])
-        assert peak_in_flight(mine) == stages * virtual_stages >= peak_in_flight(other)
-        for work in Work:
-            assert [s for s in mine if s.work is work] == [s for s in other if s.work is work]
-
-
 @pytest.mark.parametrize(
-    ("stages", "micro_batches"), [(1, 3), (2, 2), (2, 5), (4, 2), (4, 4), (4, 8), (5, 20), (8, 64)]
+    ("stages", "micro_batches"), [(1, 3), (2, 2), (2, 6), (4, 2), (4, 4), (4, 8), (5, 20), (8, 64)]
 )
 def test_zb_h1_is_torchs(stages: int, micro_batches: int) -> None:
     case = (ZERO_BUBBLE, stages, micro_batches, 1)
     assert list(orders_of(case)) == torch_orders(case)
 
 
-# Can it run?
+# --- can it run? ----------------------------------------------------------------------------------------------------
 
 
 def needs(stage: int, step: Step, stages: int, virtual_stages: int) -> list[tuple[int, Step]]:
@@ -206,7 +192,7 @@ def test_the_check_finds_a_deadlock() -> None:
     assert left_undone([first, late], 1)
 
 
-# What is held
+# --- what is held ---------------------------------------------------------------------------------------------------
 
 
 def moments(steps: Order) -> list[tuple[set[tuple[int, int]], set[tuple[int, int]], Step]]:
@@ -309,12 +295,12 @@ def test_large_pipelines_are_replayed_in_part() -> None:
         assert max(state.total for state in many) == 2 * (63 - stage) + 3 * 64 + 1
 
 
-# What the papers say
+# --- what the papers say --------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 8), st.integers(1, 30))
 def test_gpipe_holds_every_micro_batch_on_every_stage(stages: int, micro_batches: int) -> None:
-    """ArXiv 1811.06965 §2.3: forwards of the whole batch come before the first backward."""
+    """ArXiv 1811.06965 §2.2: forwards of the whole batch come before the first backward."""
     found = orders(GPIPE, stages=stages, micro_batches=micro_batches)
     assert [peak_in_flight(steps) for steps in found] == [micro_batches] * stages
     assert len(set(found)) == 1
@@ -350,7 +336,7 @@ def test_gpt_530b_first_stage_holds_139_layers() -> None:
 
 @given(st.integers(1, 8), st.integers(1, 30))
 def test_zb_h1_holds_on_every_stage_what_1f1b_holds_on_the_first(stages: int, micro_batches: int) -> None:
-    """ArXiv 2401.10241 §2.3: the peak of 1F1B, and as many micro-batches in flight on all workers."""
+    """ArXiv 2401.10241 §2.1: the peak of 1F1B, and as many micro-batches in flight on all workers."""
     found = orders(ZERO_BUBBLE, stages=stages, micro_batches=micro_batches)
     plain = orders(ONE_F_ONE_B, stages=stages, micro_batches=micro_batches)
     assert [peak_in_flight(steps) for steps in found] == [peak_in_flight(plain[0])] * stages
@@ -367,7 +353,7 @@ def test_zb_h1_with_four_stages() -> None:
     assert before == [[(4, 0)], [(3, 1)], [(2, 2)], [(1, 3)]]
 
 
-# What is refused
+# --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -400,4 +386,4 @@ def test_a_stage_that_is_not_there() -> None:
 
 def test_an_order_without_a_backward_has_no_peak() -> None:
     with pytest.raises(UsageError, match="got an order of 1 steps without a backward"):
-        in_flight((Step(Work.FORWARD, 0, 0),))
+        peak_in_flight((Step(Work.FORWARD, 0, 0),))

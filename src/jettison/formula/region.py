@@ -23,7 +23,7 @@ HELD = "kept for recompute"
 """Role of what no op saves and a recompute starts from."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Region:
     """One region of a scene, as its tape has it. All bytes and FLOPs are one rank's.
 

@@ -4,7 +4,7 @@ p stages, each with v virtual ones, called its chunks: chunk c of stage r comes 
 What a device holds depends on its own order alone, not on when each step runs, so no clock is needed.
 
 Sources: GPipe arXiv 1811.06965; 1F1B as PipeDream-flush in arXiv 2006.09503; interleaved 1F1B arXiv 2104.04473 §2.2;
-zero bubble ZB-H1 arXiv 2401.10241 §2.3. Left out: what is held beside the activations of micro-batches in flight, such
+zero bubble ZB-H1 arXiv 2401.10241 §2.1. Left out: what is held beside the activations of micro-batches in flight, such
 as receive buffers, or an output kept after it was sent.
 """
 
@@ -90,10 +90,10 @@ def order(
     """
     _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
     forwards, backwards = [], []
-    for turn in range(micro_batches * virtual_stages):
-        turns, place = divmod(turn, stages)
-        rounds, chunk = divmod(turns, virtual_stages)
-        micro_batch = rounds * stages + place
+    for position in range(micro_batches * virtual_stages):
+        turn, place = divmod(position, stages)
+        group, chunk = divmod(turn, virtual_stages)
+        micro_batch = group * stages + place
         forwards.append(Step(Work.FORWARD, micro_batch, chunk))
         backwards.append(Step(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
     warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
@@ -112,8 +112,6 @@ def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, vi
     later = stages - stage - 1
     if virtual_stages == 1:
         return min(later, everything)
-    if micro_batches == stages:  # as Megatron had it for both papers; its later versions hold less on later stages
-        return everything
     return min(2 * later + (virtual_stages - 1) * stages, everything)
 
 
@@ -155,11 +153,16 @@ def occupancies(order: Sequence[Step]) -> tuple[Occupancy, ...]:
     half, plus whatever that kind of work on that chunk adds. The dearest of the states returned is the dearest of all,
     at any prices of zero or more: left out are repetitions, states that hold no more of anything than another before
     the same work on the same chunk, and states halfway between two others.
+
+    Raises:
+        UsageError: ``order`` has no backward, so that there is no such state.
     """
     groups: defaultdict[tuple[Work, int], dict[tuple[int, ...], Occupancy]] = defaultdict(dict)
     for state in _replay(order):
         assert state.step is not None
         groups[state.step.work, state.step.chunk].setdefault((*state.forward, *state.weight), state)
+    if not groups:
+        raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
     return tuple(states[counts] for states in groups.values() for counts in _maximal(_ends(list(states))))
 
 
@@ -227,11 +230,9 @@ def in_flight(order: Sequence[Step]) -> Occupancy:
     """The most that each chunk ever holds, whole and half: peaks that need not fall on one moment, so ``step`` is None.
 
     Raises:
-        UsageError: nothing is let go of in ``order``, so there is no peak before it.
+        UsageError: ``order`` has no backward.
     """
     states = occupancies(order)
-    if not states:
-        raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
     return Occupancy(
         tuple(max(counts) for counts in zip(*(state.forward for state in states), strict=True)),
         tuple(max(counts) for counts in zip(*(state.weight for state in states), strict=True)),
@@ -239,5 +240,9 @@ def in_flight(order: Sequence[Step]) -> Occupancy:
 
 
 def peak_in_flight(order: Sequence[Step]) -> int:
-    """The most micro-batch chunks that are alive at one moment, whole or half."""
-    return max((state.total for state in occupancies(order)), default=0)
+    """The most micro-batch chunks that are alive at one moment, whole or half.
+
+    Raises:
+        UsageError: ``order`` has no backward.
+    """
+    return max(state.total for state in occupancies(order))

@@ -33,6 +33,7 @@ MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory 
 _TRACE: Final = "trace the live model instead: give module:factory in place of the configuration"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
+_DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
 
 
@@ -74,14 +75,13 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     if isinstance(kind, str) and kind in FAMILIES:
         return kind, values
     inner = values.get("text_config")
-    wrapper = isinstance(kind, str) and kind in WRAPPERS
-    if wrapper and not isinstance(inner, Mapping):
-        raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
+    default = WRAPPERS.get(kind) if isinstance(kind, str) else None
     if isinstance(inner, Mapping):
-        inner_kind = inner.get("model_type", WRAPPERS[kind] if wrapper else None)
-        if isinstance(inner_kind, str) and inner_kind in FAMILIES:
-            return inner_kind, _inherit(inner, values)
-        kind = inner_kind if inner_kind is not None else kind
+        kind = inner.get("model_type") or default or kind
+        if isinstance(kind, str) and kind in FAMILIES:
+            return kind, _inherit(inner, values)
+    elif default is not None:
+        raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
     known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
     raise UsageError(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
@@ -89,10 +89,12 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
 
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The inner configuration with what counts from around it: the wrapper owns the head, so it ties the embeddings."""
-    said = {key: value for key, value in inner.items() if value is not None or key not in ("dtype", "torch_dtype")}
-    dtype = {key: outer[key] for key in ("dtype", "torch_dtype") if outer.get(key) is not None}
-    tie = {"tie_word_embeddings": outer[key] for key in ("tie_word_embeddings",) if outer.get(key) is not None}
-    return {**({} if said.keys() & {"dtype", "torch_dtype"} else dtype), **said, **tie}
+    merged = dict(inner)
+    if outer.get("tie_word_embeddings") is not None:
+        merged["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    if all(inner.get(key) is None for key in _DTYPE_KEYS):
+        merged.update({key: outer[key] for key in _DTYPE_KEYS if key in outer})
+    return merged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,8 @@ class _Fields:
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"a whole number of {least} or more")
+        if value >= 2**63:  # no tensor counts further
+            raise self.error(key, "a number below 2^63")
         return value
 
     def optional_size(self, key: str, *, least: int = 1) -> int | None:
@@ -197,18 +201,18 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         ),
         dropout_sites=sites,
         dropout=dropout,
-        **_dtype(fields),
+        dtype=_dtype(fields),
     )
 
 
-def _dtype(fields: _Fields) -> dict[str, str]:
-    for key in ("dtype", "torch_dtype"):
+def _dtype(fields: _Fields) -> str:
+    for key in _DTYPE_KEYS:
         if (value := fields.values.get(key)) is not None:
             name = str(value).removeprefix("torch.")
             if name not in _FLOATS:
                 raise UsageError(f"{fields.name}: got {key} {short(value)}; expected one of {', '.join(_FLOATS)}")
-            return {"dtype": name}
-    return {}
+            return name
+    return "bfloat16"
 
 
 def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
@@ -256,7 +260,7 @@ def _attention(fields: _Fields) -> Attention:
     if head_dim is None and hidden % heads:
         expected = f"a divisor of the hidden size {hidden}" + (", or a head_dim" if fields.knows("head_dim") else "")
         raise fields.error("num_attention_heads", expected)
-    head_dim = head_dim or hidden // heads
+    head_dim = hidden // heads if head_dim is None else head_dim
     return Attention(
         heads=heads,
         kv_heads=kv_heads,
@@ -283,7 +287,7 @@ def _rotated_share(fields: _Fields) -> float:
     key = fields.family.rotary_key
     if key is None:
         return 1.0
-    share = fields.number(key)
+    share: Any = fields.number(key)
     for nest in ("rope_parameters", "rope_scaling"):
         nested = fields.values.get(nest)
         if isinstance(nested, Mapping) and nested.get("partial_rotary_factor") is not None:

@@ -88,6 +88,11 @@ class Layout:
         )
 
     @property
+    def sharding(self) -> Layout:
+        """What decides over how many ranks ZeRO spreads a weight."""
+        return Layout(cp=self.cp, ep=self.ep, dp=self.dp, zero=self.zero)
+
+    @property
     def shards(self) -> int:
         """Ranks over which ZeRO spreads what experts do not own."""
         return self.dp * self.cp
@@ -112,16 +117,31 @@ class Layout:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
             raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
-        chunks = self.pp * self.virtual_stages
-        if model.depth % chunks and self.virtual_stages > 1:
-            raise UsageError(
-                f"{model.depth} layers do not divide into {self.pp} stages x {self.virtual_stages} virtual stages"
-            )
-        if chunks > model.depth:
-            raise UsageError(f"--pp {self.pp} makes {chunks} stages of {model.depth} layers; expected at most one each")
+        self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
         if seq % ways:
             raise UsageError(f"a sequence of {seq} does not divide over {ways} ranks (cp x tp with sp)")
+
+    def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
+        """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.
+
+        Where the layers alone do not divide, the embedding and the head count as a layer each, as the 126 layers of
+        Llama 3 405B were spread over 16 stages (arXiv 2407.21783 §3.3.2).
+
+        Raises:
+            UsageError: they do not divide in either way.
+        """
+        chunks = self.pp * self.virtual_stages
+        if layers % chunks == 0:
+            return (layers // chunks,) * chunks
+        each, rest = divmod(layers + 2, chunks)
+        if rest or each < 2:
+            virtual = f" x {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
+            raise UsageError(
+                f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, nor do {layers + 2} with the "
+                "embedding and the head counted as a layer each"
+            )
+        return (each - 1, *(each,) * (chunks - 2), each - 1)
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         if heads % self.tp:

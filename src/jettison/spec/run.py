@@ -27,6 +27,13 @@ class Mode(StrEnum):
     AUTO = "auto"  # as a planner decides for a budget
 
 
+class Gradients(StrEnum):
+    """When weight gradients are allocated."""
+
+    ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed again after the optimizer step
+    UPFRONT = "upfront"  # one buffer for all, for good: Megatron's and DDP's buckets
+
+
 _WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
 
 
@@ -112,6 +119,7 @@ class Run:
     optimizer: Optimizer = Optimizer.ADAMW
     kernels: Kernels = PYTORCH
     recompute: Recompute = Recompute()
+    gradients: Gradients = Gradients.ONE_BY_ONE
     dropout: float = 0.0
     capacity_factor: float | None = None
     padding: bool = False

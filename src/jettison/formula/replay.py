@@ -1,0 +1,238 @@
+"""What lives when: a region's forward and backward played through op by op, in bytes of one rank.
+
+NOTE [ How the replay counts ]
+Forward: a tensor lives from the op that makes it to the last op that reads it, or until backward if it is kept. The
+region's input is somebody else's reference and lives throughout. Backward: ops in reverse. Each needs its saved
+tensors, computed again where they were not kept (an op runs again once, when it is first needed, and its result lives
+until its last reader has run); then it allocates a gradient for each input that takes part, or passes on the one that
+it was given; then it lets go of what it needed. A second contribution to a gradient lives beside the first until it
+has been added. Weight gradients stay. Python holds some values longer than their last reader needs them, and kernels
+take workspace: neither is counted, except where a tape says so.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.region import Region
+from jettison.formula.tape import Step
+from jettison.ledger.program import Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """Bytes of a region's two passes on one rank.
+
+    Args:
+        resident: held between them.
+        forward_peak: on top of what was there before, with the region's input and output.
+        backward_peak: on top of what regions up to this one hold: the incoming gradient, what is computed again, this
+            region's weight gradients; it may let go of what it holds on the way.
+        gradient: of weights, left behind.
+        recompute_flops: of a backward.
+    """
+
+    resident: int
+    forward_peak: int
+    backward_peak: int
+    gradient: int
+    recompute_flops: int
+    output: int
+    input: int
+
+
+def replay(region: Region, kept: frozenset[int], gradient_dtype: str, *, accumulates: bool = False) -> Passes:
+    """Play a region through.
+
+    Args:
+        kept: buffers of `region.program` that stay between the passes.
+        gradient_dtype: of weight gradients.
+        accumulates: weight gradients are there already, and this backward adds to them.
+    """
+    program = region.program
+    resident = program.kept_bytes(kept)
+    again = program.recompute_set(kept)
+    backward = _Backward(region=region, kept=kept, again=frozenset(again), gradient_dtype=gradient_dtype)
+    backward.accumulates = accumulates
+    return Passes(
+        resident=resident,
+        forward_peak=_forward_peak(region, kept),
+        backward_peak=backward.run(),
+        gradient=weight_gradients(region, gradient_dtype),
+        recompute_flops=sum(program.ops[o].flops for o in again),
+        output=region.output.nbytes,
+        input=sum(b.nbytes for b in program.buffers if b.source is Source.INPUT and not b.free),
+    )
+
+
+def weight_gradients(region: Region, dtype: str) -> int:
+    """Bytes of the gradients of a region's own weights on one rank."""
+    return sum(w.numel for w in region.weights if not w.tied) * DTYPE_BYTES[dtype]
+
+
+def _forward_peak(region: Region, kept: frozenset[int]) -> int:
+    program = region.program
+    stays = set(kept) | set(program.outputs)
+    last: dict[int, int] = {}
+    for op in program.ops:
+        for b in (*op.inputs, *op.outputs):
+            last[b] = op.index
+    live = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
+    peak = live
+    for op in program.ops:
+        live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
+        peak = max(peak, live)
+        for b in {*op.inputs, *op.outputs}:
+            buffer = program.buffers[b]
+            if last[b] == op.index and b not in stays and buffer.producer is not None:
+                live -= buffer.nbytes
+    return peak
+
+
+class _Backward:
+    """The replay of one backward. ``live`` is relative to what was resident when it began."""
+
+    def __init__(self, *, region: Region, kept: frozenset[int], again: frozenset[int], gradient_dtype: str) -> None:
+        self.region, self.program, self.kept = region, region.program, kept
+        self.accumulates = False
+        self.weight_bytes = DTYPE_BYTES[gradient_dtype]
+        self.live = self.peak = 0
+        self.pending = set(again)
+        self.computed: set[int] = set()
+        self.uses = self._count_uses(again)
+        self.gradient: dict[int, int] = {}  # storage -> gradient tensor
+        self.sizes: dict[int, int] = {}
+        self.owners: dict[int, int] = {}  # gradient tensor -> storages that have it
+
+    def _count_uses(self, again: frozenset[int]) -> dict[int, int]:
+        """How many backward ops and repeated ops will still read each buffer."""
+        uses: dict[int, int] = defaultdict(int)
+        for step in self.region.tape.steps:
+            for b in self._saved(step):
+                uses[b] += 1
+        for o in again:
+            for b in set(self.program.ops[o].inputs):
+                uses[b] += 1
+        return uses
+
+    def _saved(self, step: Step) -> set[int]:
+        return {self.region.buffers[s.value.storage] for s in step.saved} if step.differentiable else set()
+
+    def run(self) -> int:
+        output = self.region.output
+        self._give(output.storage, output.nbytes)
+        for step in reversed(self.region.tape.steps):
+            if step.differentiable:
+                self._visit(step)
+        return self.peak
+
+    def _grow(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    # what is saved, and computed again --------------------------------------------------------------------------------
+
+    def _visit(self, step: Step) -> None:
+        needed = self._saved(step)
+        for b in sorted(needed):
+            self._fetch(b)
+        self._grow(step.workspace)
+        incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
+        contributions = self._contributions(step, incoming)
+        weights = sum(w.numel for w in step.weights) * self.weight_bytes
+        self._grow(weights)
+        for b in needed:
+            self._release(b)
+        for v in step.outputs:
+            self._drop(v.storage)
+        for storage, tensor in contributions:
+            self._accept(storage, tensor)
+        self.live -= step.workspace
+        if self.accumulates:
+            self.live -= weights
+
+    def _fetch(self, b: int) -> None:
+        buffer = self.program.buffers[b]
+        if b in self.kept or buffer.free or b in self.computed or buffer.producer is None:
+            return
+        op = self.program.ops[buffer.producer]
+        if op.index not in self.pending:
+            return
+        self.pending.discard(op.index)
+        for i in op.inputs:
+            self._fetch(i)
+        for out in op.outputs:
+            if self.program.buffers[out].producer == op.index and out not in self.kept:
+                self.computed.add(out)
+                self._grow(self.program.buffers[out].nbytes)
+        for i in set(op.inputs):
+            self._release(i)
+        for out in op.outputs:
+            if out in self.computed and not self.uses[out]:
+                self._free(out)
+
+    def _release(self, b: int) -> None:
+        self.uses[b] -= 1
+        if self.uses[b] == 0:
+            self._free(b)
+
+    def _free(self, b: int) -> None:
+        buffer = self.program.buffers[b]
+        if b in self.computed:
+            self.computed.discard(b)
+            self.live -= buffer.nbytes
+        elif b in self.kept and not buffer.free:
+            self.live -= buffer.nbytes
+
+    # gradients --------------------------------------------------------------------------------------------------------
+
+    def _contributions(self, step: Step, incoming: list[int]) -> list[tuple[int, int]]:
+        """A gradient tensor for each differentiable input: a new one, or the incoming one passed on."""
+        made: list[tuple[int, int]] = []
+        for v in step.inputs:
+            if not v.grad or any(storage == v.storage for storage, _ in made):
+                continue
+            if step.passes and incoming and self.sizes[incoming[0]] == self.region.tape.sizes[v.storage]:
+                tensor = incoming[0]
+                self.owners[tensor] += 1
+            else:
+                tensor = self._tensor(self.region.tape.sizes[v.storage])
+            made.append((v.storage, tensor))
+        return made
+
+    def _tensor(self, nbytes: int) -> int:
+        tensor = len(self.sizes)
+        self.sizes[tensor] = nbytes
+        self.owners[tensor] = 1
+        self._grow(nbytes)
+        return tensor
+
+    def _give(self, storage: int, nbytes: int) -> None:
+        self.gradient[storage] = self._tensor(nbytes)
+
+    def _accept(self, storage: int, tensor: int) -> None:
+        """A contribution arrives; with one there already, the sum takes a tensor of its own if either is shared."""
+        before = self.gradient.get(storage)
+        if before is None:
+            self.gradient[storage] = tensor
+            return
+        if self.owners[before] > 1 and self.owners[tensor] > 1:
+            result = self._tensor(self.sizes[before])
+        else:
+            result = before if self.owners[before] == 1 else tensor
+            self.owners[result] += 1
+        self._unown(before)
+        self._unown(tensor)
+        self.gradient[storage] = result
+
+    def _drop(self, storage: int) -> None:
+        tensor = self.gradient.pop(storage, None)
+        if tensor is not None:
+            self._unown(tensor)
+
+    def _unown(self, tensor: int) -> None:
+        self.owners[tensor] -= 1
+        if self.owners[tensor] == 0:
+            self.live -= self.sizes[tensor]

@@ -1,0 +1,96 @@
+"""What lives all through training: parameters, gradients and optimizer state, by precision and as ZeRO shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.tape import Weight
+from jettison.spec.layout import Layout
+from jettison.spec.precision import Optimizer, Precision
+
+SCALE_BLOCK = 256
+"""8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861 §2.1)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Static:
+    """Bytes on one rank. ``gathered`` is what ZeRO 3 makes of a region's shards while the region runs.
+
+    ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight in fp32.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    state: int = 0
+    gathered: int = 0
+    reduced: int = 0
+    largest: int = 0
+
+    def __add__(self, other: Static) -> Static:
+        """Both together."""
+        return Static(
+            parameters=self.parameters + other.parameters, gradients=self.gradients + other.gradients,
+            state=self.state + other.state, gathered=self.gathered + other.gathered,
+            reduced=self.reduced + other.reduced, largest=max(self.largest, other.largest),
+        )  # fmt: skip
+
+
+def static(
+    weights: Iterable[Weight], *, precision: Precision, optimizer: Optimizer, layout: Layout, in_layer: bool
+) -> Static:
+    """Bytes of a region's weights and of what goes with them on one rank.
+
+    Args:
+        in_layer: they belong to a transformer layer, which is what Muon asks about.
+    """
+    parameters = gradients = state = gathered = reduced = largest = 0
+    for w in weights:
+        ranks = layout.expert_shards if w.expert else layout.shards
+        owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
+        at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
+        parameters += at[2] * DTYPE_BYTES[precision.parameter]
+        accumulated = DTYPE_BYTES[precision.accumulator] if precision.accumulator else 0
+        gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
+        state += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
+        if layout.zero == 3 and ranks > 1:
+            gathered += w.numel * DTYPE_BYTES[precision.compute]
+        if layout.zero >= 2 and ranks > 1:
+            reduced += w.numel * DTYPE_BYTES[precision.gradient]
+        largest = max(largest, at[0] * 4)
+    return Static(
+        parameters=parameters, gradients=gradients, state=state, gathered=gathered, reduced=reduced, largest=largest
+    )
+
+
+def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:
+    """Bytes of the optimizer's own state for ``elements`` of a weight; the master copy is not among them.
+
+    Moments have the dtype of what the optimizer updates: fp32 where there is a master copy.
+    """
+    moment = DTYPE_BYTES[precision.master or precision.parameter]
+    matrix = len(weight.shape) >= 2
+    match kind:
+        case Optimizer.ADAMW:
+            return 2 * moment * elements
+        case Optimizer.SGD | Optimizer.NONE:
+            return 0
+        case Optimizer.SGD_MOMENTUM:
+            return moment * elements
+        case Optimizer.ADAM8BIT:
+            return 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
+        case Optimizer.ADAFACTOR:
+            return _factored(weight, elements) if matrix else 4 * elements
+        case Optimizer.MUON:
+            return (1 if matrix and in_layer else 2) * moment * elements
+
+
+def _factored(weight: Weight, elements: int) -> int:
+    """One fp32 number a row and one a column of each matrix, sharded as the weight is."""
+    rows, columns = weight.shape[-2:]
+    matrices = prod(weight.shape[:-2])
+    whole = 4 * matrices * (rows + columns)
+    return -(-whole * elements // weight.total)
