@@ -45,6 +45,7 @@ class TinyFamily:
     config: str
     settings: Mapping[str, Any]
     dropout: tuple[str, ...] = ("attention_dropout",)
+    attentions: tuple[str, ...] = ("eager", "sdpa")
 
 
 def _gemma_like(**more: Any) -> dict[str, Any]:
@@ -84,10 +85,13 @@ FAMILIES: dict[str, TinyFamily] = {
     "gemma": TinyFamily(model="GemmaForCausalLM", config="GemmaConfig", settings=_gemma_like()),
     "gemma2": TinyFamily(
         model="Gemma2ForCausalLM", config="Gemma2Config", settings=_gemma_like(sliding_window=WINDOW),
+        attentions=("eager",),  # its code refuses the other: scaled_dot_product_attention caps no scores
     ),
     "gemma3_text": TinyFamily(
         model="Gemma3ForCausalLM", config="Gemma3TextConfig",
-        settings=_gemma_like(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]),
+        settings=_gemma_like(
+            sliding_window=WINDOW, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+        ),
     ),
     "phi3": TinyFamily(
         model="Phi3ForCausalLM", config="Phi3Config", settings={**_GROUPED, **_TOKENS},
@@ -105,26 +109,39 @@ FAMILIES: dict[str, TinyFamily] = {
         dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     ),
 }  # fmt: skip
+DENSE = tuple(FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormulaCase:
-    """One training step of one tiny model. ``attention``: eager or sdpa; ``precision``: fp32 or bf16-pure."""
+    """One training step of one tiny model.
+
+    Args:
+        attention: eager or sdpa.
+        precision: fp32 or bf16-pure.
+        padding: the batch has an attention mask with zeros.
+    """
 
     family: str
     attention: str = "eager"
     precision: str = "fp32"
     dropout: float = 0.0
+    batch: int = BATCH
+    sequence: int = SEQUENCE
+    padding: bool = False
     more: tuple[tuple[str, Any], ...] = field(default=())  # settings on top of the family's
 
     def __str__(self) -> str:
         words = [self.family.replace(" ", "-"), self.attention, self.precision]
-        return "-".join([*words, *(["dropout"] if self.dropout else []), *(key for key, _ in self.more)])
+        flags = {"dropout": bool(self.dropout), "padding": self.padding, f"b{self.batch}": self.batch != BATCH}
+        return "-".join(
+            [*words, *(word for word, on in flags.items() if on), *(f"{key}={value}" for key, value in self.more)]
+        )
 
 
 def cases(family: str) -> Iterator[FormulaCase]:
     """Both attentions, both precisions, with and without dropout."""
-    for attention in ("eager", "sdpa"):
+    for attention in FAMILIES[family].attentions:
         for precision in DTYPES:
             for dropout in (0.0, 0.1):
                 yield FormulaCase(family=family, attention=attention, precision=precision, dropout=dropout)
@@ -159,8 +176,11 @@ def model_of(case: FormulaCase) -> nn.Module:
 @cache
 def traced(case: FormulaCase) -> Ledger:
     """The ledger of the real model, its layers called ``layers.0`` onwards and all else `ROOT`."""
-    ids = torch.randint(1, VOCABULARY, (BATCH, SEQUENCE))
-    trace = trace_model(model_of(case), {"input_ids": ids, "labels": ids.clone()})
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if case.padding:
+        batch["attention_mask"] = (torch.arange(case.sequence) < case.sequence - 5).long().expand(ids.shape).clone()
+    trace = trace_model(model_of(case), batch)
     found = ledger_of(trace)
     names = {ROOT_LAYER: ROOT, **{call.name: f"layers.{i}" for i, call in enumerate(trace.calls)}}
     entries = tuple(replace(entry, layer=names[entry.layer]) for entry in found)
@@ -171,8 +191,10 @@ def run_of(case: FormulaCase) -> Run:
     """The same step as a spec, on the CPU's kernels."""
     spec = spec_of(tiny_config(case))
     kernels = kernels_for(spec, "huggingface").with_attention(case.attention).on_cpu()
-    precision = PRECISIONS[case.precision]
-    return Run(model=spec, seq=SEQUENCE, micro_batch=BATCH, kernels=kernels, precision=precision, dropout=case.dropout)
+    return Run(
+        model=spec, seq=case.sequence, micro_batch=case.batch, kernels=kernels, precision=PRECISIONS[case.precision],
+        dropout=case.dropout, padding=case.padding,
+    )  # fmt: skip
 
 
 def written(run: Run) -> Ledger:

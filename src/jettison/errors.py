@@ -52,6 +52,31 @@ class Infeasible(JettisonError, ValueError):
         return (build, ())
 
 
+class DoesNotFit(JettisonError, ValueError):
+    """A run as it was asked for needs more than there is. Nothing was planned, so nothing is said of other ways."""
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, *, peak_bytes: int, limit_bytes: int, limit_name: str) -> None:
+        """Build the message out of the peak and of what it is held against."""
+        from jettison.units import format_bytes  # as in `Infeasible`
+
+        super().__init__(
+            f"the peak, {format_bytes(peak_bytes)} ({peak_bytes}B), is above "
+            f"{format_bytes(limit_bytes)} ({limit_bytes}B), {limit_name}"
+        )
+        self.peak_bytes = peak_bytes
+        self.limit_bytes = limit_bytes
+        self.limit_name = limit_name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive pickling."""
+        build = partial(
+            type(self), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes, limit_name=self.limit_name
+        )
+        return (build, ())
+
+
 class ProofFailed(JettisonError, RuntimeError):
     """A run did not show what the plan claims: gradients differ, or the measured peak is above the budget."""
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
 from jettison import __version__
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import deliver, json_text, refuse_to_overwrite
 from jettison.errors import Infeasible, JettisonError, ProofFailed
+from jettison.forecast.limit import limit_of
+from jettison.forecast.request import RunRequest, is_live, refuse_for_trace
 from jettison.report.console import hint, progress, show
-from jettison.report.tables import doctor_table, ledger_table, plan_table, proof_table
+from jettison.report.summary import LedgerReport
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -41,6 +46,9 @@ app = App(
 )
 
 
+NOTHING_ASKED = RunRequest()
+
+
 @app.command
 def demo(*, out: Path = Path("out/demo"), steps: int = 20) -> None:
     """Train a small Llama on the standard library's source, plainly and under a budget, and compare.
@@ -59,33 +67,40 @@ def demo(*, out: Path = Path("out/demo"), steps: int = 20) -> None:
 
 @app.command
 def ledger(
-    model: Model,
+    model: Annotated[
+        str, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+    ],
     /,
     *,
-    recompute: Annotated[str, Parameter(help="none, selective, selective-op, full or every:K.")] = "none",
-    seq: Seq = None,
-    micro_batch: MicroBatch = None,
-    precision: Precision = None,
-    attention: Attention = None,
-    optimizer: Optimizer = "adamw",
-    form: Format = "human",
+    request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
+    gpu: Annotated[str | None, Parameter(help="Hold the peak against this GPU, such as h100-80gb.")] = None,
+    budget: Budget = None,
+    fit: Annotated[bool, Parameter(negative="", help="Say what would fit --gpu or --budget.")] = False,
+    explain: Annotated[bool, Parameter(negative="", help="Say what the peak is made of.")] = False,
+    trace: Annotated[bool, Parameter(negative="", help="Build a config's model and trace it (needs torch).")] = False,
+    form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """Which tensors a training forward saves for its backward, in which layer, at how many bytes."""
-    refuse_to_overwrite(out, force=force)
-    with progress() as say:
-        say("loading torch")
-        from jettison.api.request import ModelRequest
-        from jettison.api.session import ledger as read
+    """What a training run needs: bytes of each stage over a step, and the tensors that it saves for backward.
 
-        request = ModelRequest(
-            model=model, seq=seq, micro_batch=micro_batch, precision=precision, attention=attention, optimizer=optimizer
-        )
-        report = read(request, recompute=recompute, progress=say)
+    Of a preset or a config.json this is worked out, without torch; a live model is traced. With --gpu or --budget the
+    exit code is 3 where the peak does not fit.
+    """
+    refuse_to_overwrite(out, force=force)
+    if trace or is_live(model):
+        also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain)) if given)
+        refuse_for_trace(model, request, asked=trace, also=also)
+        limit = limit_of(budget=budget, gpu=gpu)
+        report = replace(_traced(model, request), limit=limit)
+    else:
+        from jettison.report.forecast import ledger_report
+
+        report = ledger_report(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain)
     for warning in report.warnings:
         hint(f"note: {warning}")
-    deliver(report.document(), ledger_table(report), form=form, out=out)
+    deliver(report.document, lambda: _ledger_table(report), form=form, out=out, csv=report.csv)
+    report.require()
 
 
 @app.command
@@ -117,9 +132,11 @@ def plan(
             report = make(request, budget=budget, progress=say)
         except Infeasible as error:
             if form == "json":
-                print(json.dumps(_infeasible(error), indent=1))
+                print(json_text(_infeasible(error)), end="")
             raise
-    deliver(report.document(), plan_table(report.plan), form=form, out=out)
+    from jettison.report.tables import plan_table
+
+    deliver(report.document, lambda: plan_table(report.plan), form=form, out=out)
 
 
 @app.command
@@ -152,9 +169,11 @@ def verify(
             proof = prove(request, plan=made, budget=budget, recompute=recompute, rounds=rounds, progress=say)
         except Infeasible as error:
             if form == "json":
-                print(json.dumps(_infeasible(error), indent=1))
+                print(json_text(_infeasible(error)), end="")
             raise
-    deliver(proof.document(), proof_table(proof), form=form, out=out)
+    from jettison.report.tables import proof_table
+
+    deliver(proof.document, lambda: proof_table(proof), form=form, out=out)
     if not proof.passed:
         raise ProofFailed("not proven: " + "; ".join(proof.failures()))
 
@@ -163,9 +182,11 @@ def verify(
 def doctor(*, form: Format = "human") -> None:
     """Versions and devices."""
     from jettison.cli.doctor import facts
+    from jettison.report.tables import doctor_table
 
     found = facts()
-    deliver({"schema": "jettison.doctor/1", **dict(found)}, doctor_table(found), form=form, out=None)
+    document = {"schema": "jettison.doctor/1", **dict(found)}
+    deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -184,8 +205,7 @@ def _run(arguments: list[str]) -> int:
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
-        hint(f"jettison: {str(error).strip()}")
-        hint("Try: jettison --help")
+        hint(f"jettison: {' '.join(str(error).split())} (see jettison --help)")
         return EXIT_USAGE
     except JettisonError as error:
         hint(f"jettison: {error}")
@@ -201,6 +221,22 @@ def _run(arguments: list[str]) -> int:
         hint("jettison: internal error (above)")
         return EXIT_INTERNAL
     return 0
+
+
+def _traced(model: str, request: RunRequest) -> LedgerReport:
+    with progress() as say:
+        say("loading torch")
+        from jettison.api.request import ModelRequest
+        from jettison.api.session import ledger as read
+
+        given = {name: getattr(request, name) for name in request.given() if name != "recompute"}
+        return read(ModelRequest(model=model, **given), recompute=request.recompute or "none", progress=say)
+
+
+def _ledger_table(report: LedgerReport) -> RenderableType:
+    from jettison.report.ledger_table import ledger_table
+
+    return ledger_table(report)
 
 
 def _infeasible(error: Infeasible) -> dict[str, object]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-from rich.console import RenderableType
+from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
 from jettison.report.console import hint, show
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
@@ -27,14 +29,41 @@ def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
         raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
 
 
-def deliver(document: dict[str, Any], table: RenderableType, *, form: str, out: Path | None) -> None:
-    """The document as a table or as JSON on stdout, and as JSON in a file if one was asked for."""
-    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    if form == "json":
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+def deliver(
+    document: Callable[[], dict[str, Any]],
+    table: Callable[[], RenderableType],
+    *,
+    form: str,
+    out: Path | None,
+    csv: Callable[[], str] | None = None,
+) -> None:
+    """A table, JSON or CSV on stdout, and JSON or CSV in a file. Nothing is made that nobody sees."""
+    text = ""
+    if form == "csv" and csv is not None:
+        text = csv()
+    elif form == "json" or out is not None:
+        text = json_text(document())
+    if form == "human":
+        show(table())
     else:
-        show(table)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
         hint(f"wrote {out}")
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """A document as JSON, a line for each key and for each item of a list: quick to write, and easy to grep."""
+    lines = ",\n".join(f" {_json(key)}: {_value(value)}" for key, value in document.items())
+    return f"{{\n{lines}\n}}\n"
+
+
+def _value(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        return _json(value)
+    return "[\n" + ",\n".join(f"  {_json(item)}" for item in value) + "\n ]"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -138,14 +138,14 @@ def _unit(run: Run, part: Part) -> Unit:
     adding = part.passes(dtype, accumulates=True)
     tied_here = run.model.tied_embeddings and run.layout.pp == 1
     gradient, backward = part.static.gradients, passes.backward_peak
-    if tied_here and part.name == HEAD:
-        gradient += _tied_bytes(part.region, dtype)
+    pending = _tied_bytes(part.region, dtype) if tied_here and part.name == HEAD else 0
+    gradient += pending
     if tied_here and part.name == EMBEDDING:  # the head's backward made it already
         gradient -= max((w.numel for w in part.region.weights), default=0) * DTYPE_BYTES[dtype]
         backward = adding.backward_peak
     return Unit(
         name=part.name, resident=passes.resident, forward_peak=passes.forward_peak, backward_peak=backward,
-        adding_peak=adding.backward_peak, gradient=gradient, is_loss=part.name == HEAD,
+        adding_peak=adding.backward_peak, gradient=gradient, pending=pending, is_loss=part.name == HEAD,
     )  # fmt: skip
 
 
@@ -160,20 +160,23 @@ def _segment(run: Run, parts: Sequence[Part]) -> Unit:
     plain = [_passes(part.region, NONE, dtype, False) for part in parts]
     adding = [_passes(part.region, NONE, dtype, True) for part in parts]
     held = full[0].resident
+    first = parts[0].region
+    shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
     forward = max(p.forward_peak + (held if i else 0) for i, p in enumerate(full))
     return Unit(
         name=parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}",
         resident=held, forward_peak=forward,
-        backward_peak=_segment_backward(plain, [p.static.gradients for p in parts]),
-        adding_peak=_segment_backward(adding, [0] * len(parts)),
+        backward_peak=_segment_backward(plain, [p.static.gradients for p in parts], shared),
+        adding_peak=_segment_backward(adding, [0] * len(parts), shared),
         gradient=sum(part.static.gradients for part in parts),
     )  # fmt: skip
 
 
-def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int]) -> int:
-    """Peak of a segment's backward above what the segment holds, its input."""
+def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared: int) -> int:
+    """Peak of a segment's backward above what the segment holds: its input, of which ``shared`` bytes stay anyway."""
     incoming = plain[-1].output
-    level = peak = 0
+    peak = 0
+    level = -shared
     for p in plain:
         peak = max(peak, incoming + level + p.forward_peak)
         level += p.resident

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
 from jettison.formula.norm import norm
+from jettison.formula.sinks import sink_weight, softmax_with_sinks
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import AttentionKernel
+from jettison.spec.kernels import AttentionKernel, Device
 from jettison.spec.model import Attention, Norm, QkNorm
 
 HEADS, ROWS, KEYS = 1, 2, 3
@@ -24,7 +25,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
         q, k, v = _project(w, whole, kept, spec, norm_spec)
         if spec.rotary_dim:
             q, k = (rotate(w, x, spec.rotary_dim) for x in (q, k))
-        context = core(w, q, k, v, spec)
+        context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
         out = linear(
             w, context, w.run.model.hidden, "out", bias=spec.out_bias, split="row", role="projection input",
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
@@ -68,27 +69,57 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
 
 def rotate(w: Writer, x: Value, dim: int) -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
-    cosine, sine = (w.table(f"rotary {name}", (w.run.seq, dim), x.dtype) for name in ("cosine", "sine"))
+    dtype = "float32" if w.kernels.wide_rotary else x.dtype
+    cosine, sine = (w.table(f"rotary {name}", (w.run.seq, dim), dtype) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
-    straight = multiply(w, part, cosine, ("", "rotary table"))
+    straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
-    out = add(w, straight, multiply(w, turned, sine, ("", "rotary table")))
-    if part is x:
+    out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), x.dtype)
+    if part is x and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 
 
-def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
-    """softmax(q k^T) v, as b × s × (heads d)."""
-    if w.kernels.repeat_kv and w.kernels.attention is AttentionKernel.EAGER:
+def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bool = False) -> Value:
+    """softmax(q k^T) v, as b × s × (heads d).
+
+    Args:
+        joined: q comes out of a concatenation and has heads outermost in memory; a fused kernel's output follows it.
+    """
+    masked = _has_mask_tensor(w, spec)
+    fused = w.kernels.attention is AttentionKernel.FLASH
+    if w.kernels.repeat_kv and (not fused or masked or not _takes_groups(k, v)):
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
-    if w.kernels.attention is AttentionKernel.FLASH:
-        return w.tape.view(flash(w, q, k, v), shape, places)
-    return copy(w, eager(w, q, k, v, spec), shape, places)
+    if not fused:
+        out = eager(w, q, k, v, spec)
+    elif written := _falls_back(w, q, v):
+        out = written_out(w, q, k, v, spec)
+    else:
+        out = flash(w, q, k, v, masked=masked, sinks=spec.sinks)
+    copied = (not fused or written or joined) and out.local_shape[HEADS] > 1
+    return copy(w, out, shape, places) if copied else w.tape.view(out, shape, places)
+
+
+def _has_mask_tensor(w: Writer, spec: Attention) -> bool:
+    """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
+    windowed = spec.window is not None and spec.window <= w.run.seq
+    both_ways = w.kernels.bidirectional_masks and not spec.causal
+    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding)
+
+
+def _takes_groups(k: Value, v: Value) -> bool:
+    """Can a fused kernel share key-value heads among query heads? Up to a head of 256, with keys as wide as values."""
+    return k.shape[-1] == v.shape[-1] <= 256
+
+
+def _falls_back(w: Writer, q: Value, v: Value) -> bool:
+    """Does scaled_dot_product_attention leave its fused kernel? PyTorch's for the CPU has no dropout and one width."""
+    dropped = w.run.model.dropout_sites.attention and w.run.dropout > 0
+    return w.kernels.device is Device.CPU and (dropped or q.shape[-1] != v.shape[-1])
 
 
 def _repeat(w: Writer, x: Value, heads: int) -> Value:
@@ -98,8 +129,12 @@ def _repeat(w: Writer, x: Value, heads: int) -> Value:
     return copy(w, x, (x.shape[0], heads, *x.shape[2:]))
 
 
-def flash(w: Writer, q: Value, k: Value, v: Value) -> Value:
-    """One kernel (arXiv 2205.14135): q, k, v, the output and a log-sum-exp a row stay; scores never exist."""
+def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sinks: bool = False) -> Value:
+    """One kernel (arXiv 2205.14135): q, k, v, the output and a log-sum-exp a row stay; scores never exist.
+
+    Args:
+        masked: the kernel adds a mask to the scores, b × 1 × s × s, and keeps it.
+    """
     places = head_places(w)
     shape = (*q.shape[:-1], v.shape[-1])
     out = w.tape.empty(shape, q.dtype, places, grad=True)
@@ -111,8 +146,40 @@ def flash(w: Writer, q: Value, k: Value, v: Value) -> Value:
     names = ("attention query", "attention key", "attention value")
     kept = [saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
     kept += [saved(out, "attention output", reference), saved(rows, "attention statistics", reference)]
-    w.tape.record("aten._scaled_dot_product_flash_attention.default", [q, k, v], [out, rows], saves=kept, flops=flops)
+    inputs = [q, k, v]
+    if masked:
+        inputs.append(_mask_tensor(w, q, keys))
+        kept.append(saved(inputs[-1], "attention mask"))
+    w.tape.record(
+        "aten._scaled_dot_product_flash_attention.default", inputs, [out, rows], saves=kept, flops=flops,
+        weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
+    )  # fmt: skip
     return out
+
+
+def _mask_tensor(w: Writer, q: Value, keys: int) -> Value:
+    """0 and minus infinity, made of the booleans that all layers are given."""
+    shape = (w.run.micro_batch, 1, q.shape[ROWS], keys)
+    places = tuple(p for p in q.places if p[0] == "cp")
+    given = w.table("attention mask", shape, "bool", places)
+    return w.tape.op("aten.where.ScalarOther", [given], dtype=q.dtype)
+
+
+def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
+    """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included."""
+    places, dtype = head_places(w), q.dtype
+    k, v = (_repeat(w, x, spec.heads) for x in (k, v))
+    q, k, v = (cast(w, x, "float32") for x in (q, k, v))
+    q, k = (as_batch(w, scale(w, x)) for x in (q, k))
+    scores_shape = (*q.shape[:3], k.shape[ROWS])
+    roles = ("attention query", "attention key")
+    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32")
+    out = _softmax(w, _mask(w, scores), "float32", spec, "aten._safe_softmax.default")
+    out = dropout(w, out, site=w.run.model.dropout_sites.attention)
+    roles = ("attention probabilities", "attention value")
+    shape = (*q.shape[:3], v.shape[-1])
+    out = batched_product(w, out, as_batch(w, v), shape, places, k.shape[ROWS], roles, dtype="float32")
+    return cast(w, out, dtype)
 
 
 def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
@@ -133,11 +200,14 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
     q, k = (as_batch(w, x) for x in (q, k))
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE)
-    scores = scale(w, scores)
+    if not w.kernels.fused_softmax:
+        scores = scale(w, scores)
     if spec.softcap:
         scores = _softcap(w, scores)
-    scores = _mask(w, scores)
-    probabilities = _softmax(w, scores, q.dtype)
+    if not w.kernels.fused_softmax:
+        scores = _mask(w, scores)
+    wide = "float32" if w.kernels.scores_float32 else scores.dtype
+    probabilities = cast(w, _softmax(w, scores, wide, spec), q.dtype)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
     out_shape = (*q.shape[:3], v.shape[-1])
@@ -145,17 +215,14 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
 
 
 def as_batch(w: Writer, x: Value) -> Value:
-    """b × heads × s × d as (b heads) × s × d: a copy, unless heads are outermost in memory already."""
-    return x if not w.kernels.batch_first else copy(w, x)
+    """b × heads × s × d as (b heads) × s × d: a copy, unless one stride leads from each matrix to the next."""
+    batch, heads = x.local_shape[:ROWS]
+    return copy(w, x) if w.kernels.batch_first and batch > 1 and heads > 1 else x
 
 
 def _mask(w: Writer, scores: Value) -> Value:
-    """Causal masking; one kernel with the softmax where scores stay 16-bit."""
-    return (
-        add(w, scores, w.table("attention mask", scores.shape[ROWS:], scores.dtype))
-        if w.kernels.scores_float32
-        else scores
-    )
+    """Scores with 0 or minus infinity added."""
+    return add(w, scores, w.table("attention mask", scores.shape[ROWS:], scores.dtype))
 
 
 def _softcap(w: Writer, scores: Value) -> Value:
@@ -166,12 +233,13 @@ def _softcap(w: Writer, scores: Value) -> Value:
     return scale(w, out)
 
 
-def _softmax(w: Writer, scores: Value, dtype: str) -> Value:
-    """The result stays. In fp32 it is cast back afterwards, which makes another tensor."""
-    wide = "float32" if w.kernels.scores_float32 else scores.dtype
-    scores = cast(w, scores, wide)
-    out = w.tape.empty(scores.shape, wide, scores.places, grad=True)
-    w.tape.record(
-        "aten._softmax.default", [scores], [out], saves=[saved(out, "softmax output", f"{CORE}, softmax: 2as^2b")]
-    )
-    return cast(w, out, dtype)
+def _softmax(
+    w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "aten._softmax.default"
+) -> Value:  # fmt: skip
+    """In ``dtype``, on scores cast to it. The result stays."""
+    scores = cast(w, scores, dtype)
+    if spec.sinks:
+        return softmax_with_sinks(w, scores, op)
+    out = w.tape.empty(scores.shape, dtype, scores.places, grad=True)
+    w.tape.record(op, [scores], [out], saves=[saved(out, "softmax output", f"{CORE}, softmax: 2as^2b")])
+    return out

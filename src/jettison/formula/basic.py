@@ -93,12 +93,13 @@ def batched_product(
     contracted: int,
     roles: tuple[str, str],
     reference: str = "",
+    dtype: str | None = None,
 ) -> Value:
     """a @ b for two activations: both are needed in backward. ``contracted`` is the local size summed over."""
     kept = [saved(b, roles[1], reference)] if a.grad else []
     kept += [saved(a, roles[0], reference)] if b.grad else []
     return w.tape.op(
-        "aten.bmm.default", [a, b], shape, dtype=w.compute, places=places, saves=kept, contracted=contracted
+        "aten.bmm.default", [a, b], shape, dtype=dtype or w.compute, places=places, saves=kept, contracted=contracted
     )
 
 

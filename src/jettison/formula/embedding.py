@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, dropout, scale
+from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.model import Attention, LatentAttention
 
-TABLES = ("cosine", "sine")
+POSITIONS = "position ids"
 
 
 def embedding(w: Writer) -> Value:
     """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
     model, layout = w.run.model, w.run.layout
+    if not w.kernels.fused_rotary:
+        rotary_tables(w)
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
     x = w.tape.op(
@@ -28,17 +31,43 @@ def embedding(w: Writer) -> Value:
     if model.token_types:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
     if model.learned_positions:
-        x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, "position ids"))
+        x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+
+
+def rotary_tables(w: Writer) -> None:
+    """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers."""
+    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.kinds)
+    with w.tape.scope("rotary"):
+        for dim, _ in kinds:
+            if dim:
+                places = (("cp", 1),) if w.run.layout.cp > 1 else ()
+                paired = w.kernels.paired_rotary or w.kernels.complex_rotary
+                width = dim // 2 if paired else dim
+                angles = w.table("rotary angles", (1, w.run.seq, width), "float32", places)
+                if w.kernels.complex_rotary:
+                    w.tape.hold(w.tape.op("aten.polar.default", [angles], dtype="complex64"), "rotary table")
+                    continue
+                for function in ("cos", "sin"):
+                    table = w.tape.op(f"aten.{function}.default", [angles])
+                    w.tape.hold(table if w.kernels.wide_rotary else cast(w, table, w.compute), "rotary table")
+
+
+def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, bool]:
+    """Layers for which this is equal share their tables."""
+    if isinstance(attention, LatentAttention):
+        return attention.rope_dim, False
+    return attention.rotary_dim, w.kernels.rotary_by_window and attention.window is not None
 
 
 def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
     """Rows of a small table, the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
-    ids = w.tape.source(ids_name, shape, "int64", w.outside())
+    stored = ids_name == POSITIONS and w.kernels.stored_positions
+    ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
     return w.tape.op(
         "aten.embedding.default", [ids], (*shape, w.run.model.hidden), w.compute, w.outside(),
         saves=[saved(ids, ids_name)], weights=[weight], grad=True,

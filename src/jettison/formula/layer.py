@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from jettison.errors import UsageError
 from jettison.formula.attention import attention
 from jettison.formula.basic import add, dropout
+from jettison.formula.latent import latent_attention
 from jettison.formula.mlp import mlp
+from jettison.formula.moe import moe
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
@@ -42,10 +43,10 @@ def _dropped(w: Writer, x: Value) -> Value:
 def _attend(w: Writer, x: Value, spec: Layer) -> Value:
     if isinstance(spec.attention, Attention):
         return attention(w, x, spec.attention, spec.norm)
-    raise UsageError("latent attention is not written yet")
+    return latent_attention(w, x, spec.attention, spec.norm)
 
 
 def _feed(w: Writer, x: Value, spec: Layer) -> Value:
     if isinstance(spec.mlp, Mlp):
         return mlp(w, x, spec.mlp)
-    raise UsageError("experts are not written yet")
+    return moe(w, x, spec.mlp)

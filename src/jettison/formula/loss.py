@@ -29,8 +29,17 @@ def head(w: Writer, x: Value) -> Value:
     )  # fmt: skip
     if model.head.softcap:
         logits = _softcap(w, logits)
-    labels = w.tape.source("labels", w.shape(), "int64", w.inside())
+    labels = _labels(w)
     return _vocab_parallel(w, logits, labels) if w.kernels.loss is Loss.VOCAB_PARALLEL else _upcast(w, logits, labels)
+
+
+def _labels(w: Writer) -> Value:
+    """Next tokens. Padded and shifted within the model, a single sequence's are a view with the padding still there."""
+    shape = w.shape()
+    if not w.kernels.shifted_labels or w.run.micro_batch > 1:
+        return w.tape.source("labels", shape, "int64", w.inside())
+    padded = w.tape.source("labels", (1, w.run.seq + 1), "int64")
+    return w.tape.view(padded, shape, w.inside())
 
 
 def _softcap(w: Writer, logits: Value) -> Value:
@@ -42,16 +51,16 @@ def _softcap(w: Writer, logits: Value) -> Value:
 
 
 def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
-    """torch's cross_entropy on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
+    """torch's cross_entropy, on fp32 logits: the log-softmax stays, 4sbV. Sharded logits are gathered first."""
     if w.tp > 1:
         logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
-    wide = cast(w, logits, "float32")
-    rows = w.tape.empty(wide.shape, "float32", wide.places, grad=True)
+    wide = cast(w, logits, "float32") if w.kernels.loss_float32 else logits
+    rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
     w.tape.record(
         "aten._log_softmax.default", [wide], [rows], saves=[saved(rows, "log-softmax output", f"{EXTRA}: 4sbv")]
     )
-    loss = w.tape.empty((), "float32", grad=True)
-    weight = w.tape.empty((), "float32")
+    loss = w.tape.empty((), wide.dtype, grad=True)
+    weight = w.tape.empty((), wide.dtype)
     kept = [saved(rows, "log-softmax output"), saved(labels, "labels"), saved(weight, "loss weight")]
     w.tape.record("aten.nll_loss_forward.default", [rows, labels], [loss, weight], saves=kept)
     return loss
@@ -79,7 +88,7 @@ def _without_logits(w: Writer, x: Value) -> Value:
     whole, kept = enter(w, x)
     with w.tape.scope("logits"):
         weight = w.parameter("weight", model.vocab, model.hidden, split=0, tied=model.tied_embeddings)
-    labels = w.tape.source("labels", w.shape(), "int64", w.inside())
+    labels = _labels(w)
     chunks = w.kernels.loss_chunks
     tokens = whole.local_shape[0] * whole.local_shape[1]
     logits_bytes = -(-tokens // chunks) * (weight.numel // model.hidden) * 4

@@ -53,6 +53,8 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
     """The nonlinearity: its input stays, or for relu its output."""
     if kind is Activation.GELU_WRITTEN:
         return _gelu_written(w, x)
+    if kind is Activation.GELU_FAST:
+        return _gelu_fast(w, x)
     if kind is Activation.RELU:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
@@ -60,12 +62,27 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
     return w.tape.op(KERNEL[kind], [x], saves=[saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")])
 
 
+def _gelu_fast(w: Writer, x: Value) -> Value:
+    """0.5 x (1 + tanh(c x (1 + 0.044715 x x))), op by op: transformers' FastGELUActivation."""
+    half, scaled = scale(w, x), scale(w, x)
+    square = multiply(w, scale(w, x), x, ("product operand", "activation input"))
+    factor = w.tape.op("aten.add.Tensor", [square], passes=True)
+    tanh = _tanh(w, multiply(w, scaled, factor, ("product operand", "product operand")))
+    one = w.tape.op("aten.add.Tensor", [tanh], passes=True)
+    return multiply(w, half, one, ("product operand", "product operand"))
+
+
+def _tanh(w: Writer, x: Value) -> Value:
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    w.tape.record("aten.tanh.default", [x], [out], saves=[saved(out, "activation output")])
+    return out
+
+
 def _gelu_written(w: Writer, x: Value) -> Value:
     """0.5 x (1 + tanh(c (x + 0.044715 x^3))), op by op: transformers' NewGELUActivation."""
     half = scale(w, x)
     cube = w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[saved(x, "activation input")])
     inner = scale(w, add(w, x, scale(w, cube)))
-    tanh = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
-    w.tape.record("aten.tanh.default", [inner], [tanh], saves=[saved(tanh, "activation output")])
+    tanh = _tanh(w, inner)
     one = w.tape.op("aten.add.Tensor", [tanh], passes=True)
     return multiply(w, half, one, ("product operand", "product operand"))

@@ -25,7 +25,9 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
         weights = [weight] + ([w.parameter("bias", size)] if spec.bias else [])
         if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
             return _fused(w, x, spec, weights)
-        return _written_offset(w, x, weights) if spec.offset else _written(w, x, weights)
+        if spec.offset:
+            return _written_offset(w, x, weights)
+        return _written_wide(w, x, weights) if w.kernels.wide_norm else _written(w, x, weights)
 
 
 def _fused(w: Writer, x: Value, spec: Norm, weights: list) -> Value:  # type: ignore[type-arg]
@@ -61,6 +63,13 @@ def _written(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-
     """weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight."""
     normal = cast(w, _root_mean_square(w, x), x.dtype)
     return w.tape.op("aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights)
+
+
+def _written_wide(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
+    """(weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm."""
+    normal = _root_mean_square(w, x)
+    product = w.tape.op("aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights)
+    return cast(w, product, x.dtype)
 
 
 def _written_offset(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]

@@ -209,6 +209,11 @@ class Tape:
             )
         )  # fmt: skip
 
+    def hold(self, value: Value, role: str, reference: str = "") -> None:
+        """Keep a value through backward for other regions, which read it as theirs but do not pay for it."""
+        kept = (Saved(value, role, reference),)
+        self.steps.append(Step("hold", ".".join(self._scope), (value,), (), kept, (), 0, 0, False, None, None, 0))
+
     def empty(self, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False) -> Value:
         """A value that the next recorded op makes."""
         return self._new(tuple(shape), dtype, places, None, grad)

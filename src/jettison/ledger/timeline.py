@@ -50,6 +50,7 @@ class Unit:
     backward_peak: int
     adding_peak: int
     gradient: int
+    pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
     is_loss: bool = False
 
 
@@ -100,7 +101,7 @@ def moments(stage: StageLoad, *, first_step: bool) -> Iterator[Moment]:
     for chunk in stage.chunks:
         yield from _forward(chunk, base, micro_batch=0)
     for occupancy in stage.occupancies:
-        yield from _backward(stage, occupancy, base, fresh=not upfront and stage.micro_batches == 1)
+        yield from _backward(stage, occupancy, base, fresh=not upfront)
     if stage.micro_batches > 1 and not upfront:
         for occupancy in stage.occupancies:
             yield from _backward(stage, occupancy, base + all_gradients, fresh=False)
@@ -142,4 +143,4 @@ def _backward(stage: StageLoad, occupancy: Occupancy, base: int, *, fresh: bool)
     for unit in reversed(chunk):
         rise = unit.backward_peak if fresh else unit.adding_peak
         yield Moment(phase=Phase.BACKWARD, where=unit.name, micro_batch=number, nbytes=level + rise)
-        level += (unit.gradient if fresh else 0) - unit.resident
+        level += (unit.gradient if fresh else unit.pending) - unit.resident

@@ -1,38 +1,35 @@
-"""Chooses: each region's frontier, one option a region under a budget in bytes, and the plan as an artefact."""
+"""Chooses: each region's frontier, one option a region under a budget in bytes, and the plan as an artefact.
 
-from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
-from jettison.plan.chain import Certificate, Solution, Status, choose
-from jettison.plan.frontier import NONE_KEY, FrontierPoint, fewest_bytes_point, pareto_frontier, plain_point
-from jettison.plan.levels import Choice, Level, Levels, Phase, evaluate
-from jettison.plan.moves import minimum_budget
-from jettison.plan.problem import Region, RegionOption, RootOption, SegmentOption, StepProblem
+A name is imported when it is first asked for: a ledger needs the treatments of this room, and none of its solver.
+"""
 
-__all__ = [
-    "NONE_KEY",
-    "Certificate",
-    "Choice",
-    "FrontierPoint",
-    "LayerPlan",
-    "Level",
-    "Levels",
-    "Phase",
-    "Plan",
-    "PolicyWord",
-    "Predicted",
-    "Region",
-    "RegionOption",
-    "RootOption",
-    "SegmentOption",
-    "Solution",
-    "SolverReport",
-    "Status",
-    "StepProblem",
-    "choose",
-    "evaluate",
-    "fewest_bytes_point",
-    "minimum_budget",
-    "pareto_frontier",
-    "plain_point",
-    "policy_word",
-    "recompute_flops",
-]
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+_HOME_OF = MappingProxyType(
+    {
+        name: home
+        for home, names in (
+            ("artefact", ("LayerPlan", "Plan", "PolicyWord", "Predicted", "SolverReport")),
+            ("artefact", ("policy_word", "recompute_flops")),
+            ("chain", ("Certificate", "Solution", "Status", "choose")),
+            ("frontier", ("NONE_KEY", "FrontierPoint", "fewest_bytes_point", "pareto_frontier", "plain_point")),
+            ("levels", ("Choice", "Level", "Levels", "Phase", "evaluate")),
+            ("moves", ("minimum_budget",)),
+            ("problem", ("Region", "RegionOption", "RootOption", "SegmentOption", "StepProblem")),
+        )
+        for name in names
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(_HOME_OF)}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

@@ -1,17 +1,41 @@
-"""What a ledger document says beside its entries: the whole step, as bytes."""
+"""What a ledger document says beside its entries: the whole step, as bytes. Traced and forecast ledgers share it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from jettison.ledger.document import ledger_document
-from jettison.ledger.record import Ledger
+from jettison.errors import DoesNotFit
+from jettison.forecast.limit import Limit
+from jettison.forecast.request import Resolved
+from jettison.ledger.record import ENTRY_FIELDS, Ledger, Placement, SavedTensor
+
+if TYPE_CHECKING:
+    from jettison.forecast.explain import Explanation
+    from jettison.forecast.fit import FitAnswer
+
+SCHEMA = "jettison.ledger/1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBytes:
+    """What one layer saves for backward in one micro-batch on one rank, in how many tensors."""
+
+    layer: str
+    bytes: int
+    tensors: int
+    stage: int = 0
+    policy: str = ""  # what happens to it; empty where nobody says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBytes:
-    """What one pipeline stage allocates on one rank. Without pipelining there is one stage."""
+    """What one pipeline stage allocates on one rank. Without pipelining there is one stage.
+
+    ``peak_bytes`` is of a step that has its optimizer state, ``first_step_peak_bytes`` of the one before there is any.
+    """
 
     stage: int
     layers: tuple[str, ...]
@@ -21,19 +45,34 @@ class StageBytes:
     gradient_bytes: int
     optimizer_bytes: int
     peak_bytes: int
+    first_step_peak_bytes: int | None = None
+    peak_phase: str = ""
+    peak_where: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """Peak bytes of one phase of a step."""
+    """Peak bytes of one phase of a step, or of one region in it."""
 
     phase: str
     peak_bytes: int
+    where: str = ""
+    stage: int = 0
+    micro_batch: int | None = None
+    first_step_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerReport:
-    """A ledger, and the step that it belongs to, rehearsed."""
+    """A ledger, and the step that it belongs to, rehearsed or forecast.
+
+    Args:
+        rows: what each layer saves; empty: as the ledger's entries say.
+        mesh_sizes: of the axes that shard the entries.
+        asked: the run that a forecast is of.
+        phases: of the worst stage.
+        limit: what the peak is held against.
+    """
 
     model: str
     recompute: str
@@ -42,23 +81,121 @@ class LedgerReport:
     stages: tuple[StageBytes, ...]
     phases: tuple[Phase, ...]
     warnings: tuple[str, ...] = ()
+    rows: tuple[LayerBytes, ...] = ()
+    mesh_sizes: Mapping[str, int] = field(default_factory=dict)
+    asked: Resolved | None = None
+    limit: Limit | None = None
+    fit: FitAnswer | None = None
+    explanation: Explanation | None = None
+
+    @property
+    def worst(self) -> StageBytes:
+        """The stage that needs most; the first of equals."""
+        return max(self.stages, key=lambda stage: stage.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Peak of allocated bytes in a step."""
-        return max(stage.peak_bytes for stage in self.stages)
+        return self.worst.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Is the peak within what it is held against?"""
+        return self.limit is None or self.peak_bytes <= self.limit.nbytes
+
+    def require(self) -> None:
+        """Nothing where the peak fits.
+
+        Raises:
+            DoesNotFit: it does not.
+        """
+        if self.limit is not None and not self.fits:
+            limit = self.limit
+            raise DoesNotFit(peak_bytes=self.peak_bytes, limit_bytes=limit.nbytes, limit_name=limit.words)
+
+    @property
+    def layers(self) -> tuple[LayerBytes, ...]:
+        """What each layer saves, in order."""
+        if self.rows:
+            return self.rows
+        tensors = Counter(entry.layer for entry in self.ledger)
+        by_layer = self.ledger.by_layer()
+        return tuple(LayerBytes(layer=name, bytes=n, tensors=tensors[name]) for name, n in by_layer.items())
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.ledger/1``, with the keys about the step in front of the entries."""
-        base = ledger_document(self.ledger)
-        entries = base.pop("entries")
-        return base | {
+        return {
+            "schema": SCHEMA,
             "model": self.model,
             "recompute": self.recompute,
+            **({"request": request_document(self.asked)} if self.asked else {}),
             "parameters": self.parameters,
-            "stages": [asdict(stage) for stage in self.stages],
+            "layers": [_stated(row) for row in self.layers],
+            "stages": [_stated(stage) for stage in self.stages],
             "peak_bytes": self.peak_bytes,
-            "phases": [asdict(phase) for phase in self.phases],
+            **self._first_step(),
+            "phases": [_stated(phase) for phase in self.phases],
+            **self._limit(),
+            **({"fit": self.fit.document()} if self.fit else {}),
+            **({"explain": self.explanation.document()} if self.explanation else {}),
             "warnings": list(self.warnings),
-            "entries": entries,
+            "entries": [self._entry(entry) for entry in self.ledger],
         }
+
+    def csv(self) -> str:
+        """All entries as CSV with a header, the bytes on one rank in the last column."""
+        header, *lines = self.ledger.to_csv().splitlines()
+        local = [entry.local_bytes(self.mesh_sizes) for entry in self.ledger]
+        rows = [f"{line},{nbytes}" for line, nbytes in zip(lines, local, strict=True)]
+        return "\n".join([f"{header},local_bytes", *rows, ""])
+
+    def _first_step(self) -> dict[str, int]:
+        peaks = [stage.first_step_peak_bytes for stage in self.stages]
+        known = [nbytes for nbytes in peaks if nbytes is not None]
+        return {"first_step_peak_bytes": max(known), "worst_stage": self.worst.stage} if known else {}
+
+    def _limit(self) -> dict[str, Any]:
+        if self.limit is None:
+            return {}
+        stated = {"budget_bytes": self.limit.nbytes, "fits": self.fits}
+        return stated | ({"gpu": self.limit.gpu, "usable_bytes": self.limit.usable_bytes} if self.limit.gpu else {})
+
+    def _entry(self, entry: SavedTensor) -> dict[str, Any]:
+        return {name: _plain(getattr(entry, name)) for name in ENTRY_FIELDS} | {
+            "local_bytes": entry.local_bytes(self.mesh_sizes),
+            "local_storage_bytes": entry.local_storage_bytes(self.mesh_sizes),
+        }
+
+
+def request_document(asked: Resolved) -> dict[str, Any]:
+    """A run as it was understood; ``assumed`` names what nobody asked for."""
+    run = asked.run
+    layout = run.layout
+    return {
+        "model": run.model.name,
+        "family": run.model.family,
+        "seq": run.seq,
+        "micro_batch": run.micro_batch,
+        "micro_batches": run.micro_batches,
+        "layout": asdict(layout) | {"schedule": str(layout.schedule), "world": layout.world},
+        "precision": run.precision.name,
+        "optimizer": str(run.optimizer),
+        "kernels": run.kernels.name,
+        "attention": str(run.kernels.attention),
+        "loss": str(run.kernels.loss),
+        "dropout": run.dropout,
+        "recompute": str(run.recompute),
+        "offload": run.recompute.offload,
+        "gradients": str(run.gradients),
+        "capacity_factor": run.capacity_factor,
+        "assumed": sorted(asked.assumed),
+    }
+
+
+def _stated(row: LayerBytes | StageBytes | Phase) -> dict[str, Any]:
+    """Its fields, without those that say nothing."""
+    return {name: value for name, value in asdict(row).items() if value is not None and value != ""}
+
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Placement) else value

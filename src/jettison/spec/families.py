@@ -333,7 +333,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
     {
         "gelu": Activation.GELU,
         "gelu_new": Activation.GELU_WRITTEN,
-        "gelu_fast": Activation.GELU_WRITTEN,  # the same function with its factors taken in another order
+        "gelu_fast": Activation.GELU_FAST,
         "gelu_pytorch_tanh": Activation.GELU_TANH,
         "silu": Activation.SILU,
         "swish": Activation.SILU,

@@ -30,6 +30,14 @@ class Loss(StrEnum):
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
 
 
+class Combine(StrEnum):
+    """Where the outputs of a token's experts get their weights, and how they become one row again."""
+
+    ACTIVATION = "activation"  # weights enter the kernel of the activation, before the last product
+    ADDED = "added"  # fp32 outputs times weights, added to the rows of their tokens
+    SORTED = "sorted"  # outputs times weights, sorted back by token and summed
+
+
 class Device(StrEnum):
     """Whose kernels: they differ in what fused ones save beside the mathematics."""
 
@@ -43,12 +51,29 @@ class Kernels:
 
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
+        fused_softmax: scale, mask and softmax of eager attention are one kernel.
+        tensor_masks: a fused attention kernel knows causality and nothing else: a window or padding reaches it as a
+            mask, which each layer makes and keeps, as scaled_dot_product_attention does.
+        bidirectional_masks: it is given one where attention looks both ways, too.
         fused_norm: a norm is one kernel that saves its input and its statistics.
+        wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
         fused_rotary: rotation is one kernel that saves nothing but its tables.
+        wide_rotary: the tables are fp32, and so is the rotation.
+        paired_rotary: the tables have one column for two elements of a head.
+        complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
+        rotary_by_window: layers with a window have rotary tables of their own.
+        joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
+            heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
-        repeat_kv: key-value heads are copied until there are as many as query heads.
+        repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
+        stored_positions: position ids are a buffer of the model.
+        shifted_labels: the model itself moves labels by one position, after padding them.
+        loss_float32: logits are cast up for the loss.
         batch_first: activations are b × s × h; otherwise s × b × h.
+        combine: how a mixture of experts is weighted and summed.
+        router_float32: a router's input and weight are cast to fp32 for its product.
+        weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
     """
 
     name: str
@@ -56,12 +81,27 @@ class Kernels:
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
     scores_float32: bool = True
+    fused_softmax: bool = False
+    tensor_masks: bool = False
+    bidirectional_masks: bool = False
     fused_norm: bool = True
+    wide_norm: bool = False
     fused_rotary: bool = False
+    wide_rotary: bool = False
+    paired_rotary: bool = False
+    complex_rotary: bool = False
+    rotary_by_window: bool = False
+    joined_rotary: bool = False
     fused_gate: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
+    stored_positions: bool = False
+    shifted_labels: bool = False
+    loss_float32: bool = True
     batch_first: bool = True
+    combine: Combine = Combine.ADDED
+    router_float32: bool = False
+    weights_float32: bool = True
     device: Device = Device.CUDA
 
     def with_attention(self, word: str | None) -> Kernels:
@@ -84,12 +124,15 @@ class Kernels:
 
 MEGATRON: Final = Kernels(
     name="megatron", attention=AttentionKernel.FLASH, loss=Loss.VOCAB_PARALLEL, scores_float32=False,
-    fused_rotary=True, fused_gate=True, batch_first=False,
+    fused_softmax=True, fused_rotary=True, fused_gate=True, batch_first=False, combine=Combine.ACTIVATION,
 )  # fmt: skip
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 """PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
-HUGGINGFACE: Final = Kernels(name="huggingface", attention=AttentionKernel.FLASH, fused_norm=False, repeat_kv=True)
+HUGGINGFACE: Final = Kernels(
+    name="huggingface", attention=AttentionKernel.FLASH, tensor_masks=True, fused_norm=False, repeat_kv=True,
+    shifted_labels=True, combine=Combine.SORTED,
+)  # fmt: skip
 """The code of transformers: norms in fp32 op by op (LayerNorm is fused there too), rotation written out."""
 
 KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE)})

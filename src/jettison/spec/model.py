@@ -36,6 +36,7 @@ class Activation(StrEnum):
     GELU = "gelu"  # the exact one, one kernel
     GELU_TANH = "gelu_tanh"  # the approximation, one kernel
     GELU_WRITTEN = "gelu_written"  # the approximation written out op by op: GPT-2's gelu_new
+    GELU_FAST = "gelu_fast"  # the same with its factors in another order, which keeps more
     SILU = "silu"
     RELU = "relu"
     CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: clamp both halves, gate * sigmoid(1.702 gate) * (up + 1)
@@ -241,7 +242,7 @@ class ModelSpec:
         return len(self.layers)
 
 
-def _positive(who: str, **sizes: int) -> None:
+def _positive(who: str, **sizes: object) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")

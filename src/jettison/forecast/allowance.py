@@ -1,0 +1,93 @@
+"""What a device holds beside what the allocator hands out: an allowance, stated and not measured.
+
+A forecast counts tensors. A process needs more, which nobody asks the allocator for and no formula knows. Each part is
+given as low, expected and high; the bounds are judgement, between what these sources report of one machine:
+
+- `CONTEXT`, the CUDA context and loaded kernels. A bare context takes 287 MB (pytorch#86509) to 426 MiB
+  (unsloth-zoo#1053) with kernels loaded as they are used, and over 1 GB with all of them (pytorch#107667).
+- `COMMUNICATOR`, one for each mesh axis with more than one rank. Over NVLink, 544 MB among two A100 and 688 MB among
+  more (nccl#964); 0.65 GiB for each further one of RCCL (LUMI-AI-Guide#111). Linear in channels, and nearly nothing
+  where a split communicator shares what its parent has (nccl#986).
+- `ALL_TO_ALL`, on top for the one that spreads experts. Eight H100 went from 1.06 to 4.34 GB with their first
+  all-to-all, since every peer gets 32 channels (nccl#1685).
+- `WORKSPACE` of matrix products. cuBLAS takes 8,519,680 B a stream before Hopper and 32 MiB since (what
+  CUBLAS_WORKSPACE_CONFIG sets), cublasLt up to 32 MiB more (pytorch#120925); a step has a stream or a few.
+- `FRAGMENTS`, a share of the peak: reserved beyond allocated, with expandable segments (pytorch#96995). Without them it
+  can be far more: 127 GB reserved for 61 GB allocated, and 97 GB with them, in a run that changes what it does
+  (cosmos-rl#388).
+
+On the CPU there is none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Device
+from jettison.spec.run import Run
+from jettison.units import GIB, MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allowance:
+    """Bytes beside the tensors, as bounds and as what to plan with."""
+
+    low: int
+    expected: int
+    high: int
+
+    def __add__(self, other: Allowance) -> Allowance:
+        """Both together."""
+        return Allowance(
+            low=self.low + other.low, expected=self.expected + other.expected, high=self.high + other.high
+        )
+
+    def __mul__(self, times: int) -> Allowance:
+        """Several of the same."""
+        return Allowance(low=self.low * times, expected=self.expected * times, high=self.high * times)
+
+
+CONTEXT: Final = Allowance(low=4 * GIB // 10, expected=3 * GIB // 4, high=3 * GIB // 2)
+COMMUNICATOR: Final = Allowance(low=GIB // 10, expected=GIB // 2, high=GIB)
+ALL_TO_ALL: Final = Allowance(low=0, expected=GIB, high=3 * GIB)
+WORKSPACE: Final = Allowance(low=8 * MIB, expected=64 * MIB, high=256 * MIB)
+FRAGMENTS: Final = (Fraction(1, 100), Fraction(3, 100), Fraction(8, 100))
+
+
+def communicators(run: Run) -> int:
+    """Groups of ranks that talk: one for each mesh axis with more than one rank, pipeline stages among them."""
+    layout = run.layout
+    return sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp))
+
+
+def fixed_allowance(run: Run) -> Allowance:
+    """What does not depend on the peak: everything but fragments."""
+    if run.kernels.device is Device.CPU:
+        return Allowance(low=0, expected=0, high=0)
+    return CONTEXT + WORKSPACE + COMMUNICATOR * communicators(run) + ALL_TO_ALL * (run.layout.ep > 1)
+
+
+def allowance(run: Run, peak_bytes: int) -> Allowance:
+    """What a device holds beside tensors of ``peak_bytes``. Fragments are rounded up."""
+    fixed = fixed_allowance(run)
+    if run.kernels.device is Device.CPU:
+        return fixed
+    low, expected, high = (-(-peak_bytes * share // 1) for share in FRAGMENTS)
+    return fixed + Allowance(low=low, expected=expected, high=high)
+
+
+def available_bytes(hardware: Hardware, run: Run, peak_bytes: int | None = None) -> int:
+    """What a device has for tensors, with the expected allowance set aside; 0 where nothing is left.
+
+    Args:
+        peak_bytes: of the run, which the share of fragments is taken of; None: the largest peak that fits beside its
+            own allowance. A peak fits the one figure exactly when it fits the other.
+    """
+    if peak_bytes is not None:
+        return max(0, hardware.usable_bytes - allowance(run, peak_bytes).expected)
+    room = hardware.usable_bytes - fixed_allowance(run).expected
+    share = 0 if run.kernels.device is Device.CPU else FRAGMENTS[1]
+    return max(0, int(room / (1 + share)))

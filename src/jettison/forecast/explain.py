@@ -1,0 +1,410 @@
+"""Where the peak of a run comes from, and what would lower it: figures first, words made of them.
+
+NOTE [ Parts of a moment ]
+Bytes at a moment are a sum (NOTE [ What is there when ] in `ledger.timeline`), linear in everything that a stage holds.
+So the share of, say, optimizer state in the peak is the same moment of a stage that holds nothing else. No second
+account of the step is kept here that could disagree with the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.forecast.run import Forecast, Stage, forecast
+from jettison.forecast.units import Part
+from jettison.formula.region import layer_region
+from jettison.ledger.timeline import Moment, Phase, StageLoad, Unit, moments
+from jettison.plan.treatment import attention_core
+from jettison.spec.model import Layer
+from jettison.spec.run import Mode, Recompute, Run
+from jettison.units import format_bytes, format_percent
+
+FORWARDS_OF_A_STEP: Final = 3
+"""A backward is two forwards: each product has one for its input's gradient and one for its weight's."""
+MODES: Final = ("none", "selective", "selective-op", "full", "every:2", "sqrt")
+"""Recompute modes that are compared."""
+_LONGEST: Final = 1 << 24
+"""Tokens; a crossover is not looked for beyond."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Bytes of a part, and the fraction that they are of the whole."""
+
+    name: str
+    nbytes: int
+    fraction: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Core:
+    """The attention core (scores, softmax, their product with the values) in the most frequent layer, on one rank.
+
+    Args:
+        saved_bytes: of it for one micro-batch; 0 with fused attention, which stores no scores.
+        layer_bytes: of the layer, without recompute.
+        flops: of its two products in one forward.
+        layer_flops: of the layer's forward.
+        crossover: the shortest sequence at which its bytes are more than those of the rest of the layer; None: never.
+    """
+
+    saved_bytes: int
+    layer_bytes: int
+    flops: int
+    layer_flops: int
+    crossover: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """The run with one thing changed.
+
+    Args:
+        change: as it is typed.
+        current: it is the run as it is.
+        layer_bytes: of the layer that saves most for one micro-batch.
+        activation_bytes: held between forwards and backwards on the worst stage, at most.
+        recompute_flops: of one micro-batch through the whole model, one rank of each stage. Recomputation stops when it
+            has what backward needs, so even a whole layer costs less than its forward.
+        of_forward: the same as a share of a forward's FLOPs; ``of_step`` of a forward's and a backward's.
+    """
+
+    change: str
+    current: bool
+    peak_bytes: int
+    layer_bytes: int
+    activation_bytes: int
+    recompute_flops: int
+    of_forward: float
+    of_step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """Something that a run does in vain, or that its user should know."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Of the worst stage of a forecast; see the classes of the fields.
+
+    Args:
+        parts: of the peak; their bytes add up to it.
+        roles: of what one micro-batch leaves on the worst stage for its backward, largest first, each storage once.
+        sequence_parallelism: off and on; empty without tensor parallelism.
+        sharding: ZeRO 1 and 3; empty where there is one data-parallel rank.
+    """
+
+    stage: int
+    peak_bytes: int
+    phase: str
+    where: str
+    in_flight: int
+    parts: tuple[Share, ...]
+    roles: tuple[Share, ...]
+    core: Core
+    recompute: tuple[Variant, ...]
+    sequence_parallelism: tuple[Variant, ...]
+    sharding: tuple[Variant, ...]
+    remarks: tuple[Remark, ...]
+    sentences: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
+    """Why a run's peak is what it is.
+
+    Args:
+        budget_bytes: for allocations on each rank, if there is one.
+    """
+    stage, run = found.worst, found.run
+    moment = stage.peak
+    parts = peak_parts(stage)
+    recompute = _compare(found, _modes(run))
+    parallel = _compare(found, _sequence_parallelism(run))
+    sharding = _compare(found, _sharding(run))
+    return Explanation(
+        stage=stage.index,
+        peak_bytes=found.peak_bytes,
+        phase=str(moment.phase),
+        where=moment.where,
+        in_flight=stage.in_flight,
+        parts=parts,
+        roles=_roles(found, stage),
+        core=_core(run),
+        recompute=recompute,
+        sequence_parallelism=parallel,
+        sharding=sharding,
+        remarks=tuple(_remarks(found, budget_bytes)),
+        sentences=(_cause(stage, parts), _remedy(found, (*recompute, *parallel, *sharding))),
+    )
+
+
+# what there is --------------------------------------------------------------------------------------------------------
+
+
+def peak_parts(stage: Stage) -> tuple[Share, ...]:
+    """The peak of a stage as a sum; see NOTE [ Parts of a moment ].
+
+    Gradients are those that wait for the optimizer; what a region's backward makes of them counts as transient, as do
+    what it computes again, its workspace, and the output and input of a forward.
+    """
+    load = stage.load
+    timeline = list(moments(load, first_step=False))
+    position = timeline.index(stage.peak)
+
+    def bytes_with(kept: StageLoad) -> int:
+        return list(moments(kept, first_step=False))[position].nbytes
+
+    nothing = replace(_only(load, lambda unit: {}), fixed=0, state=0, optimizer_transient=0, sent=0)
+    held = replace(_only(load, lambda unit: {"resident": unit.resident}), fixed=0, state=0, optimizer_transient=0)
+    gradients = _only(load, lambda unit: {"gradient": unit.gradient, "pending": unit.pending})
+    peaks = ("forward_peak", "backward_peak", "adding_peak")
+    passing = _only(load, lambda unit: {name: getattr(unit, name) for name in peaks})
+    parts = {
+        "parameters": replace(nothing, fixed=load.fixed),
+        "gradients": replace(gradients, fixed=0, state=0, optimizer_transient=0, sent=0),
+        "optimizer state": replace(nothing, state=load.state),
+        "activations in flight": held,
+        "transients": replace(passing, fixed=0, state=0, sent=0),
+    }
+    return _shares((name, bytes_with(part)) for name, part in parts.items())
+
+
+def _only(load: StageLoad, fields: Callable[[Unit], dict[str, int]]) -> StageLoad:
+    """The stage with units that have nothing but some of their fields."""
+    empty = {"resident": 0, "forward_peak": 0, "backward_peak": 0, "adding_peak": 0, "gradient": 0, "pending": 0}
+    return replace(
+        load, chunks=tuple(tuple(replace(unit, **(empty | fields(unit))) for unit in chunk) for chunk in load.chunks)
+    )
+
+
+def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
+    mesh = found.run.layout.mesh_sizes
+    held = {name for name, nbytes in found.layer_bytes() if nbytes}
+    of_region: dict[tuple[int, frozenset[int]], Counter[str]] = {}
+    total: Counter[str] = Counter()
+    for part in (part for chunk in stage.parts for part in chunk if part.name in held):
+        key = id(part.region), part.kept_buffers()
+        if key not in of_region:
+            of_region[key] = _region_roles(part, mesh)
+        total.update(of_region[key])
+    return _shares(total.most_common())
+
+
+def _region_roles(part: Part, mesh: dict[str, int]) -> Counter[str]:
+    """A storage that several ops save has the role that the first of them gives it, and its largest size."""
+    roles: dict[str, str] = {}
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for entry in part.region.entries(part.name, part.kept_buffers()):
+        roles.setdefault(entry.storage, entry.role)
+        sizes[entry.storage] = max(sizes[entry.storage], entry.local_storage_bytes(mesh))
+    found: Counter[str] = Counter()
+    for storage, role in roles.items():
+        found[role] += sizes[storage]
+    return found
+
+
+def _shares(parts: Iterable[tuple[str, int]]) -> tuple[Share, ...]:
+    known = list(parts)
+    whole = sum(nbytes for _, nbytes in known)
+    return tuple(Share(name=name, nbytes=nbytes, fraction=nbytes / whole if whole else 0.0) for name, nbytes in known)
+
+
+# the attention core ---------------------------------------------------------------------------------------------------
+
+
+def _core(run: Run) -> Core:
+    layer = Counter(run.model.layers).most_common(1)[0][0]
+    region = layer_region(run.scene, layer)
+    core, rest = _core_and_rest(run, layer, run.seq)
+    return Core(
+        saved_bytes=core,
+        layer_bytes=core + rest,
+        flops=sum(step.flops for step in region.tape.steps if not step.weights),  # products of two activations
+        layer_flops=region.flops,
+        crossover=_crossover(run, layer) if core else None,
+    )
+
+
+def _core_and_rest(run: Run, layer: Layer, seq: int) -> tuple[int, int]:
+    """Bytes that a layer saves without recompute on a sequence of ``seq``, learned positions or not."""
+    region = layer_region(replace(run.scene, seq=seq), layer)
+    core = region.program.kept_bytes(attention_core(region.program))
+    return core, region.saved_bytes - core
+
+
+def _crossover(run: Run, layer: Layer) -> int | None:
+    """By doubling and bisection over sequences that the layout divides: the core grows faster than the rest."""
+    step = run.layout.cp * (run.layout.tp if run.layout.sp else 1)
+
+    def overtakes(count: int) -> bool:
+        core, rest = _core_and_rest(run, layer, count * step)
+        return core > rest
+
+    below, above = 0, 1
+    while not overtakes(above):
+        below, above = above, 2 * above
+        if above * step > _LONGEST:
+            return None
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if overtakes(middle) else (middle, above)
+    return above * step
+
+
+# what if --------------------------------------------------------------------------------------------------------------
+
+
+def _modes(run: Run) -> Iterator[tuple[str, Run]]:
+    words = [word.replace("sqrt", str(Recompute.parse("sqrt", layers=run.model.depth))) for word in MODES]
+    own = str(run.recompute)
+    for word in dict.fromkeys([*words, *([] if run.recompute.mode is Mode.AUTO else [own])]):
+        recompute = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
+        yield f"--recompute {word}", replace(run, recompute=recompute)
+
+
+def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
+    if run.layout.tp == 1:
+        return
+    for word, on in (("--no-sp", False), ("--sp", True)):
+        try:
+            yield word, replace(run, layout=replace(run.layout, sp=on))
+        except UsageError:  # the sequence does not divide over the ranks
+            continue
+
+
+def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
+    if run.layout.shards > 1:
+        for zero in (1, 3):
+            yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+
+
+def _compare(found: Forecast, runs: Iterable[tuple[str, Run]]) -> tuple[Variant, ...]:
+    return tuple(
+        _variant(change, found if run == found.run else forecast(run), current=run == found.run)
+        for change, run in runs
+    )  # fmt: skip
+
+
+def _variant(change: str, found: Forecast, *, current: bool) -> Variant:
+    forward = sum(part.region.flops for part in found.parts)
+    again = sum(recomputed_flops(found))
+    return Variant(
+        change=change,
+        current=current,
+        peak_bytes=found.peak_bytes,
+        layer_bytes=max(
+            nbytes for part, (_, nbytes) in zip(found.parts, found.layer_bytes(), strict=True) if part.is_layer
+        ),
+        activation_bytes=found.worst.activation_bytes,
+        recompute_flops=again,
+        of_forward=again / forward,
+        of_step=again / (FORWARDS_OF_A_STEP * forward),
+    )
+
+
+def recomputed_flops(found: Forecast) -> Iterator[int]:
+    """Of each region in one backward. In a segment all layers but the last run through to their outputs."""
+    dtype = found.run.precision.gradient
+    size = found.run.recompute.number if found.run.recompute.mode is Mode.EVERY else 1
+    for chunk in (chunk for stage in found.stages for chunk in stage.parts):
+        layers = sum(part.is_layer for part in chunk)
+        position = 0
+        for part in chunk:
+            position += part.is_layer
+            inside = part.is_layer and position % size and position < layers
+            yield part.region.flops if inside else part.passes(dtype).recompute_flops
+
+
+# words ----------------------------------------------------------------------------------------------------------------
+
+
+def _remarks(found: Forecast, budget_bytes: int | None) -> Iterator[Remark]:
+    run, peak = found.run, found.peak_bytes
+    mode = run.recompute
+    if mode.mode is Mode.SELECTIVE:
+        plain = forecast(replace(run, recompute=replace(mode, mode=Mode.NONE)))
+        if found.layer_bytes() == plain.layer_bytes():
+            yield Remark(
+                code="selective-saves-nothing",
+                text=f"selective recomputation drops attention scores, and {run.kernels.attention} attention never "
+                f"stores them: layers save the same bytes as with --recompute none, and the peak is "
+                f"{format_bytes(peak)} with either",
+            )
+    if mode.mode is Mode.EVERY and mode.number > 1:
+        full = forecast(replace(run, recompute=replace(mode, mode=Mode.FULL, number=1))).peak_bytes
+        if peak > full:
+            yield Remark(
+                code="segments-above-full",
+                text=f"segments of {mode.number} layers hold fewer inputs, but backward computes {mode.number} layers "
+                f"again at once: the peak is {format_bytes(peak)}, with --recompute full {format_bytes(full)}",
+            )
+    if mode.offload:
+        yield from _offloading(found)
+    if budget_bytes is not None and found.first_step_peak_bytes <= budget_bytes < peak:
+        yield Remark(
+            code="second-step-exceeds",
+            text=f"the first step fits ({format_bytes(found.first_step_peak_bytes)}), the second does not "
+            f"({format_bytes(peak)}): only the first optimizer step allocates "
+            f"{format_bytes(found.worst.static.state)} of state",
+        )
+
+
+def _offloading(found: Forecast) -> Iterator[Remark]:
+    plain = forecast(replace(found.run, recompute=replace(found.run.recompute, offload=False)))
+    held, before = found.worst.activation_bytes, plain.worst.activation_bytes
+    if found.peak_bytes >= plain.peak_bytes:
+        yield Remark(
+            code="offload-misses-peak",
+            text=f"offloading lowers what is held between the passes from {format_bytes(before)} to "
+            f"{format_bytes(held)}, but not the peak ({format_bytes(plain.peak_bytes)} without it, "
+            f"{format_bytes(found.peak_bytes)} with it), which is reached {_place(found.worst.peak)}",
+        )
+
+
+def _cause(stage: Stage, parts: tuple[Share, ...]) -> str:
+    largest = max(parts, key=lambda part: part.nbytes)
+    what = largest.name
+    if what == "activations in flight" and stage.in_flight > 1:
+        what = f"activations of {stage.in_flight} micro-batches in flight"
+    return (
+        f"The peak of {format_bytes(stage.peak.nbytes)} is reached on stage {stage.index} {_place(stage.peak)}; the "
+        f"largest part of it is {what}, {format_bytes(largest.nbytes)} ({format_percent(largest.fraction)})."
+    )
+
+
+def _remedy(found: Forecast, variants: tuple[Variant, ...]) -> str:
+    best = min(variants, key=lambda variant: (variant.peak_bytes, variant.recompute_flops))
+    if best.peak_bytes >= found.peak_bytes:
+        return f"None of the {len(variants)} changes tried lowers it."
+    own = sum(recomputed_flops(found))
+    cost = ""
+    if best.recompute_flops > own:
+        cost = f", for {format_percent(best.of_forward)} of a forward computed again"
+    return (
+        f"Of the changes tried, {best.change} lowers it most: to {format_bytes(best.peak_bytes)}, by "
+        f"{format_bytes(found.peak_bytes - best.peak_bytes)}{cost}."
+    )
+
+
+def _place(moment: Moment) -> str:
+    match moment.phase:
+        case Phase.OPTIMIZER:
+            return "in the optimizer step"
+        case Phase.BEFORE | Phase.AFTER:
+            return "between steps"
+        case Phase.LOSS:
+            return "in the forward of the loss"
+        case _:
+            return f"in the {moment.phase} of {moment.where}"

@@ -1,0 +1,227 @@
+"""From what was typed to a `Run`: loose text becomes typed here, and what was not given gets its default.
+
+NOTE [ Defaults ]
+What is not given is as the model's published code trains it. The GPTs of arXiv 2205.05198 are Megatron's: sequences of
+2048, eager attention, a loss over a sharded vocabulary, gradients in buffers from the start. Everything else runs on
+PyTorch's own operators, with gradients that appear one by one. Sequence parallelism goes with tensor parallelism, and
+a pipeline gets as many micro-batches as it has stages, the fewest that fill it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, TypeVar
+
+from jettison.errors import UsageError
+from jettison.spec.config import read_config
+from jettison.spec.conventions import kernels_for
+from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.model import ModelSpec
+from jettison.spec.precision import optimizer, precision
+from jettison.spec.presets import PRESETS, preset
+from jettison.spec.run import Gradients, Recompute, Run
+
+PAPER: Final = "paper"
+"""The family of arXiv 2205.05198's GPTs."""
+PAPER_SEQUENCE: Final = 2048
+LONGEST_DEFAULT: Final = 4096
+"""Tokens of a sequence where nothing says how many, and the model could take more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest:
+    """How a model is to be trained, as given; None is the default, see NOTE [ Defaults ].
+
+    Args:
+        seq: Tokens in a sequence: as many as the model has positions, at most 4096.
+        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1.
+        micro_batches: Micro-batches in a step on one data-parallel rank: one for each pipeline stage.
+        tp: Ranks of tensor parallelism: 1.
+        sp: Sequence parallelism beside it: on where --tp is above 1.
+        pp: Pipeline stages: 1.
+        virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
+        schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
+        cp: Ranks of context parallelism: 1.
+        dp: Data-parallel replicas: 1.
+        ep: Ranks of expert parallelism, out of dp x cp: 1.
+        zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
+        attention: eager, flash or sdpa.
+        dropout: Probability, at every site that the architecture has: as the model says.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
+        optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
+        recompute: none, selective, selective-op, full, every:K, block:N, interval:K, sqrt or auto.
+        offload: Send what stays of each layer to the host until its backward.
+        kernels: megatron, pytorch or huggingface: whose code runs.
+        loss: upcast, vocab-parallel, fused or chunked.
+        capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
+        gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
+        keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
+        gradients: one-by-one, as backward makes them, or upfront, in buffers.
+    """
+
+    seq: int | None = None
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    tp: int | None = None
+    sp: bool | None = None
+    pp: int | None = None
+    virtual_stages: int | None = None
+    schedule: str | None = None
+    cp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    attention: str | None = None
+    dropout: float | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    recompute: str | None = None
+    offload: bool | None = None
+    kernels: str | None = None
+    loss: str | None = None
+    capacity_factor: float | None = None
+    gathered_inputs: bool | None = None
+    keep_stage_outputs: bool | None = None
+    gradients: str | None = None
+
+    def given(self) -> tuple[str, ...]:
+        """Names of the fields that were."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+
+TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
+"""What can be asked of a model that is built and traced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A run, and which of its fields nobody asked for."""
+
+    run: Run
+    assumed: frozenset[str]
+
+
+def is_live(model: str) -> bool:
+    """Is this ``module:factory``, which only Python can look into?"""
+    if model in PRESETS or Path(model).exists():
+        return False
+    module, colon, factory = model.partition(":")
+    return bool(colon) and factory.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def refuse_for_trace(model: str, request: RunRequest, *, asked: bool, also: tuple[str, ...] = ()) -> None:
+    """Can a trace answer this? It sees the module as it is built: one rank, its own kernels and dropout.
+
+    Args:
+        asked: a trace was asked for by its flag, and not by the kind of model.
+        also: other flags that were given and need the closed form.
+
+    Raises:
+        UsageError: no.
+    """
+    if asked and model in PRESETS:
+        raise UsageError(f"--trace builds a model from its config.json, and {model} is a preset: leave --trace away")
+    extra = [flag_of(name) for name in request.given() if name not in TRACED] + list(also)
+    if extra:
+        why = "--trace" if asked and not is_live(model) else f"the live model {model}"
+        raise UsageError(
+            f"{extra[0]} does not apply to {why}: a trace sees one rank of the module as it is built. "
+            "Give a preset or a config.json without --trace"
+        )
+
+
+def flag_of(field: str) -> str:
+    """A field as it is typed."""
+    return f"--{field.replace('_', '-')}"
+
+
+def model_spec(model: str) -> ModelSpec:
+    """The model that a preset's name, a config.json or its folder stands for.
+
+    Raises:
+        UsageError: it is none of them, or it cannot be read.
+    """
+    if model not in PRESETS:
+        path = Path(model)
+        if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
+            return read_config(path)
+    return preset(model)
+
+
+def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
+    """Fill in the defaults.
+
+    Raises:
+        UsageError: a word that is not known, or a run that is none.
+    """
+    layout = _layout(request)
+    kernels = _kernels(model, request)
+    upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
+    seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
+    run = Run(
+        model=model,
+        seq=_or(request.seq, seq),
+        micro_batch=_or(request.micro_batch, 1),
+        micro_batches=_or(request.micro_batches, layout.pp),
+        layout=layout,
+        precision=precision(_or(request.precision, "bf16")),
+        optimizer=optimizer(_or(request.optimizer, "adamw")),
+        kernels=kernels,
+        recompute=Recompute.parse(
+            _or(request.recompute, "none"), layers=model.depth, offload=_or(request.offload, False)
+        ),
+        gradients=upfront if request.gradients is None else _gradients(request.gradients),
+        dropout=_or(request.dropout, model.dropout),
+        capacity_factor=request.capacity_factor,
+    )
+    return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
+
+
+def _layout(request: RunRequest) -> Layout:
+    tp = _or(request.tp, 1)
+    return Layout(
+        tp=tp,
+        sp=_or(request.sp, tp > 1),
+        cp=_or(request.cp, 1),
+        ep=_or(request.ep, 1),
+        pp=_or(request.pp, 1),
+        virtual_stages=_or(request.virtual_stages, 1),
+        schedule=Schedule.ONE_F_ONE_B if request.schedule is None else _word(Schedule, request.schedule, "schedule"),
+        dp=_or(request.dp, 1),
+        zero=_or(request.zero, 0),
+        gathered_inputs=_or(request.gathered_inputs, False),
+        keeps_stage_outputs=_or(request.keep_stage_outputs, False),
+    )
+
+
+def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
+    paper = model.family == PAPER
+    kernels = kernels_for(model, _or(request.kernels, "megatron" if paper else "pytorch"))
+    kernels = kernels.with_attention(_or(request.attention, "eager") if paper else request.attention)
+    if request.loss is None:
+        return kernels
+    return replace(kernels, loss=_word(Loss, request.loss, "loss"))
+
+
+def _gradients(text: str) -> Gradients:
+    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT}
+    if text not in words:
+        raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
+    return words[text]
+
+
+_T = TypeVar("_T")
+_Word = TypeVar("_Word", bound=StrEnum)
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def _word(kind: type[_Word], text: str, name: str) -> _Word:
+    if text not in set(kind):
+        raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(kind)}")
+    return kind(text)

@@ -1,0 +1,211 @@
+"""A mixture of experts: tokens sorted by expert, one grouped product for all experts, and outputs summed by token.
+
+T tokens · e experts · c choices a token · f width of an expert · N rows that experts work on.
+
+NOTE [ Rows do not depend on routing ]
+Without a capacity every choice is a row: N = Tc, however tokens are spread over experts. With one, every expert has
+ceil(capacity factor · Tc / e) rows, filled or not (arXiv 2101.03961 §2.2). What depends on routing is how rows divide
+over ranks: under expert parallelism a rank is given Tc of them when the router is balanced, and up to ep · Tc when it
+is not. Balance is assumed here.
+
+Transformers' default, one grouped product, is what is written here. Its "eager" experts, a loop over those that were
+chosen, hold the same N rows in pieces, however many. They keep each output once more (N × h, for `index_add_`), and two
+int64 a row in the place of three (four with biases) and of e ends. Routing then decides only what an allocator rounds
+up: less than 512 bytes an expert and tensor on CUDA.
+
+NOTE [ Experts and mesh axes ]
+Experts are spread over "ep" (which takes its ranks from dp and cp), their width f over "tp". Rows travel over "ep" by
+all-to-all, there and back. Under sequence parallelism the block is given a shard of the sequence: it routes T/t tokens
+and gathers their rows over "tp" when they have arrived, where every rank has a slice of each expert; partial sums are
+reduce-scattered before they travel back. That is Megatron-LM's all-to-all dispatcher, and the gathered rows stay for
+the first product. Without sequence parallelism every rank of "tp" routes all T tokens and sums are reduced at the end.
+
+What a grouped product saves are its rows and where each expert's end. Its kernel rounds a row up to 16 bytes; widths
+are multiples of that in all published models, and rounding is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from jettison.formula.basic import add, cast, enter, leave, multiply, quantise
+from jettison.formula.mlp import activation, gate_product, mlp
+from jettison.formula.router import route
+from jettison.formula.tape import Places, Value
+from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import Combine
+from jettison.spec.model import Activation, Mlp, Moe
+
+ORDER = "token order"
+SCORES = ("expert output", "expert weights")
+
+
+def moe(w: Writer, x: Value, spec: Moe) -> Value:
+    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
+    with w.tape.scope("mlp"):
+        sharded = w.tp > 1 and w.run.layout.sp
+        whole = x if sharded else enter(w, x)[0]
+        size, hidden = whole.shape[0] * whole.shape[1], whole.shape[2]
+        tokens = w.tape.view(whole, (size, hidden), tuple((axis, 0) for axis, _ in whole.places))
+        weights, choice = route(w, tokens, spec)
+        with w.tape.scope("experts"):
+            out = w.tape.view(_experts(w, tokens, weights, choice, spec), whole.shape, whole.places)
+        out = out if sharded else leave(w, out)
+        if spec.shared_ffn:
+            shared = Mlp(ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated)
+            out = add(w, out, mlp(w, x, shared, "shared"))
+        return out
+
+
+def rows_of(w: Writer, tokens: Value, spec: Moe) -> int:
+    """N. See NOTE [ Rows do not depend on routing ]."""
+    factor = w.run.capacity_factor
+    if factor is None:
+        return tokens.shape[0] * spec.top_k
+    shards = prod(w.tape.mesh.get(axis, 1) for axis, _ in tokens.places)
+    return shards * spec.experts * ceil(factor * tokens.local_shape[0] * spec.top_k / spec.experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """Tokens sorted by expert.
+
+    Args:
+        permutation: N, which choice each row is. ``origin``: N, which token.
+        ends: e, where each expert's rows end.
+        local: N, rows as they arrive, sorted by expert; None: they arrive so.
+        expert: N, whose row each is; None: nobody asks.
+    """
+
+    permutation: Value
+    origin: Value
+    ends: Value
+    local: Value | None
+    expert: Value | None
+
+
+def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe) -> Value:
+    """T × h, the weighted sum over each token's experts."""
+    rows = rows_of(w, tokens, spec)
+    order = _sort(w, choice, rows, tokens.places, spec)
+    x = _take(w, tokens, order.origin)
+    flat = w.tape.view(weights, (weights.shape[0] * weights.shape[1], 1))
+    scores = _take(w, flat, order.permutation)
+    x = _send(w, x, order)
+    early = w.kernels.combine is Combine.ACTIVATION
+    hidden = _hidden(w, x, _send(w, scores, order) if early else None, order, spec)
+    out = _product(w, hidden, tokens.shape[1], "down", order, spec, split="row")
+    out = _return(w, out, order, tokens.places)
+    return _combined(w, out, scores, order, tokens)
+
+
+def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _Order:
+    def index(name: str, x: Value, shape: tuple[int, ...], dtype: str, where: Places) -> Value:
+        return w.tape.op(name, [x], shape, dtype, where, grad=False)
+
+    ep = w.run.layout.ep
+    permutation = index("aten.sort.default", choice, (rows,), "int64", places)
+    origin = index("aten.floor_divide.default", permutation, (rows,), "int64", places)
+    ends = index("aten.cumsum.default", choice, (spec.experts,), "int32", (("ep", 0),) if ep > 1 else ())
+    mixed = 1 < ep < spec.experts  # rows of several experts arrive from each rank
+    there = _gathered(places)
+    local = index("aten.sort.default", ends, (rows,), "int64", there) if mixed else None
+    expert = index("aten.repeat_interleave.self_Tensor", ends, (rows,), "int64", there) if spec.bias else None
+    return _Order(permutation=permutation, origin=origin, ends=ends, local=local, expert=expert)
+
+
+def _gathered(places: Places) -> Places:
+    """Placement of rows where experts work on them."""
+    return tuple(p for p in places if p[0] != "tp")
+
+
+def _take(w: Writer, x: Value, index: Value) -> Value:
+    """Rows of x: backward adds gradients up by the same index."""
+    shape = (index.shape[0], *x.shape[1:])
+    return w.tape.op("aten.index.Tensor", [x, index], shape, places=index.places, saves=[saved(index, ORDER)])
+
+
+def _send(w: Writer, x: Value, order: _Order) -> Value:
+    """Rows to the ranks that have their experts."""
+    x = w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single")
+    if any(axis == "tp" for axis, _ in x.places):
+        whole = _gathered(x.places)
+        x = w.tape.collective("all_gather_into_tensor", "tp", x, whole, backward="reduce_scatter_tensor")
+    return x if order.local is None else _take(w, x, order.local)
+
+
+def _return(w: Writer, x: Value, order: _Order, places: Places) -> Value:
+    """The way back."""
+    if order.local is not None:
+        x = w.tape.op("aten.index_put.default", [x, order.local], saves=[saved(order.local, ORDER)])
+    if places != x.places:
+        x = w.tape.collective("reduce_scatter_tensor", "tp", x, places, backward="all_gather_into_tensor")
+    return w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single")
+
+
+def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec: Moe, *, split: str) -> Value:
+    """Every row times its expert's matrix (and its bias): N × features. ``split`` as in `linear`."""
+    with w.tape.scope(name):
+        shape = (spec.experts, features, x.shape[1])
+        weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True)
+        places = tuple(p for p in x.places if p[1] == 0)
+        if split == "column" and w.tp > 1:
+            places = tuple(sorted((*places, ("tp", 1))))
+        kept = x if w.run.precision.product is None else quantise(w, x)
+        out = w.tape.op(
+            "aten._grouped_mm.default", [x, order.ends], (x.shape[0], features), w.compute, places,
+            saves=[saved(kept, "linear input"), saved(order.ends, "ends of experts")], weights=[weight],
+            contracted=x.local_shape[1],
+        )  # fmt: skip
+        if order.expert is None:
+            return out
+        bias = w.parameter("bias", spec.experts, features, split=1 if split == "column" else None, expert=True)
+        chosen = w.tape.op(
+            "aten.index.Tensor", [order.expert], out.shape, out.dtype, places, saves=[saved(order.expert, ORDER)],
+            weights=[bias],
+        )  # fmt: skip
+        return add(w, out, chosen)
+
+
+def _hidden(w: Writer, x: Value, scores: Value | None, order: _Order, spec: Moe) -> Value:
+    """N × f: what goes into the last product, times each row's weight where ``scores`` are given."""
+    if not spec.gated:
+        up = _product(w, x, spec.ffn, "up", order, spec, split="column")
+        hidden = activation(w, up, spec.activation)
+        return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)
+    joint = _product(w, x, 2 * spec.ffn, "gate_up", order, spec, split="column")
+    gate, up = (w.tape.view(joint, (joint.shape[0], spec.ffn)) for _ in range(2))
+    if w.kernels.fused_gate:
+        inputs = [gate, up] if scores is None else [gate, up, scores]
+        roles = ("activation input", "activation input", SCORES[1])
+        return w.tape.op("gated_activation", inputs, saves=[saved(v, r) for v, r in zip(inputs, roles, strict=False)])
+    clamped = spec.activation is Activation.CLAMPED_SWIGLU
+    hidden = _clamped(w, gate, up) if clamped else gate_product(w, gate, up, spec.activation)
+    return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)
+
+
+def _clamped(w: Writer, gate: Value, up: Value) -> Value:
+    """g · sigmoid(α g) · (u + 1) for both halves clamped, op by op: gpt-oss."""
+    gate, up = (w.tape.op("aten.clamp.default", [v], saves=[saved(v, "activation input")]) for v in (gate, up))
+    wide = w.tape.op("aten.mul.Tensor", [gate])
+    sigmoid = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
+    w.tape.record("aten.sigmoid.default", [wide], [sigmoid], saves=[saved(sigmoid, "activation output")])
+    gated = multiply(w, gate, sigmoid, ("product operand", "activation output"))
+    shifted = w.tape.op("aten.add.Tensor", [up], passes=True)
+    return multiply(w, shifted, gated, ("product operand", "product operand"))
+
+
+def _combined(w: Writer, out: Value, scores: Value, order: _Order, tokens: Value) -> Value:
+    """N outputs as T sums. Weights that come after the experts keep their outputs, in fp32 where they are added up
+    (torchtitan's ``combine``); those that entered the activation do not (Megatron-LM's grouped experts).
+    """
+    if w.kernels.combine is Combine.SORTED:
+        weighted = multiply(w, out, scores, SCORES, scores.dtype)
+        inverse = w.tape.op("aten.index_put.default", [order.permutation], grad=False)
+        back = _take(w, weighted, inverse)
+        return cast(w, w.tape.op("aten.sum.dim_IntList", [back], tokens.shape, places=tokens.places), tokens.dtype)
+    if w.kernels.combine is Combine.ADDED:
+        out = cast(w, multiply(w, cast(w, out, "float32"), scores, SCORES, "float32"), tokens.dtype)
+    kept = [saved(order.origin, ORDER)]
+    return w.tape.op("aten.scatter_add.default", [out, order.origin], tokens.shape, places=tokens.places, saves=kept)

@@ -1,0 +1,88 @@
+"""The router of a mixture of experts: from tokens to the experts of each, and the weight of each choice.
+
+T tokens · e experts · c choices a token. What is chosen may not be chosen a second time: a bit of difference in the
+logits sends a token elsewhere.
+"""
+
+from __future__ import annotations
+
+from jettison.formula.basic import cast, discrete, linear
+from jettison.formula.tape import Value
+from jettison.formula.writer import Writer, saved
+from jettison.ledger.program import Anchor
+from jettison.spec.model import Moe, Router
+
+CHOICE = "router choice"
+WEIGHTS = "router weights"
+REFERENCE = "arXiv 2101.03961 §2.1, router"
+
+
+def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
+    """(weights, int64 choices), both T × c. ``tokens`` is T × h.
+
+    Which groups of experts may be chosen from is worked out without gradients. Transformers' code asks autograd for it,
+    but lets go of the results before the layer is over, and so nothing of that is held.
+    """
+    shape = (tokens.shape[0], spec.top_k)
+    with w.tape.scope("router"):
+        logits = _logits(w, tokens, spec)
+        if spec.router is Router.TOPK_SOFTMAX:
+            values, choice = _topk(w, logits, shape)
+            dtype = "float32" if w.kernels.weights_float32 else logits.dtype
+            return _softmax(w, cast(w, values, dtype)), choice
+        weights, choice = _scored(w, logits, shape, spec)
+        if spec.normalise_top_k:
+            weights = _normalise(w, weights)
+        return (weights if w.kernels.weights_float32 else cast(w, weights, w.compute)), choice
+
+
+def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
+    """T × e. In fp32 a copy of the tokens stays for the weight's gradient, and a copy of the weight for the tokens'."""
+    if not w.kernels.router_float32:
+        return linear(w, tokens, spec.experts, "gate", bias=spec.router_bias, role="router input", reference=REFERENCE)
+    with w.tape.scope("gate"):
+        weight = w.parameter("weight", spec.experts, tokens.shape[-1])
+        weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
+        held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+        wide, matrix = cast(w, tokens, "float32"), cast(w, held, "float32")
+        return w.tape.op(
+            "aten.mm.default", [wide, matrix], (tokens.shape[0], spec.experts), weights=weights,
+            saves=[saved(wide, "router input", REFERENCE), saved(matrix, "router weight in fp32")],
+            contracted=tokens.shape[-1],
+        )  # fmt: skip
+
+
+def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
+    """Scores of all experts in fp32, and of them those that are chosen."""
+    wide = cast(w, logits, "float32")
+    if spec.router is Router.SOFTMAX_TOPK:
+        scores = _softmax(w, wide)
+        if spec.groups > 1:
+            allowed = w.tape.op("aten.topk.default", [scores], dtype="bool", grad=False, anchor=Anchor.DISCRETE)
+            scores = w.tape.op("aten.masked_fill.Scalar", [scores, allowed], saves=[saved(allowed, "expert mask")])
+    else:
+        scores = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
+        w.tape.record("aten.sigmoid.default", [wide], [scores], saves=[saved(scores, "router scores")])
+    choice = discrete(w, scores, "aten.topk.default", shape)
+    return w.tape.op("aten.gather.default", [scores, choice], shape, saves=[saved(choice, CHOICE)]), choice
+
+
+def _softmax(w: Writer, x: Value) -> Value:
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    w.tape.record("aten._softmax.default", [x], [out], saves=[saved(out, "router probabilities", REFERENCE)])
+    return out
+
+
+def _topk(w: Writer, logits: Value, shape: tuple[int, int]) -> tuple[Value, Value]:
+    values = w.tape.empty(shape, logits.dtype, logits.places, grad=True)
+    choice = w.tape.empty(shape, "int64", logits.places)
+    w.tape.record(
+        "aten.topk.default", [logits], [values, choice], saves=[saved(choice, CHOICE)], anchor=Anchor.DISCRETE
+    )
+    return values, choice
+
+
+def _normalise(w: Writer, weights: Value) -> Value:
+    """Weights that sum to 1: both sides of the division stay."""
+    total = w.tape.op("aten.sum.dim_IntList", [weights], (weights.shape[0], 1))
+    return w.tape.op("aten.div.Tensor", [weights, total], saves=[saved(weights, WEIGHTS), saved(total, WEIGHTS)])

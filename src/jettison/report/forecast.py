@@ -1,0 +1,140 @@
+"""From a model and a request to the report that traced ledgers have as well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from jettison.errors import UsageError
+from jettison.forecast.advice import advice
+from jettison.forecast.limit import Limit, limit_of
+from jettison.forecast.request import Resolved, RunRequest, model_spec, resolve
+from jettison.forecast.run import Forecast, Stage, forecast
+from jettison.report.summary import LayerBytes, LedgerReport, Phase, StageBytes
+from jettison.spec.run import Mode
+
+if TYPE_CHECKING:
+    from jettison.forecast.explain import Explanation
+    from jettison.forecast.fit import FitAnswer
+
+
+def ledger_report(
+    model: str,
+    request: RunRequest,
+    *,
+    budget: str | None = None,
+    gpu: str | None = None,
+    fit: bool = False,
+    explain: bool = False,
+) -> LedgerReport:
+    """What `jettison ledger` says of a preset or of a config.json.
+
+    Args:
+        budget, gpu: hold the peak against these.
+        fit: answer, too, what would fit them.
+        explain: answer, too, where the peak comes from.
+
+    Raises:
+        UsageError: no such model, or a request that makes no sense for it.
+        Infeasible: recompute was left to a planner, and no plan fits.
+    """
+    asked = resolve(model_spec(model), request)
+    limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
+    budget_bytes = None if limit is None else limit.nbytes
+    if fit and budget_bytes is None:
+        raise UsageError("--fit needs to know what to fit into; give --budget or --gpu")
+    found = _forecast(asked, budget_bytes)
+    return forecast_report(
+        model, asked, found, limit=limit,
+        fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
+        explanation=_explain(found) if explain else None,
+    )  # fmt: skip
+
+
+def _forecast(asked: Resolved, budget_bytes: int | None) -> Forecast:
+    if asked.run.recompute.mode is not Mode.AUTO:
+        return forecast(asked.run)
+    if budget_bytes is None:
+        raise UsageError("--recompute auto needs to know what to fit into; give --budget or --gpu")
+    from jettison.forecast.auto import choose  # the planner takes its time to load
+
+    return choose(asked.run, budget_bytes)
+
+
+def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:
+    from jettison.forecast.fit import fit
+
+    return fit(asked.run, budget_bytes=budget_bytes)
+
+
+def _explain(found: Forecast) -> Explanation:
+    from jettison.forecast.explain import explain
+
+    return explain(found)
+
+
+def forecast_report(
+    name: str,
+    asked: Resolved,
+    found: Forecast,
+    *,
+    limit: Limit | None = None,
+    fit: FitAnswer | None = None,
+    explanation: Explanation | None = None,
+) -> LedgerReport:
+    """All that a forecast says.
+
+    Args:
+        name: of the model, as it was given.
+    """
+    ledger = found.ledger()
+    return LedgerReport(
+        model=name,
+        recompute=str(found.run.recompute),
+        parameters=found.parameters,
+        ledger=ledger,
+        stages=tuple(_stage(stage) for stage in found.stages),
+        phases=_phases(found.worst),
+        warnings=advice(asked),
+        rows=_rows(found, Counter(entry.layer for entry in ledger)),
+        mesh_sizes=found.run.layout.mesh_sizes,
+        asked=asked,
+        limit=limit,
+        fit=fit,
+        explanation=explanation,
+    )
+
+
+def _stage(stage: Stage) -> StageBytes:
+    return StageBytes(
+        stage=stage.index,
+        layers=tuple(part.name for chunk in stage.parts for part in chunk),
+        in_flight=stage.in_flight,
+        activation_bytes=stage.activation_bytes,
+        parameter_bytes=stage.static.parameters,
+        gradient_bytes=stage.static.gradients,
+        optimizer_bytes=stage.static.state,
+        peak_bytes=stage.peak.nbytes,
+        first_step_peak_bytes=stage.first_step_peak.nbytes,
+        peak_phase=str(stage.peak.phase),
+        peak_where=stage.peak.where,
+    )
+
+
+def _phases(stage: Stage) -> tuple[Phase, ...]:
+    """Its timeline from the second step on, and what the same moments hold in the first."""
+    return tuple(
+        Phase(
+            phase=str(later.phase), where=later.where, stage=stage.index, peak_bytes=later.nbytes,
+            micro_batch=later.micro_batch if later.micro_batch >= 0 else None, first_step_peak_bytes=first.nbytes,
+        )
+        for later, first in zip(stage.timeline(), stage.timeline(first_step=True), strict=True)
+    )  # fmt: skip
+
+
+def _rows(found: Forecast, tensors: Counter[str]) -> tuple[LayerBytes, ...]:
+    place = {part.name: (stage.index, part.policy) for stage in found.stages for chunk in stage.parts for part in chunk}
+    return tuple(
+        LayerBytes(layer=name, bytes=nbytes, tensors=tensors[name], stage=place[name][0], policy=place[name][1])
+        for name, nbytes in found.layer_bytes()
+    )

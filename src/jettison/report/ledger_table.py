@@ -1,0 +1,226 @@
+"""A ledger report for people: the facts, what each layer saves, what takes the bytes, the stages, and the worst one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from jettison.forecast.fit import Edge, FitAnswer
+from jettison.forecast.request import Resolved
+from jettison.report.parts import exact, facts_table, span, titled
+from jettison.report.summary import LayerBytes, LedgerReport, Phase, StageBytes
+from jettison.spec.layout import Layout
+from jettison.units import format_bytes, format_count, format_percent
+
+MOST_STAGES = 20
+"""Rows of a table of stages; of more, those in the middle are left out."""
+PLACES = {
+    "before forward": "before the forward",
+    "loss": "in the loss",
+    "optimizer": "in the optimizer step",
+    "after the step": "after the step",
+}
+"""Phases that need no region to say where they are."""
+
+
+def ledger_table(report: LedgerReport) -> RenderableType:
+    """Everything about a run, or about a traced model, at a glance."""
+    tables = [facts_table(list(_facts(report))), _layers_table(report), _roles_table(report)]
+    if len(report.stages) > 1:
+        tables.append(_stages_table(report))
+    tables.append(_phases_table(report))
+    if report.fit is not None:
+        tables.append(_fit_table(report.fit))
+    return Group(*(part for table in tables for part in ("", table)))
+
+
+def peak_sentence(report: LedgerReport) -> str:
+    """Where the peak is, and what step 0 has instead."""
+    worst = report.worst
+    stage = f" on stage {worst.stage}" if len(report.stages) > 1 else ""
+    where = f", {_where(worst.peak_phase, worst.peak_where)}" if worst.peak_phase else ""
+    first = max((s.first_step_peak_bytes or 0 for s in report.stages), default=0)
+    if not first or first == report.peak_bytes:
+        return f"{exact(report.peak_bytes)}{stage}{where}"
+    return f"{exact(report.peak_bytes)}{stage}{where}, from step 1 on; step 0: {format_bytes(first)}"
+
+
+def _where(phase: str, where: str) -> str:
+    return PLACES.get(phase) or (f"in {phase} of {where}" if where else f"in {phase}")
+
+
+def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
+    asked, worst = report.asked, report.worst
+    if asked is None:
+        yield "model", f"{report.model}, {format_count(report.parameters)} parameters, recompute {report.recompute}"
+    else:
+        yield "model", _model(report, asked)
+        yield "layout", _layout(asked.run.layout)
+        yield "batch", _batch(asked)
+        yield "training", _training(asked)
+        yield "recompute", report.recompute + (", what stays is offloaded" if asked.run.recompute.offload else "")
+    if len(report.stages) == 1:
+        yield "parameters", format_bytes(worst.parameter_bytes)
+        yield "gradients", format_bytes(worst.gradient_bytes)
+        yield "optimizer state", format_bytes(worst.optimizer_bytes)
+        yield "saved for backward", format_bytes(worst.activation_bytes)
+    yield "peak of a step", peak_sentence(report)
+    if report.limit is not None:
+        verdict = "fits" if report.fits else "DOES NOT FIT"
+        share = format_percent(report.peak_bytes / report.limit.nbytes)
+        of = f"{format_bytes(report.limit.nbytes)}, {report.limit.words}"
+        yield "verdict", f"{verdict}: the peak is {share} of {of}"
+
+
+def _model(report: LedgerReport, asked: Resolved) -> str:
+    model = asked.run.model
+    sizes = f"{model.depth} layers, h {model.hidden}, V {model.vocab}"
+    return f"{report.model}, {format_count(report.parameters)} parameters, {sizes}"
+
+
+def _layout(layout: Layout) -> str:
+    parts = [f"tp {layout.tp}{' with sp' if layout.sp else ''}" if layout.tp > 1 else ""]
+    parts += [f"{axis} {size}" if size > 1 else "" for axis, size in (("cp", layout.cp), ("pp", layout.pp))]
+    parts.append(f"dp {layout.dp}" if layout.dp > 1 else "")
+    text = " x ".join(part for part in parts if part)
+    text = f"{text} = {layout.world} GPUs" if text else "one GPU"
+    if layout.pp > 1:
+        virtual = f", {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
+        text += f", schedule {layout.schedule}{virtual}"
+    text += f", ep {layout.ep}" if layout.ep > 1 else ""
+    return text + (f", ZeRO {layout.zero}" if layout.zero else "")
+
+
+def _batch(asked: Resolved) -> str:
+    run = asked.run
+    total = run.micro_batch * run.micro_batches * run.layout.dp
+
+    def stated(name: str, text: str) -> str:
+        return f"{text} (default)" if name in asked.assumed else text
+
+    parts = (
+        stated("seq", f"{run.seq} tokens"),
+        stated("micro_batch", f"{run.micro_batch} a micro-batch"),
+        stated("micro_batches", f"{run.micro_batches} of these a step"),
+    )
+    return f"{', '.join(parts)}: {total} {'sequence' if total == 1 else 'sequences'} on all ranks"
+
+
+def _training(asked: Resolved) -> str:
+    run = asked.run
+    kernels = f"{run.kernels.name} kernels, {run.kernels.attention} attention, {run.kernels.loss} loss"
+    return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
+
+
+def _layers_table(report: LedgerReport) -> Table:
+    policies = len({row.policy for row in report.layers}) > 1
+    left = ("layer", "recompute") if policies else ("layer",)
+    table = titled("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
+    groups: dict[tuple[str, int, int], list[LayerBytes]] = {}
+    for row in report.layers:
+        groups.setdefault((row.policy, row.bytes, row.tensors), []).append(row)
+    total = sum(row.bytes for row in report.layers)
+    for (policy, nbytes, tensors), rows in groups.items():
+        each = format_bytes(nbytes) + (" each" if len(rows) > 1 else "")
+        share = format_percent(nbytes * len(rows) / (total or 1))
+        first = (span([row.layer for row in rows]) or "(root)", policy)[: len(left)]
+        table.add_row(*first, each, str(tensors), share)
+    table.add_section()
+    tensors = sum(row.tensors for row in report.layers)
+    table.add_row("total", *[""] * (len(left) - 1), format_bytes(total), str(tensors), "")
+    return table
+
+
+def _roles_table(report: LedgerReport) -> Table:
+    table = titled("By role, all layers together", ("role",), ("bytes", "storages", "share"))
+    sizes: dict[str, int] = {}
+    owners: dict[str, str] = {}
+    for entry in report.ledger:
+        owners.setdefault(entry.storage, entry.role)
+        nbytes = entry.local_storage_bytes(report.mesh_sizes)
+        sizes[entry.storage] = max(sizes.get(entry.storage, 0), nbytes)
+    totals: dict[str, list[int]] = {}
+    for storage, nbytes in sizes.items():
+        row = totals.setdefault(owners[storage], [0, 0])
+        row[0] += nbytes
+        row[1] += 1
+    whole = sum(sizes.values()) or 1
+    for role, (nbytes, storages) in sorted(totals.items(), key=lambda item: (-item[1][0], item[0])):
+        table.add_row(role, format_bytes(nbytes), str(storages), format_percent(nbytes / whole))
+    return table
+
+
+def _stages_table(report: LedgerReport) -> Table:
+    right = ("in flight", "activations", "parameters", "gradients", "optimizer", "step 0", "peak")
+    table = titled("Pipeline stages, on each rank", ("stage", "layers"), right)
+    table.add_column("peak is in")
+    groups = [list(group) for _, group in groupby(report.stages, key=_figures)]
+    half = MOST_STAGES // 2
+    shown = -1
+    for index, group in enumerate(groups):
+        worst = report.worst in group
+        if not (worst or index < half or index >= len(groups) - half):
+            continue
+        if index > shown + 1:
+            table.add_row("...", f"{index - shown - 1} more rows")
+        table.add_row(*_stage_cells(group), style="bold" if worst else "")
+        shown = index
+    return table
+
+
+def _figures(stage: StageBytes) -> tuple[object, ...]:
+    """What equal stages have in common: all but their number and the names of their layers."""
+    held = (stage.in_flight, stage.activation_bytes, stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+    return (*held, stage.peak_bytes, stage.first_step_peak_bytes, stage.peak_phase, len(stage.layers))
+
+
+def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
+    first, last = group[0], group[-1]
+    number = str(first.stage) if len(group) == 1 else f"{first.stage} to {last.stage}"
+    layers = span(first.layers, brief=True) if len(group) == 1 else f"{len(first.layers)} each"
+    held = (first.activation_bytes, first.parameter_bytes, first.gradient_bytes, first.optimizer_bytes)
+    peaks = (first.first_step_peak_bytes or 0, first.peak_bytes)
+    return (number, layers, str(first.in_flight), *map(format_bytes, (*held, *peaks)), first.peak_phase)
+
+
+def _phases_table(report: LedgerReport) -> Table:
+    """Each phase at its worst."""
+    of = f" of stage {report.worst.stage}" if len(report.stages) > 1 else ""
+    known = any(phase.first_step_peak_bytes is not None for phase in report.phases)
+    table = titled(
+        f"Peak of each phase{of}", ("phase", "worst at"), ("step 0", "from step 1 on") if known else ("peak",)
+    )
+    for name, phases in _by_phase(report.phases):
+        worst = max(phases, key=lambda phase: phase.peak_bytes)
+        first = max(phase.first_step_peak_bytes or 0 for phase in phases)
+        table.add_row(name, worst.where, *([format_bytes(first)] if known else []), format_bytes(worst.peak_bytes))
+    return table
+
+
+def _by_phase(phases: Iterable[Phase]) -> Iterable[tuple[str, list[Phase]]]:
+    groups: dict[str, list[Phase]] = {}
+    for phase in phases:
+        groups.setdefault(phase.phase, []).append(phase)
+    return groups.items()
+
+
+def _fit_table(answer: FitAnswer) -> Table:
+    """One thing changed at a time: the last value that fits, and its neighbour that does not."""
+    title = f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time"
+    table = titled(title, ("change",), ("fits", "peak", "does not fit", "its peak"))
+    rows: tuple[tuple[str, Edge], ...] = (
+        ("largest micro-batch", answer.micro_batch),
+        (f"longest sequence, in steps of {answer.seq_step}", answer.seq),
+        ("smallest --tp", answer.tp),
+        ("smallest --zero", answer.zero),
+    )
+    for name, edge in rows:
+        table.add_row(name, *_edge(edge.value, edge.peak_bytes), *_edge(edge.beyond, edge.beyond_peak_bytes))
+    return table
+
+
+def _edge(value: int | None, nbytes: int | None) -> tuple[str, str]:
+    return "none" if value is None else str(value), "" if nbytes is None else format_bytes(nbytes)

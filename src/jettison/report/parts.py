@@ -1,0 +1,71 @@
+"""Pieces that tables are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from jettison.units import format_bytes
+
+MOST_RUNS = 4
+"""A span with more gaps than this is shortened."""
+
+
+def facts_table(rows: list[tuple[str, str]]) -> Table:
+    """Names and values, without a frame."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), value)
+    return table
+
+
+def titled(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """A table with columns of text and then of figures."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
+    for name in left:
+        table.add_column(name, overflow="fold")
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def exact(nbytes: int) -> str:
+    """Rounded for people, and to the byte."""
+    return f"{format_bytes(nbytes)} ({nbytes}B)"
+
+
+def span(names: Sequence[str], *, brief: bool = False) -> str:
+    """Numbered names in short: ``layers.0 to 31 (32)``, ``layers.0, 4, 8 ... 28 (8)``; others as they are.
+
+    Args:
+        brief: numbers alone, ``0-31``.
+    """
+    texts, counted = [], 0
+    for stem, group in groupby(names, key=_stem):
+        members = list(group)
+        if not stem:
+            texts += members
+            continue
+        numbers = [int(name.removeprefix(f"{stem}.")) for name in members]
+        runs = [_run(run, "-" if brief else " to ") for run in _consecutive(numbers)]
+        shown = ", ".join(runs) if len(runs) <= MOST_RUNS else f"{', '.join(runs[:3])} ... {runs[-1]}"
+        texts.append(shown if brief else f"{stem}.{shown}")
+        counted += len(members) > 1
+    return ", ".join(texts) + (f" ({len(names)})" if counted and not brief else "")
+
+
+def _stem(name: str) -> str:
+    stem, _, number = name.rpartition(".")
+    return stem if number.isdecimal() else ""
+
+
+def _consecutive(numbers: list[int]) -> list[list[int]]:
+    return [[n for _, n in group] for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+
+
+def _run(numbers: list[int], to: str) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}{to}{numbers[-1]}"

@@ -1,0 +1,181 @@
+"""Accelerators: what one device holds and how fast it is, from one TOML file each; every figure names its source.
+
+The files that ship are in `hardware_data`; a path to a file of the same form does as well:
+
+    memory = "80GiB"                # of the chip; the only key that must be there
+    usable = "79.15GiB"             # what a process can allocate; left out, 98 % of memory
+    source, usable_source = "…"     # where the figures come from
+    host_memory = "2TiB"            # of the machine, divided by its devices
+    [teraflops]                     # 10^12 FLOP/s without sparsity: fp32 tf32 bf16 fp8 fp4
+    [gigabytes_per_second]          # 10^9 B/s, in one direction: memory link host network
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.units import parse_bytes
+
+_DATA: Final = Path(__file__).with_name("hardware_data")
+_UNSTATED_USABLE: Final = Decimal("0.98")
+"""Of memory, where a file does not say: HBM devices report 98 to 99 % of it, GDDR with error correction 92 %."""
+_TEXTS: Final = ("name", "memory", "usable", "host_memory", "source", "usable_source")
+_RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
+_BANDWIDTHS: Final = ("memory", "link", "host", "network")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """Peak FLOP/s of matrix products without sparsity, by the type of their inputs; None: not stated.
+
+    16-bit and fp8 products accumulate in fp32. ``fp32`` is the rate of ordinary arithmetic.
+    """
+
+    fp32: int | None = None
+    tf32: int | None = None
+    bf16: int | None = None
+    fp8: int | None = None
+    fp4: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """One accelerator. Bandwidths are bytes a second in one direction; None: not stated.
+
+    Args:
+        memory_bytes: of the chip.
+        usable_bytes: what one process can allocate altogether, as torch.cuda.mem_get_info says on an idle device. The
+            process's own context still comes out of it.
+        link_bytes_per_second: to the other devices of the same node or pod, over all links.
+        host_bytes_per_second: to the host.
+        network_bytes_per_second: to other nodes.
+        host_memory_bytes: of the host, for each device.
+    """
+
+    name: str
+    memory_bytes: int
+    usable_bytes: int
+    source: str = ""
+    usable_source: str = ""
+    flops_per_second: Throughput = Throughput()
+    memory_bytes_per_second: int | None = None
+    link_bytes_per_second: int | None = None
+    host_bytes_per_second: int | None = None
+    network_bytes_per_second: int | None = None
+    host_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.usable_bytes <= self.memory_bytes:
+            raise UsageError(
+                f"hardware {self.name}: got {self.usable_bytes}B usable of {self.memory_bytes}B of memory; expected "
+                "more than nothing and no more than there is"
+            )
+
+
+@cache
+def hardware_names() -> tuple[str, ...]:
+    """The accelerators that ship."""
+    return tuple(sorted(path.stem for path in _DATA.glob("*.toml")))
+
+
+def hardware(name_or_path: str | Path) -> Hardware:
+    """An accelerator by name, by the part of a name that only one has, or from a TOML file.
+
+    Raises:
+        UsageError: no such name or file, a part that several names have, or a file that is not of the form above.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or text.endswith(".toml") or "/" in text:
+        return _read(Path(name_or_path))
+    wanted = text.strip().lower().replace("_", "-")
+    names = hardware_names()
+    if wanted in names:
+        return _shipped(wanted)
+    matching = [name for name in names if name.startswith(f"{wanted}-")]
+    if len(matching) == 1:
+        return _shipped(matching[0])
+    if matching:
+        raise UsageError(f"got the accelerator {text!r}, which may be {' or '.join(matching)}; say which")
+    raise UsageError(f"got the accelerator {text!r}; {_closest(wanted, names)}. A .toml file will do as well")
+
+
+@cache
+def _shipped(name: str) -> Hardware:
+    return _read(_DATA / f"{name}.toml")
+
+
+def _closest(wanted: str, names: Sequence[str]) -> str:
+    from difflib import get_close_matches  # only where it is needed: every start of the command line counts
+
+    spelled = {part: name for name in reversed(names) for part in (name, name.rsplit("-", 1)[0])}
+    close = dict.fromkeys(spelled[part] for part in get_close_matches(wanted, spelled, n=4, cutoff=0.6))
+    return f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(names)}"
+
+
+def _read(path: Path) -> Hardware:
+    who = f"hardware file {path}"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+    except OSError as error:
+        raise UsageError(f"{who} cannot be read: {error.strerror or error}; expected a TOML file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
+    _known(who, table, (*_TEXTS, "teraflops", "gigabytes_per_second"))
+    texts = {key: _text(who, key, table[key]) for key in _TEXTS if key in table}
+    if "memory" not in texts:
+        raise UsageError(f'{who} does not say how much memory there is; expected a line such as memory = "80GiB"')
+    memory = _bytes(who, "memory", texts["memory"])
+    usable, usable_source = int(memory * _UNSTATED_USABLE), f"estimated: {_UNSTATED_USABLE:.0%} of memory"
+    if "usable" in texts:
+        usable, usable_source = _bytes(who, "usable", texts["usable"]), texts.get("usable_source", "")
+    rates = _numbers(who, table, "teraflops", _RATES, 10**12)
+    widths = _numbers(who, table, "gigabytes_per_second", _BANDWIDTHS, 10**9)
+    return Hardware(
+        name=texts.get("name", path.stem), memory_bytes=memory, usable_bytes=usable, source=texts.get("source", ""),
+        usable_source=usable_source, flops_per_second=Throughput(**rates),
+        memory_bytes_per_second=widths.get("memory"), link_bytes_per_second=widths.get("link"),
+        host_bytes_per_second=widths.get("host"), network_bytes_per_second=widths.get("network"),
+        host_memory_bytes=_bytes(who, "host_memory", texts["host_memory"]) if "host_memory" in texts else None,
+    )  # fmt: skip
+
+
+def _known(who: str, table: Mapping[str, Any], expected: Collection[str]) -> None:
+    for key in table:
+        if key not in expected:
+            raise UsageError(f"{who}: got the key {key!r}; expected some of {', '.join(expected)}")
+
+
+def _text(who: str, key: str, value: object) -> str:
+    if not isinstance(value, str):
+        example = ', such as "80GiB"' if key in ("memory", "usable", "host_memory") else ""
+        raise UsageError(f"{who}: got {key} = {value}; expected text in quotation marks{example}")
+    return value
+
+
+def _bytes(who: str, key: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise UsageError(f"{who}: {key}: {error}") from None
+
+
+def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
+    """The section ``key``, each number times ``unit``."""
+    section = table.get(key, {})
+    if not isinstance(section, dict):
+        raise UsageError(f"{who}: got {key} = {section}; expected a section [{key}] with some of {', '.join(expected)}")
+    _known(f"{who}, section [{key}]", section, expected)
+    for name, value in section.items():
+        fits = isinstance(value, int | Decimal) and not isinstance(value, bool)
+        if not (fits and Decimal(value).is_finite() and value > 0):
+            raise UsageError(f"{who}, section [{key}]: got {name} = {value}; expected a number above 0")
+    return {name: int(value * unit) for name, value in section.items()}
