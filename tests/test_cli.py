@@ -68,11 +68,11 @@ def document(capsys, *arguments):
     return json.loads(out)
 
 
-def test_ledger_of_a_config(capsys, config):
-    found = document(capsys, "ledger", config)
+def test_trace_of_a_config(capsys, config):
+    found = document(capsys, "ledger", config, "--trace")
     assert found["schema"] == "jettison.ledger/1"
     assert found["parameters"] == 195_008
-    assert {"layer": "model.layers.0", "bytes": found["layers"][1]["bytes"]} == found["layers"][1]
+    assert (found["layers"][1]["layer"], found["layers"][1]["bytes"] > 0) == ("model.layers.0", True)
     assert sum(layer["bytes"] for layer in found["layers"]) == found["stages"][0]["activation_bytes"]
     stage = found["stages"][0]
     assert stage["parameter_bytes"] == stage["gradient_bytes"] == 195_008 * 4
@@ -81,19 +81,41 @@ def test_ledger_of_a_config(capsys, config):
     assert len(found["entries"]) > 30
 
 
-def test_ledger_flags(capsys, config):
-    plain = document(capsys, "ledger", config, "--optimizer", "none")
-    full = document(capsys, "ledger", config / "config.json", "--optimizer", "none", "--recompute", "full")
-    half = document(capsys, "ledger", config, "--optimizer", "none", "--precision", "bf16", "--seq", 32)
+def test_flags_of_a_trace(capsys, config):
+    bare = ("--trace", "--optimizer", "none")
+    plain = document(capsys, "ledger", config, *bare)
+    full = document(capsys, "ledger", config / "config.json", *bare, "--recompute", "full")
+    half = document(capsys, "ledger", config, *bare, "--precision", "bf16", "--seq", 32)
     assert full["layers"][1]["bytes"] == 64 * 64 * 4
     assert full["peak_bytes"] < plain["peak_bytes"]
     assert half["stages"][0]["parameter_bytes"] * 2 == plain["stages"][0]["parameter_bytes"]
-    eager = document(capsys, "ledger", config, "--optimizer", "none", "--attention", "eager")
+    eager = document(capsys, "ledger", config, *bare, "--attention", "eager")
     assert any(entry["role"] == "softmax output" for entry in eager["entries"])
     assert not any(entry["role"] == "softmax output" for entry in plain["entries"])
-    code, out, _ = call(capsys, "ledger", config, "--recompute", "every:2")
+    code, out, _ = call(capsys, "ledger", config, "--trace", "--recompute", "every:2")
     assert code == 0
     assert "model.layers.0" in out
+
+
+def test_trace_and_closed_form_answer_the_same_question(capsys, config):
+    flags = ("--optimizer", "adamw", "--precision", "fp32", "--attention", "eager")
+    traced = document(capsys, "ledger", config, "--trace", *flags)
+    worked_out = document(capsys, "ledger", config, *flags, "--kernels", "huggingface")
+    assert traced["parameters"] == worked_out["parameters"]
+    assert traced["peak_bytes"] == pytest.approx(worked_out["peak_bytes"], rel=0.2)
+    ours, theirs = ({row["layer"]: row["bytes"] for row in found["layers"]} for found in (worked_out, traced))
+    assert ours["layers.1"] == pytest.approx(theirs["model.layers.1"], rel=0.1)
+
+
+def test_a_traced_peak_is_held_against_a_budget(capsys, live):
+    peak = document(capsys, "ledger", f"{live}:trio")["peak_bytes"]
+    assert document(capsys, "ledger", f"{live}:trio", "--budget", f"{peak}B")["fits"] is True
+    code, out, err = call(capsys, "ledger", f"{live}:trio", "--budget", f"{peak - 1}B")
+    assert code == 3
+    assert "DOES NOT FIT" in out
+    assert f"({peak}B), is above" in err
+    code, out, _ = call(capsys, "ledger", f"{live}:trio", "--format", "csv")
+    assert (code, out.splitlines()[0].endswith(",local_bytes")) == (0, True)
 
 
 SMALL_CONFIGS = [
@@ -109,7 +131,7 @@ SMALL_CONFIGS = [
 @pytest.mark.parametrize("values", SMALL_CONFIGS, ids=[str(values["model_type"]) for values in SMALL_CONFIGS])
 def test_other_families_need_no_architectures(capsys, tmp_path, values):
     (tmp_path / "config.json").write_text(json.dumps(values | {"bos_token_id": 1, "eos_token_id": 1}))
-    found = document(capsys, "ledger", tmp_path, "--optimizer", "none", "--micro-batch", 2)
+    found = document(capsys, "ledger", tmp_path, "--trace", "--optimizer", "none", "--micro-batch", 2)
     assert len([layer for layer in found["layers"] if layer["bytes"]]) >= 3
     assert found["warnings"] == []
 
@@ -156,8 +178,8 @@ def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ledger", "gpt-none"], "expected module:factory"),
-        (["ledger", "no/such/config.json"], "no such file"),
+        (["ledger", "gpt-none", "--trace"], "expected module:factory"),
+        (["ledger", "no/such/config.json", "--trace"], "no such file"),
         (["ledger", "no_such_module:make"], "there is no module 'no_such_module'"),
         (["ledger", "live_models:other"], "has no function 'other'; it has alone, trio, broken"),
         (["ledger", "live_models:alone"], "without a batch"),
@@ -167,10 +189,10 @@ def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
         (["plan", "live_models:trio"], "--budget"),
         (["ledger", "live_models:trio", "--recompute", "some"], "unknown policy 'some'"),
         (["ledger", "live_models:trio", "--recompute", "every:0"], "every:K"),
-        (["ledger", "live_models:trio", "--format", "yaml"], "yaml"),
+        (["ledger", "live_models:trio", "--trace", "--zero", "1"], "--zero does not apply to the live model"),
         (["verify", "live_models:trio"], "exactly one of a plan file, --budget and --recompute"),
         (["legder", "x"], "legder"),
-        (["ledger", "."], "has no config.json"),
+        (["ledger", ".", "--trace"], "has no config.json"),
     ],
 )
 def test_what_is_asked_wrongly_exits_2(capsys, live, arguments, message):
@@ -191,7 +213,7 @@ def test_what_is_asked_wrongly_exits_2(capsys, live, arguments, message):
 def test_a_malformed_config_exits_2(capsys, tmp_path, text, message):
     file = tmp_path / "config.json"
     file.write_text(text)
-    code, out, err = call(capsys, "ledger", file)
+    code, out, err = call(capsys, "ledger", file, "--trace")
     assert (code, out) == (2, "")
     assert message in err
 
@@ -229,7 +251,7 @@ def test_a_large_config_is_never_allocated(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(large))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flags = ("--precision", "bf16", "--seq", 2048, "--optimizer", "none")
-    found = document(capsys, "ledger", tmp_path, *flags)
+    found = document(capsys, "ledger", tmp_path, "--trace", *flags)
     grown_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert found["parameters"] == 70_553_706_496
     assert grown_bytes < 1 << 30
@@ -240,7 +262,7 @@ def command(*arguments, **more):
 
 
 def test_as_a_process(config):
-    done = subprocess.run(command("ledger", config, "--format", "json"), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command("ledger", config, "--trace", "--format", "json"), capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["schema"] == "jettison.ledger/1"
     done = subprocess.run(command("plan", config, "--budget", "20"), capture_output=True, text=True, timeout=120)

@@ -57,23 +57,25 @@ class DoesNotFit(JettisonError, ValueError):
 
     exit_code: ClassVar[int] = 3
 
-    def __init__(self, *, peak_bytes: int, limit_bytes: int, limit_name: str) -> None:
-        """Build the message out of the peak and of what it is held against."""
+    def __init__(self, *, peak_bytes: int, limit_bytes: int, limit_name: str, advice: str = "") -> None:
+        """Build the message out of the peak and of what it is held against, and what to do about it."""
         from jettison.units import format_bytes  # as in `Infeasible`
 
         super().__init__(
             f"the peak, {format_bytes(peak_bytes)} ({peak_bytes}B), is above "
-            f"{format_bytes(limit_bytes)} ({limit_bytes}B), {limit_name}"
+            f"{format_bytes(limit_bytes)} ({limit_bytes}B), {limit_name}{advice and '; '}{advice}"
         )
         self.peak_bytes = peak_bytes
         self.limit_bytes = limit_bytes
         self.limit_name = limit_name
+        self.advice = advice
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive pickling."""
         build = partial(
-            type(self), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes, limit_name=self.limit_name
-        )
+            type(self), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes, limit_name=self.limit_name,
+            advice=self.advice,
+        )  # fmt: skip
         return (build, ())
 
 

@@ -35,7 +35,7 @@ Precision = Annotated[Literal["fp32", "bf16"] | None, Parameter(help="Of weights
 Attention = Annotated[Literal["eager", "sdpa", "flash"] | None, Parameter(help="Attention kernels, for a config.")]
 Optimizer = Annotated[Literal["adamw", "sgd", "none"], Parameter(help="Its state and its step count too.")]
 Out = Annotated[Path | None, Parameter(help="Write the JSON document to this file as well.")]
-Force = Annotated[bool, Parameter(negative="", help="Replace the file of --out.")]
+Force = Annotated[bool, Parameter(negative="", show_default=False, help="Replace the file of --out.")]
 Format = Annotated[Form, Parameter(name="--format", help="A table for people, or one JSON document.")]
 
 app = App(
@@ -75,9 +75,13 @@ def ledger(
     request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
     gpu: Annotated[str | None, Parameter(help="Hold the peak against this GPU, such as h100-80gb.")] = None,
     budget: Budget = None,
-    fit: Annotated[bool, Parameter(negative="", help="Say what would fit --gpu or --budget.")] = False,
-    explain: Annotated[bool, Parameter(negative="", help="Say what the peak is made of.")] = False,
-    trace: Annotated[bool, Parameter(negative="", help="Build a config's model and trace it (needs torch).")] = False,
+    fit: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Say what would fit --gpu or --budget.")
+    ] = False,
+    explain: Annotated[bool, Parameter(negative="", show_default=False, help="Say what the peak is made of.")] = False,
+    trace: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Build a config's model and trace it (needs torch).")
+    ] = False,
     form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
     out: Out = None,
     force: Force = False,
@@ -205,7 +209,8 @@ def _run(arguments: list[str]) -> int:
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
-        hint(f"jettison: {' '.join(str(error).split())} (see jettison --help)")
+        verb = " ".join(["jettison", *(error.command_chain or ())])
+        hint(f"jettison: {' '.join(str(error).split())} (see {verb} --help)")
         return EXIT_USAGE
     except JettisonError as error:
         hint(f"jettison: {error}")

@@ -41,9 +41,7 @@ class Allowance:
 
     def __add__(self, other: Allowance) -> Allowance:
         """Both together."""
-        return Allowance(
-            low=self.low + other.low, expected=self.expected + other.expected, high=self.high + other.high
-        )
+        return Allowance(low=self.low + other.low, expected=self.expected + other.expected, high=self.high + other.high)
 
     def __mul__(self, times: int) -> Allowance:
         """Several of the same."""
@@ -79,15 +77,8 @@ def allowance(run: Run, peak_bytes: int) -> Allowance:
     return fixed + Allowance(low=low, expected=expected, high=high)
 
 
-def available_bytes(hardware: Hardware, run: Run, peak_bytes: int | None = None) -> int:
-    """What a device has for tensors, with the expected allowance set aside; 0 where nothing is left.
-
-    Args:
-        peak_bytes: of the run, which the share of fragments is taken of; None: the largest peak that fits beside its
-            own allowance. A peak fits the one figure exactly when it fits the other.
-    """
-    if peak_bytes is not None:
-        return max(0, hardware.usable_bytes - allowance(run, peak_bytes).expected)
+def available_bytes(hardware: Hardware, run: Run) -> int:
+    """What a device has for tensors: the largest peak that fits beside its own expected allowance; 0 if none does."""
     room = hardware.usable_bytes - fixed_allowance(run).expected
     share = 0 if run.kernels.device is Device.CPU else FRAGMENTS[1]
     return max(0, int(room / (1 + share)))

@@ -9,15 +9,16 @@ account of the step is kept here that could disagree with the first.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.errors import UsageError
 from jettison.forecast.run import Forecast, Stage, forecast
 from jettison.forecast.units import Part
 from jettison.formula.region import layer_region
-from jettison.ledger.timeline import Moment, Phase, StageLoad, Unit, moments
+from jettison.ledger.timeline import Moment, Phase, StageLoad, moments
 from jettison.plan.treatment import attention_core
 from jettison.spec.model import Layer
 from jettison.spec.run import Mode, Recompute, Run
@@ -68,8 +69,8 @@ class Variant:
         current: it is the run as it is.
         layer_bytes: of the layer that saves most for one micro-batch.
         activation_bytes: held between forwards and backwards on the worst stage, at most.
-        recompute_flops: of one micro-batch through the whole model, one rank of each stage. Recomputation stops when it
-            has what backward needs, so even a whole layer costs less than its forward.
+        recompute_flops: of matrix products, for one micro-batch through the whole model on one rank of each stage.
+            Only what backward needs is computed again, which may be less than the forward of a layer.
         of_forward: the same as a share of a forward's FLOPs; ``of_step`` of a forward's and a backward's.
     """
 
@@ -157,36 +158,35 @@ def peak_parts(stage: Stage) -> tuple[Share, ...]:
     """The peak of a stage as a sum; see NOTE [ Parts of a moment ].
 
     Gradients are those that wait for the optimizer; what a region's backward makes of them counts as transient, as do
-    what it computes again, its workspace, and the output and input of a forward.
+    what it computes again, its workspace, and the input and output of a forward.
     """
-    load = stage.load
-    timeline = list(moments(load, first_step=False))
+    timeline = list(moments(stage.load, first_step=False))
     position = timeline.index(stage.peak)
-
-    def bytes_with(kept: StageLoad) -> int:
-        return list(moments(kept, first_step=False))[position].nbytes
-
-    nothing = replace(_only(load, lambda unit: {}), fixed=0, state=0, optimizer_transient=0, sent=0)
-    held = replace(_only(load, lambda unit: {"resident": unit.resident}), fixed=0, state=0, optimizer_transient=0)
-    gradients = _only(load, lambda unit: {"gradient": unit.gradient, "pending": unit.pending})
-    peaks = ("forward_peak", "backward_peak", "adding_peak")
-    passing = _only(load, lambda unit: {name: getattr(unit, name) for name in peaks})
-    parts = {
-        "parameters": replace(nothing, fixed=load.fixed),
-        "gradients": replace(gradients, fixed=0, state=0, optimizer_transient=0, sent=0),
-        "optimizer state": replace(nothing, state=load.state),
-        "activations in flight": held,
-        "transients": replace(passing, fixed=0, state=0, sent=0),
-    }
-    return _shares((name, bytes_with(part)) for name, part in parts.items())
-
-
-def _only(load: StageLoad, fields: Callable[[Unit], dict[str, int]]) -> StageLoad:
-    """The stage with units that have nothing but some of their fields."""
-    empty = {"resident": 0, "forward_peak": 0, "backward_peak": 0, "adding_peak": 0, "gradient": 0, "pending": 0}
-    return replace(
-        load, chunks=tuple(tuple(replace(unit, **(empty | fields(unit))) for unit in chunk) for chunk in load.chunks)
+    return _shares(
+        (name, list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes)
+        for name, fields in _PARTS.items()
     )
+
+
+_PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "parameters": frozenset({"fixed"}),
+        "gradients": frozenset({"gradient", "pending"}),
+        "optimizer state": frozenset({"state"}),
+        "activations in flight": frozenset({"resident", "sent"}),
+        "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
+    }
+)
+"""Which fields of a stage's load and of its units each part is made of."""
+
+
+def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
+    """The stage as if it held nothing but what some fields say."""
+    zeros = frozenset[str]().union(*_PARTS.values()) - kept
+    of_unit: dict[str, Any] = {name: 0 for name in zeros if hasattr(load.chunks[0][0], name)}
+    of_load: dict[str, Any] = {name: 0 for name in zeros if hasattr(load, name)}
+    chunks = tuple(tuple(replace(unit, **of_unit) for unit in chunk) for chunk in load.chunks)
+    return replace(load, chunks=chunks, **of_load)
 
 
 def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
@@ -195,7 +195,7 @@ def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
     of_region: dict[tuple[int, frozenset[int]], Counter[str]] = {}
     total: Counter[str] = Counter()
     for part in (part for chunk in stage.parts for part in chunk if part.name in held):
-        key = id(part.region), part.kept_buffers()
+        key = id(part.region), part.kept
         if key not in of_region:
             of_region[key] = _region_roles(part, mesh)
         total.update(of_region[key])
@@ -206,7 +206,7 @@ def _region_roles(part: Part, mesh: dict[str, int]) -> Counter[str]:
     """A storage that several ops save has the role that the first of them gives it, and its largest size."""
     roles: dict[str, str] = {}
     sizes: defaultdict[str, int] = defaultdict(int)
-    for entry in part.region.entries(part.name, part.kept_buffers()):
+    for entry in part.region.entries(part.name, part.kept):
         roles.setdefault(entry.storage, entry.role)
         sizes[entry.storage] = max(sizes[entry.storage], entry.local_storage_bytes(mesh))
     found: Counter[str] = Counter()
@@ -267,11 +267,13 @@ def _crossover(run: Run, layer: Layer) -> int | None:
 
 
 def _modes(run: Run) -> Iterator[tuple[str, Run]]:
-    words = [word.replace("sqrt", str(Recompute.parse("sqrt", layers=run.model.depth))) for word in MODES]
-    own = str(run.recompute)
-    for word in dict.fromkeys([*words, *([] if run.recompute.mode is Mode.AUTO else [own])]):
+    words = list(MODES) if run.recompute.mode is Mode.AUTO else [*MODES, str(run.recompute)]
+    seen: set[Recompute] = set()
+    for word in words:
         recompute = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
-        yield f"--recompute {word}", replace(run, recompute=recompute)
+        if recompute not in seen:
+            seen.add(recompute)
+            yield f"--recompute {word}", replace(run, recompute=recompute)
 
 
 def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
@@ -377,7 +379,7 @@ def _cause(stage: Stage, parts: tuple[Share, ...]) -> str:
     largest = max(parts, key=lambda part: part.nbytes)
     what = largest.name
     if what == "activations in flight" and stage.in_flight > 1:
-        what = f"activations of {stage.in_flight} micro-batches in flight"
+        what = f"activations of up to {stage.in_flight} micro-batches in flight"
     return (
         f"The peak of {format_bytes(stage.peak.nbytes)} is reached on stage {stage.index} {_place(stage.peak)}; the "
         f"largest part of it is {what}, {format_bytes(largest.nbytes)} ({format_percent(largest.fraction)})."

@@ -29,7 +29,7 @@ class Limit:
         if self.usable_bytes == self.nbytes:
             return f"what {self.gpu} offers"
         usable = format_bytes(self.usable_bytes)
-        return f"what {self.gpu} leaves for tensors of its {usable}, beside contexts, communicators and fragments"
+        return f"what {self.gpu} leaves for tensors ({usable} less contexts, communicators and fragments)"
 
 
 def limit_of(*, budget: str | None, gpu: str | None, run: Run | None = None) -> Limit | None:

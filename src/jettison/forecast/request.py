@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -157,6 +158,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     Raises:
         UsageError: a word that is not known, or a run that is none.
     """
+    if request.capacity_factor is not None and not isfinite(request.capacity_factor):
+        raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     layout = _layout(request)
     kernels = _kernels(model, request)
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
-from jettison.forecast.units import Part, embedding_part, head_part, layer_part, units
+from jettison.forecast.units import Group, Part, embedding_group, head_group, layer_groups, units
 from jettison.formula.parameters import parameter_count
 from jettison.formula.static import Static
 from jettison.ledger.record import Ledger, SavedTensor
@@ -22,9 +23,14 @@ class Stage:
     """One pipeline stage on one rank."""
 
     index: int
-    parts: tuple[tuple[Part, ...], ...]  # by virtual stage
+    groups: tuple[tuple[Group, ...], ...]  # by virtual stage
     load: StageLoad
     static: Static
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Part, ...], ...]:
+        """Its regions one by one, by virtual stage."""
+        return tuple(tuple(part for group in chunk for part in group.parts()) for chunk in self.groups)
 
     @cached_property
     def peak(self) -> Moment:
@@ -44,7 +50,7 @@ class Stage:
     @cached_property
     def activation_bytes(self) -> int:
         """Held between forwards and backwards, at most."""
-        held = [sum(unit.resident for unit in chunk) for chunk in self.load.chunks]
+        held = [self.load.held(chunk) for chunk in range(len(self.load.chunks))]
         return max(
             sum((f + w) * (nbytes + self.load.sent) for f, w, nbytes in zip(o.forward, o.weight, held, strict=True))
             for o in self.load.occupancies
@@ -94,7 +100,7 @@ class Forecast:
         first = self._first_of_segment()
         rows = []
         for part in self.parts:
-            kept = part.kept_buffers() if part.name not in first or first[part.name] else frozenset()
+            kept = part.kept if first.get(part.name, True) else frozenset()
             rows.append((part.name, part.region.program.kept_bytes(kept)))
         return rows
 
@@ -106,7 +112,7 @@ class Forecast:
         for part in self.parts:
             names.append(part.name)
             if first.get(part.name, True):
-                entries += part.region.entries(part.name, part.kept_buffers())
+                entries += part.region.entries(part.name, part.kept)
         return Ledger(tuple(entries), layers=tuple(names))
 
     def _first_of_segment(self) -> dict[str, bool]:
@@ -122,45 +128,37 @@ class Forecast:
         return found
 
 
-def forecast(run: Run, kept: Sequence[frozenset[int] | None] | None = None) -> Forecast:
+def forecast(run: Run, chosen: Sequence[frozenset[int] | None] | None = None) -> Forecast:
     """What a run needs.
 
     Args:
-        kept: by layer, buffers that a planner chose to keep; None where the run's recompute mode decides.
+        chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
 
     Raises:
         UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
     """
     layout = run.layout
     sizes = layout.layers_per_chunk(run.model.depth)
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    starts = [0, *accumulate(sizes)]
     stages = []
     for index in range(layout.pp):
         chunks = []
         position = 0
-        for virtual in range(layout.virtual_stages):
-            place = virtual * layout.pp + index
-            parts = [embedding_part(run)] if place == 0 else []
-            for layer in range(starts[place], starts[place] + sizes[place]):
-                parts.append(_with_choice(layer_part(run, layer, position), kept, layer))
-                position += 1
-            parts += [head_part(run)] if place == len(sizes) - 1 else []
-            chunks.append(tuple(parts))
+        for place in range(index, len(sizes), layout.pp):
+            groups = [embedding_group(run)] if place == 0 else []
+            groups += layer_groups(run, starts[place], starts[place + 1], position, chosen)
+            groups += [head_group(run)] if place == len(sizes) - 1 else []
+            position += sizes[place]
+            chunks.append(tuple(groups))
         stages.append(_stage(run, index, tuple(chunks)))
     return Forecast(run=run, stages=tuple(stages))
 
 
-def _with_choice(part: Part, kept: Sequence[frozenset[int] | None] | None, layer: int) -> Part:
-    if kept is None or kept[layer] is None:
-        return part
-    return Part(name=part.name, region=part.region, policy="mixed", static=part.static, kept=kept[layer])
-
-
-def _stage(run: Run, index: int, chunks: tuple[tuple[Part, ...], ...]) -> Stage:
+def _stage(run: Run, index: int, chunks: tuple[tuple[Group, ...], ...]) -> Stage:
     layout = run.layout
-    total = sum((part.static for chunk in chunks for part in chunk), Static())
+    total = sum((group.part.static.times(len(group.names)) for chunk in chunks for group in chunk), Static())
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
-    output = chunks[0][-1].region.output.nbytes if index < layout.pp - 1 else 0
+    output = chunks[0][-1].part.region.output.nbytes if index < layout.pp - 1 else 0
     load = StageLoad(
         chunks=tuple(units(run, chunk) for chunk in chunks),
         occupancies=stage_occupancies(
@@ -174,7 +172,7 @@ def _stage(run: Run, index: int, chunks: tuple[tuple[Part, ...], ...]) -> Stage:
         optimizer_transient=_transient(run, total),
         sent=output if layout.keeps_stage_outputs else 0,
     )  # fmt: skip
-    return Stage(index=index, parts=chunks, load=load, static=total)
+    return Stage(index=index, groups=chunks, load=load, static=total)
 
 
 def _transient(run: Run, total: Static) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
@@ -17,34 +18,50 @@ from jettison.formula.replay import Passes, replay
 from jettison.formula.static import Static, static
 from jettison.ledger.timeline import Unit
 from jettison.plan.treatment import treatment
+from jettison.spec.layout import Layout
+from jettison.spec.model import Layer
+from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run
 
-NONE, FULL = "none", "full"
+NONE, FULL, MIXED = "none", "full", "mixed"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One region of a stage: a layer, the embedding or the head.
+    """A region of a stage: a layer, the embedding or the head.
 
-    ``policy`` is the treatment's word; ``kept`` overrides it with a planner's choice.
+    ``policy`` is the treatment's word; ``chosen`` is what a planner keeps instead, for the policy "mixed".
     """
 
     name: str
     region: Region
     policy: str
     static: Static
-    kept: frozenset[int] | None = None
+    chosen: frozenset[int] | None = None
     is_layer: bool = True
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Buffers that stay of it between forward and backward."""
+        return kept_by(self.region, self.policy) if self.chosen is None else self.chosen
 
     def passes(self, gradient_dtype: str, *, accumulates: bool = False) -> Passes:
         """Its replay under its policy."""
-        if self.kept is not None:
-            return replay(self.region, self.kept, gradient_dtype, accumulates=accumulates)
-        return _passes(self.region, self.policy, gradient_dtype, accumulates)
+        if self.chosen is None:
+            return _passes(self.region, self.policy, gradient_dtype, accumulates)
+        return _chosen_passes(self.region, self.chosen, gradient_dtype, accumulates)
 
-    def kept_buffers(self) -> frozenset[int]:
-        """What stays of it between forward and backward."""
-        return kept_by(self.region, self.policy) if self.kept is None else self.kept
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Neighbouring parts that are alike but for their names; ``part`` is the first of them."""
+
+    part: Part
+    names: tuple[str, ...]
+
+    def parts(self) -> Iterator[Part]:
+        """All of them."""
+        return (replace(self.part, name=name) for name in self.names)
 
 
 @lru_cache(maxsize=65536)
@@ -58,7 +75,20 @@ def _passes(region: Region, policy: str, gradient_dtype: str, accumulates: bool)
     return replay(region, kept_by(region, policy), gradient_dtype, accumulates=accumulates)
 
 
-def policy_of(run: Run, position: int) -> str:
+@lru_cache(maxsize=4096)
+def _chosen_passes(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
+    return replay(region, kept, gradient_dtype, accumulates=accumulates)
+
+
+@lru_cache(maxsize=65536)
+def _static(
+    region: Region, precision: Precision, optimizer: Optimizer, layout: Layout, in_layer: bool, tied: bool
+) -> Static:
+    weights = [w for w in region.weights if tied or not w.tied]
+    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer)
+
+
+def _policy(run: Run, position: int) -> str:
     """The treatment of the layer at ``position`` of its stage; segments are full."""
     mode, number = run.recompute.mode, run.recompute.number
     match mode:
@@ -74,87 +104,92 @@ def policy_of(run: Run, position: int) -> str:
             return str(mode)
 
 
-@lru_cache(maxsize=65536)
-def _static(region: Region, run_key: tuple[object, ...], in_layer: bool, with_tied: bool) -> Static:
-    precision, optimizer, layout = run_key
-    weights = [w for w in region.weights if with_tied or not w.tied]
-    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer)  # type: ignore[arg-type]
+def layer_groups(
+    run: Run, start: int, stop: int, position: int, chosen: Sequence[frozenset[int] | None] | None
+) -> Iterator[Group]:
+    """Layers ``start .. stop - 1`` of the model, the first of them at ``position`` of its stage."""
+    names = run.model.layer_names
+    if chosen is None and run.recompute.mode not in (Mode.BLOCK, Mode.INTERVAL):
+        policy = _policy(run, position)
+        for layer, first, last in run.model.stretches:
+            if first < stop and start < last:
+                alike = names[max(first, start) : min(last, stop)]
+                yield Group(part=_layer_part(run, layer, alike[0], policy, None), names=alike)
+        return
+    layers = run.model.layers
+
+    def key(index: int) -> tuple[int, str, frozenset[int] | None]:
+        picked = None if chosen is None else chosen[index]
+        policy = _policy(run, position + index - start) if picked is None else MIXED
+        return id(layers[index]), policy, picked
+
+    for (_, policy, picked), indices in groupby(range(start, stop), key):
+        members = list(indices)
+        alike = tuple(names[index] for index in members)
+        yield Group(part=_layer_part(run, layers[members[0]], alike[0], policy, picked), names=alike)
 
 
-def layer_part(run: Run, index: int, position: int) -> Part:
-    """Layer ``index`` of the model, at ``position`` of its stage."""
-    region = layer_region(run.scene, run.model.layers[index])
-    return Part(
-        name=f"layers.{index}", region=region, policy=policy_of(run, position),
-        static=_static(region, _key(run), True, True),
-    )  # fmt: skip
+def _layer_part(run: Run, layer: Layer, name: str, policy: str, chosen: frozenset[int] | None) -> Part:
+    region = layer_region(run.scene, layer)
+    held = _static(region, run.precision, run.optimizer, run.layout.sharding, True, True)
+    return Part(name=name, region=region, policy=policy, static=held, chosen=chosen)
 
 
-def embedding_part(run: Run) -> Part:
+def embedding_group(run: Run) -> Group:
     """The embedding."""
     region = embedding_region(run.scene)
-    return Part(
-        name=EMBEDDING, region=region, policy=NONE, static=_static(region, _key(run), False, True), is_layer=False
-    )
+    held = _static(region, run.precision, run.optimizer, run.layout.sharding, False, True)
+    part = Part(name=EMBEDDING, region=region, policy=NONE, static=held, is_layer=False)
+    return Group(part=part, names=(EMBEDDING,))
 
 
-def head_part(run: Run) -> Part:
+def head_group(run: Run) -> Group:
     """Final norm, head and loss. A tied weight is held a second time on another stage than the embedding's."""
     region = head_region(run.scene)
-    return Part(
-        name=HEAD, region=region, policy=NONE, static=_static(region, _key(run), False, run.layout.pp > 1),
-        is_layer=False,
-    )  # fmt: skip
+    held = _static(region, run.precision, run.optimizer, run.layout.sharding, False, run.layout.pp > 1)
+    part = Part(name=HEAD, region=region, policy=NONE, static=held, is_layer=False)
+    return Group(part=part, names=(HEAD,))
 
 
-def _key(run: Run) -> tuple[object, ...]:
-    return run.precision, run.optimizer, run.layout.sharding
-
-
-def units(run: Run, parts: Sequence[Part]) -> tuple[Unit, ...]:
+def units(run: Run, groups: Sequence[Group]) -> tuple[Unit, ...]:
     """The units of one chunk, in order."""
-    made: list[Unit] = []
-    group: list[Part] = []
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
-    for part in parts:
-        if part.is_layer and size > 1:
-            group.append(part)
-            if len(group) == size:
-                made.append(_segment(run, group))
-                group = []
-            continue
-        if group:
-            made.append(_segment(run, group))
-            group = []
-        made.append(_unit(run, part))
-    if group:
-        made.append(_segment(run, group))
-    return tuple(_sharded(run, list(parts), made))
+    made = _segments(run, groups, size) if size > 1 else [_unit(run, group) for group in groups]
+    return tuple(_with_transients(run, groups, made))
 
 
-def _unit(run: Run, part: Part) -> Unit:
-    dtype = run.precision.gradient
-    passes = part.passes(dtype)
-    adding = part.passes(dtype, accumulates=True)
-    tied_here = run.model.tied_embeddings and run.layout.pp == 1
-    gradient, backward = part.static.gradients, passes.backward_peak
-    pending = _tied_bytes(part.region, dtype) if tied_here and part.name == HEAD else 0
-    gradient += pending
-    if tied_here and part.name == EMBEDDING:  # the head's backward made it already
-        gradient -= max((w.numel for w in part.region.weights), default=0) * DTYPE_BYTES[dtype]
-        backward = adding.backward_peak
+def _unit(run: Run, group: Group) -> Unit:
+    part, dtype = group.part, run.precision.gradient
+    passes, adding = part.passes(dtype), part.passes(dtype, accumulates=True)
+    gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
+    if run.model.tied_embeddings and run.layout.pp == 1:
+        if part.name == HEAD:
+            pending = sum(w.numel for w in part.region.weights if w.tied) * DTYPE_BYTES[dtype]
+            gradient += pending
+        if part.name == EMBEDDING:  # the head's backward made it already
+            gradient -= max((w.numel for w in part.region.weights), default=0) * DTYPE_BYTES[dtype]
+            backward = adding.backward_peak
     return Unit(
-        name=part.name, resident=passes.resident, forward_peak=passes.forward_peak, backward_peak=backward,
+        names=group.names, resident=passes.resident, forward_peak=passes.forward_peak, backward_peak=backward,
         adding_peak=adding.backward_peak, gradient=gradient, pending=pending, is_loss=part.name == HEAD,
     )  # fmt: skip
 
 
-def _tied_bytes(region: Region, dtype: str) -> int:
-    return sum(w.numel for w in region.weights if w.tied) * DTYPE_BYTES[dtype]
+def _segments(run: Run, groups: Sequence[Group], size: int) -> Iterator[Unit]:
+    """One unit for each run of equal segments. See NOTE [ Segments ]."""
+    for is_layer, run_of_groups in groupby(groups, lambda group: group.part.is_layer):
+        if not is_layer:
+            yield from (_unit(run, group) for group in run_of_groups)
+            continue
+        parts = [(group.part, name) for group in run_of_groups for name in group.names]
+        cut = [parts[i : i + size] for i in range(0, len(parts), size)]
+        for _, same in groupby(cut, lambda segment: [id(part) for part, _name in segment]):
+            segments = list(same)
+            names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
+            yield _segment(run, [part for part, _ in segments[0]], names)
 
 
-def _segment(run: Run, parts: Sequence[Part]) -> Unit:
-    """See NOTE [ Segments ]."""
+def _segment(run: Run, parts: Sequence[Part], names: tuple[str, ...]) -> Unit:
     dtype = run.precision.gradient
     full = [part.passes(dtype) for part in parts]
     plain = [_passes(part.region, NONE, dtype, False) for part in parts]
@@ -162,14 +197,14 @@ def _segment(run: Run, parts: Sequence[Part]) -> Unit:
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
-    forward = max(p.forward_peak + (held if i else 0) for i, p in enumerate(full))
     return Unit(
-        name=parts[0].name if len(parts) == 1 else f"{parts[0].name} to {parts[-1].name}",
-        resident=held, forward_peak=forward,
+        names=names,
+        resident=held,
+        forward_peak=max(p.forward_peak + (held if i else 0) for i, p in enumerate(full)),
         backward_peak=_segment_backward(plain, [p.static.gradients for p in parts], shared),
         adding_peak=_segment_backward(adding, [0] * len(parts), shared),
         gradient=sum(part.static.gradients for part in parts),
-    )  # fmt: skip
+    )
 
 
 def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared: int) -> int:
@@ -188,24 +223,27 @@ def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared:
     return peak
 
 
-def _sharded(run: Run, parts: Sequence[Part], made: Sequence[Unit]) -> Iterator[Unit]:
+def _with_transients(run: Run, groups: Sequence[Group], made: Sequence[Unit] | Iterator[Unit]) -> Iterator[Unit]:
     """With what ZeRO and offloading add to each unit's transients.
 
     ZeRO 3 gathers a region while it runs and prefetches the next one; ZeRO 2 and 3 hold a region's whole gradients
-    until they have been reduced, which the next region's overlap with.
+    until they have been reduced, which overlaps with the next region. Offloading holds a unit's bytes beside the next
+    unit's while they are on their way.
     """
-    widest = max((part.static.gathered for part in parts), default=0)
-    reducing = max((part.static.reduced for part in parts), default=0)
+    gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
+    reduced = max(group.part.static.reduced for group in groups)
+    if not (gathered or reduced or run.recompute.offload):
+        yield from made
+        return
     before = 0
     for unit in made:
-        extra = 2 * widest if run.layout.resharded else 0
-        more = extra + reducing
         moved = unit.resident if run.recompute.offload else 0
+        between = max(before, moved) if len(unit.names) > 1 else before
         yield replace(
             unit,
             resident=unit.resident - moved,
-            forward_peak=unit.forward_peak + extra + (before if moved else 0),
-            backward_peak=unit.backward_peak + more + moved + (before if moved else 0),
-            adding_peak=unit.adding_peak + more + moved + (before if moved else 0),
+            forward_peak=unit.forward_peak + gathered + between,
+            backward_peak=unit.backward_peak + gathered + reduced + moved + between,
+            adding_peak=unit.adding_peak + gathered + reduced + moved + between,
         )
         before = moved

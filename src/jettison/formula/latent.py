@@ -2,7 +2,8 @@
 
 DeepSeek-V2 (arXiv 2405.04434 §2.1). a heads · r_q, r_kv ranks · n, p, v the parts of a head: without positions, with
 them, and of the value. Training expands keys and values for every head; the latent form that decoding uses is another
-program.
+program. A fused kernel on CUDA is taken to accept keys that are wider than values, as FlashAttention-3 and cuDNN do;
+PyTorch's for the CPU does not, and its scaled_dot_product_attention falls back.
 
 Tensor parallelism as in Megatron-LM: what leads down to the ranks is whole on every device and works on the sequence
 shard, what leads up again is split by heads and enters like any column-parallel product.

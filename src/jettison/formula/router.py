@@ -6,7 +6,7 @@ logits sends a token elsewhere.
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast, discrete, linear
+from jettison.formula.basic import cast, discrete
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
@@ -37,19 +37,19 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
 
 
 def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
-    """T × e. In fp32 a copy of the tokens stays for the weight's gradient, and a copy of the weight for the tokens'."""
-    if not w.kernels.router_float32:
-        return linear(w, tokens, spec.experts, "gate", bias=spec.router_bias, role="router input", reference=REFERENCE)
+    """T × e, never from fp8. In fp32 copies stay: of the tokens for the weight's gradient, and the other way round."""
     with w.tape.scope("gate"):
         weight = w.parameter("weight", spec.experts, tokens.shape[-1])
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
-        held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
-        wide, matrix = cast(w, tokens, "float32"), cast(w, held, "float32")
-        return w.tape.op(
-            "aten.mm.default", [wide, matrix], (tokens.shape[0], spec.experts), weights=weights,
-            saves=[saved(wide, "router input", REFERENCE), saved(matrix, "router weight in fp32")],
-            contracted=tokens.shape[-1],
-        )  # fmt: skip
+        x = cast(w, tokens, "float32") if w.kernels.router_float32 else tokens
+        inputs, kept = [x], [saved(x, "router input", REFERENCE)]
+        if w.kernels.router_float32:
+            held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+            inputs.append(cast(w, held, "float32"))
+            kept.append(saved(inputs[-1], "router weight"))
+        name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
+        shape = (tokens.shape[0], spec.experts)
+        return w.tape.op(name, inputs, shape, saves=kept, weights=weights, contracted=tokens.shape[-1])
 
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:

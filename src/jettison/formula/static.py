@@ -29,6 +29,13 @@ class Static:
     reduced: int = 0
     largest: int = 0
 
+    def times(self, count: int) -> Static:
+        """So many alike."""
+        return Static(
+            parameters=count * self.parameters, gradients=count * self.gradients, state=count * self.state,
+            gathered=count * self.gathered, reduced=count * self.reduced, largest=self.largest,
+        )  # fmt: skip
+
     def __add__(self, other: Static) -> Static:
         """Both together."""
         return Static(

@@ -39,12 +39,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """A region, or a checkpoint segment of several. Bytes as in NOTE [ What is there when ].
+    """A region, or a checkpoint segment of several, and its neighbours that are alike: one name each, in order.
 
+    Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     """
 
-    name: str
+    names: tuple[str, ...]
     resident: int
     forward_peak: int
     backward_peak: int
@@ -74,7 +75,11 @@ class StageLoad:
     @property
     def gradient_bytes(self) -> int:
         """Of all units."""
-        return sum(unit.gradient for chunk in self.chunks for unit in chunk)
+        return sum(len(unit.names) * unit.gradient for chunk in self.chunks for unit in chunk)
+
+    def held(self, chunk: int) -> int:
+        """What one micro-batch's forward through a chunk leaves behind."""
+        return sum(len(unit.names) * unit.resident for unit in self.chunks[chunk])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,11 +92,12 @@ class Moment:
     nbytes: int
 
 
-def moments(stage: StageLoad, *, first_step: bool) -> Iterator[Moment]:
+def moments(stage: StageLoad, *, first_step: bool, each: bool = True) -> Iterator[Moment]:
     """The step in order: the first micro-batch's forward, then the fullest states, the optimizer, and what is left.
 
     Args:
         first_step: step 0, before optimizer state exists; its optimizer phase makes it.
+        each: every unit's moments; otherwise, of units that are alike, the first's and the last's, which are extreme.
     """
     upfront = stage.gradients is Gradients.UPFRONT
     all_gradients = stage.gradient_bytes
@@ -99,12 +105,12 @@ def moments(stage: StageLoad, *, first_step: bool) -> Iterator[Moment]:
     base = stage.fixed + state + (all_gradients if upfront else 0)
     yield Moment(phase=Phase.BEFORE, where="", micro_batch=0, nbytes=base)
     for chunk in stage.chunks:
-        yield from _forward(chunk, base, micro_batch=0)
+        yield from _forward(chunk, base, 0, each)
     for occupancy in stage.occupancies:
-        yield from _backward(stage, occupancy, base, fresh=not upfront)
+        yield from _backward(stage, occupancy, base, not upfront, each)
     if stage.micro_batches > 1 and not upfront:
         for occupancy in stage.occupancies:
-            yield from _backward(stage, occupancy, base + all_gradients, fresh=False)
+            yield from _backward(stage, occupancy, base + all_gradients, False, each)
     there = stage.fixed + stage.state + all_gradients
     yield Moment(phase=Phase.OPTIMIZER, where="", micro_batch=-1, nbytes=there + stage.optimizer_transient)
     left = stage.fixed + stage.state + (all_gradients if upfront else 0)
@@ -113,34 +119,40 @@ def moments(stage: StageLoad, *, first_step: bool) -> Iterator[Moment]:
 
 def peak(stage: StageLoad, *, first_step: bool = False) -> Moment:
     """The first of the highest moments."""
-    return max(moments(stage, first_step=first_step), key=lambda moment: moment.nbytes)
+    return max(moments(stage, first_step=first_step, each=False), key=lambda moment: moment.nbytes)
 
 
-def _forward(chunk: Sequence[Unit], base: int, *, micro_batch: int) -> Iterator[Moment]:
+def _forward(chunk: Sequence[Unit], base: int, micro_batch: int, each: bool) -> Iterator[Moment]:
     level = base
     for unit in chunk:
+        count = len(unit.names)
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
-        yield Moment(phase=phase, where=unit.name, micro_batch=micro_batch, nbytes=level + unit.forward_peak)
-        level += unit.resident
+        for i in range(count) if each else (count - 1,):
+            nbytes = level + i * unit.resident + unit.forward_peak
+            yield Moment(phase=phase, where=unit.names[i], micro_batch=micro_batch, nbytes=nbytes)
+        level += count * unit.resident
 
 
-def _backward(stage: StageLoad, occupancy: Occupancy, base: int, *, fresh: bool) -> Iterator[Moment]:
+def _backward(stage: StageLoad, occupancy: Occupancy, base: int, fresh: bool, each: bool) -> Iterator[Moment]:
     """From one of the fullest states: the forward that led to it, and the backward that starts from it.
 
     Args:
         fresh: gradients appear now, one by one; otherwise they are there, in ``base``.
     """
-    held = [sum(unit.resident for unit in chunk) for chunk in stage.chunks]
+    held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
     alive = [f + w for f, w in zip(occupancy.forward, occupancy.weight, strict=True)]
     in_flight = sum(n * nbytes for n, nbytes in zip(alive, held, strict=True)) + sum(alive) * stage.sent
     step = occupancy.step
     number = 0 if step is None else step.micro_batch
-    for index in range(len(stage.chunks)):
+    for index, chunk in enumerate(stage.chunks):
         if occupancy.forward[index]:
-            yield from _forward(stage.chunks[index], base + in_flight - held[index], micro_batch=number)
-    chunk = stage.chunks[step.chunk if step is not None else 0]
+            yield from _forward(chunk, base + in_flight - held[index], number, each)
     level = base + in_flight
-    for unit in reversed(chunk):
+    for unit in reversed(stage.chunks[step.chunk if step is not None else 0]):
+        count = len(unit.names)
         rise = unit.backward_peak if fresh else unit.adding_peak
-        yield Moment(phase=Phase.BACKWARD, where=unit.name, micro_batch=number, nbytes=level + rise)
-        level += (unit.gradient if fresh else unit.pending) - unit.resident
+        change = (unit.gradient if fresh else unit.pending) - unit.resident
+        for i in range(count) if each else sorted({0, count - 1}):
+            where = unit.names[count - 1 - i]
+            yield Moment(phase=Phase.BACKWARD, where=where, micro_batch=number, nbytes=level + i * change + rise)
+        level += count * change

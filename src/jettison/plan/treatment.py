@@ -21,6 +21,10 @@ MATMULS = (
 )
 
 
+BATCHED = ("aten.bmm", "aten.baddbmm")
+"""Products of two activations, as attention scores are; a router's scores are a product with a weight."""
+
+
 class Treatment(Protocol):
     """Decides what a region keeps. Must be deterministic."""
 
@@ -162,7 +166,7 @@ def attention_core(program: Program) -> frozenset[int]:
         if "softmax" not in op.name or "backward" in op.name:
             continue
         size = max((program.buffers[b].nbytes for b in op.outputs), default=0)
-        back, forth, ends = [op], [op], False
+        back, forth, begins, ends = [op], [op], False, False
         seen: set[int] = set()
         found: set[int] = set()
         while back:
@@ -173,6 +177,7 @@ def attention_core(program: Program) -> frozenset[int]:
                     continue
                 seen.add(producer)
                 found.add(b)
+                begins = begins or program.ops[producer].name.startswith(BATCHED)
                 if not program.ops[producer].name.startswith(MATMULS):
                     back.append(program.ops[producer])
         while forth:
@@ -181,11 +186,11 @@ def attention_core(program: Program) -> frozenset[int]:
                 found.add(b)
                 for reader in readers.get(b, ()):
                     if reader.name.startswith(MATMULS):
-                        ends = True
+                        ends = ends or reader.name.startswith(BATCHED)
                     elif reader.index not in seen:
                         seen.add(reader.index)
                         forth.append(reader)
-        if ends:
+        if begins and ends:
             core |= {b for b in found if program.buffers[b].nbytes * 8 >= size}
     return frozenset(core & program.saved_buffers())
 

@@ -47,7 +47,7 @@ def ledger_report(
     return forecast_report(
         model, asked, found, limit=limit,
         fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
-        explanation=_explain(found) if explain else None,
+        explanation=_explain(found, budget_bytes) if explain else None,
     )  # fmt: skip
 
 
@@ -67,10 +67,10 @@ def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:
     return fit(asked.run, budget_bytes=budget_bytes)
 
 
-def _explain(found: Forecast) -> Explanation:
+def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
     from jettison.forecast.explain import explain
 
-    return explain(found)
+    return explain(found, budget_bytes=budget_bytes)
 
 
 def forecast_report(

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from jettison.forecast.fit import Edge, FitAnswer
 from jettison.forecast.request import Resolved
+from jettison.report.answers import explanation_table, fit_table
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.summary import LayerBytes, LedgerReport, Phase, StageBytes
 from jettison.spec.layout import Layout
@@ -28,12 +28,14 @@ PLACES = {
 
 def ledger_table(report: LedgerReport) -> RenderableType:
     """Everything about a run, or about a traced model, at a glance."""
-    tables = [facts_table(list(_facts(report))), _layers_table(report), _roles_table(report)]
+    tables: list[RenderableType] = [facts_table(list(_facts(report))), _layers_table(report), _roles_table(report)]
     if len(report.stages) > 1:
         tables.append(_stages_table(report))
     tables.append(_phases_table(report))
+    if report.explanation is not None:
+        tables.append(explanation_table(report.explanation))
     if report.fit is not None:
-        tables.append(_fit_table(report.fit))
+        tables.append(fit_table(report.fit))
     return Group(*(part for table in tables for part in ("", table)))
 
 
@@ -66,7 +68,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "parameters", format_bytes(worst.parameter_bytes)
         yield "gradients", format_bytes(worst.gradient_bytes)
         yield "optimizer state", format_bytes(worst.optimizer_bytes)
-        yield "saved for backward", format_bytes(worst.activation_bytes)
+        yield "saved for backward" if asked is None else "held for backward", format_bytes(worst.activation_bytes)
     yield "peak of a step", peak_sentence(report)
     if report.limit is not None:
         verdict = "fits" if report.fits else "DOES NOT FIT"
@@ -205,22 +207,3 @@ def _by_phase(phases: Iterable[Phase]) -> Iterable[tuple[str, list[Phase]]]:
     for phase in phases:
         groups.setdefault(phase.phase, []).append(phase)
     return groups.items()
-
-
-def _fit_table(answer: FitAnswer) -> Table:
-    """One thing changed at a time: the last value that fits, and its neighbour that does not."""
-    title = f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time"
-    table = titled(title, ("change",), ("fits", "peak", "does not fit", "its peak"))
-    rows: tuple[tuple[str, Edge], ...] = (
-        ("largest micro-batch", answer.micro_batch),
-        (f"longest sequence, in steps of {answer.seq_step}", answer.seq),
-        ("smallest --tp", answer.tp),
-        ("smallest --zero", answer.zero),
-    )
-    for name, edge in rows:
-        table.add_row(name, *_edge(edge.value, edge.peak_bytes), *_edge(edge.beyond, edge.beyond_peak_bytes))
-    return table
-
-
-def _edge(value: int | None, nbytes: int | None) -> tuple[str, str]:
-    return "none" if value is None else str(value), "" if nbytes is None else format_bytes(nbytes)

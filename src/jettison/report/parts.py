@@ -47,20 +47,21 @@ def span(names: Sequence[str], *, brief: bool = False) -> str:
     texts, counted = [], 0
     for stem, group in groupby(names, key=_stem):
         members = list(group)
-        if not stem:
+        if stem is None:
             texts += members
             continue
-        numbers = [int(name.removeprefix(f"{stem}.")) for name in members]
+        numbers = [int(name.removeprefix(stem)) for name in members]
         runs = [_run(run, "-" if brief else " to ") for run in _consecutive(numbers)]
         shown = ", ".join(runs) if len(runs) <= MOST_RUNS else f"{', '.join(runs[:3])} ... {runs[-1]}"
-        texts.append(shown if brief else f"{stem}.{shown}")
+        texts.append(shown if brief else f"{stem}{shown}")
         counted += len(members) > 1
     return ", ".join(texts) + (f" ({len(names)})" if counted and not brief else "")
 
 
-def _stem(name: str) -> str:
-    stem, _, number = name.rpartition(".")
-    return stem if number.isdecimal() else ""
+def _stem(name: str) -> str | None:
+    """What stands before a name's number, its dot included; None without a number."""
+    stem, dot, number = name.rpartition(".")
+    return f"{stem}{dot}" if number.isdecimal() else None
 
 
 def _consecutive(numbers: list[int]) -> list[list[int]]:

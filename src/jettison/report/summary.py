@@ -110,8 +110,10 @@ class LedgerReport:
             DoesNotFit: it does not.
         """
         if self.limit is not None and not self.fits:
-            limit = self.limit
-            raise DoesNotFit(peak_bytes=self.peak_bytes, limit_bytes=limit.nbytes, limit_name=limit.words)
+            advice = "--recompute, --zero and more ranks lower it, and --fit says what would fit" if self.asked else ""
+            raise DoesNotFit(
+                peak_bytes=self.peak_bytes, limit_bytes=self.limit.nbytes, limit_name=self.limit.words, advice=advice
+            )
 
     @property
     def layers(self) -> tuple[LayerBytes, ...]:

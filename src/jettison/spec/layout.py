@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from jettison.errors import UsageError
 from jettison.spec.model import ModelSpec, Moe
@@ -75,7 +76,7 @@ class Layout:
         """Sizes of the axes that shard tensors."""
         return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
 
-    @property
+    @cached_property
     def within_stage(self) -> Layout:
         """The axes that shard activations; everything else as if it were not there."""
         return Layout(
@@ -87,7 +88,7 @@ class Layout:
             gathered_inputs=self.gathered_inputs,
         )
 
-    @property
+    @cached_property
     def sharding(self) -> Layout:
         """What decides over how many ranks ZeRO spreads a weight."""
         return Layout(cp=self.cp, ep=self.ep, dp=self.dp, zero=self.zero)

@@ -236,6 +236,22 @@ class ModelSpec:
         """The distinct layers, in order of first appearance."""
         return tuple(dict.fromkeys(self.layers))
 
+    @cached_property
+    def stretches(self) -> tuple[tuple[Layer, int, int], ...]:
+        """Runs of neighbours that are alike: (layer, first, one past the last)."""
+        found: list[tuple[Layer, int, int]] = []
+        for index, layer in enumerate(self.layers):
+            if found and found[-1][0] is layer:
+                found[-1] = (layer, found[-1][1], index + 1)
+            else:
+                found.append((layer, index, index + 1))
+        return tuple(found)
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        """What ledgers call the layers."""
+        return tuple(f"layers.{index}" for index in range(self.depth))
+
     @property
     def depth(self) -> int:
         """L."""

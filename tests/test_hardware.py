@@ -1,0 +1,128 @@
+"""Accelerators: what ships is sourced and plausible, what a user writes is read or refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from jettison.errors import UsageError
+from jettison.spec.hardware import hardware, hardware_names
+from jettison.units import GIB, MIB
+
+NAMES = (
+    "a100-40gb", "a100-80gb", "b200-192gb", "gb200-192gb", "h100-80gb", "h100-pcie-80gb", "h200-141gb", "h800-80gb",
+    "l40s-48gb", "mi300x-192gb", "rtx4090-24gb", "rtx5090-32gb", "tpu-v5p-95gb",
+)  # fmt: skip
+
+
+def test_what_ships() -> None:
+    assert hardware_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_a_source_and_the_memory_of_its_name(name: str) -> None:
+    device = hardware(name)
+    assert device.name == name
+    assert device.source and device.usable_source
+    assert device.memory_bytes // GIB == int(name.rsplit("-", 1)[1].removesuffix("gb"))
+    assert 0.9 < device.usable_bytes / device.memory_bytes <= 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tpu")])
+def test_each_narrower_type_is_at_least_as_fast(name: str) -> None:
+    rates = hardware(name).flops_per_second
+    known = [rate for rate in (rates.fp32, rates.tf32, rates.bf16, rates.fp8, rates.fp4) if rate is not None]
+    assert len(known) >= 3 and known == sorted(known)
+    assert rates.bf16 is not None
+    assert rates.fp8 is None or round(rates.fp8 / rates.bf16, 1) == 2.0
+
+
+def test_figures_of_data_sheets() -> None:
+    a100, h100, tpu = hardware("a100-80gb"), hardware("h100-80gb"), hardware("tpu-v5p-95gb")
+    assert a100.flops_per_second.bf16 == 312 * 10**12
+    assert a100.memory_bytes_per_second == 2039 * 10**9
+    assert h100.flops_per_second.bf16 == 989_400_000_000_000  # exact: read as decimals, not as floats
+    assert h100.usable_bytes == 81082 * MIB
+    assert (h100.link_bytes_per_second, h100.network_bytes_per_second) == (450 * 10**9, 50 * 10**9)
+    assert tpu.flops_per_second.fp8 is None and tpu.host_bytes_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [("h200", "h200-141gb"), ("MI300X", "mi300x-192gb"), ("tpu_v5p", "tpu-v5p-95gb"), ("b200", "b200-192gb")],
+)
+def test_a_part_that_only_one_name_has(short: str, name: str) -> None:
+    assert hardware(short).name == name
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("a100", "may be a100-40gb or a100-80gb"),
+        ("h100", "may be h100-80gb or h100-pcie-80gb"),
+        ("4090", "the closest are rtx4090-24gb"),
+        ("mi300", "the closest are mi300x-192gb"),
+        ("cray-1", "expected one of a100-40gb, a100-80gb"),
+    ],
+)
+def test_other_names_are_refused_with_a_choice(word: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        hardware(word)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'memory = "64GiB"\nusable = "60 GB"\nhost_memory = "1TiB"\nsource = "me"\n'
+        "[teraflops]\nbf16 = 123.4\nfp8 = 246\n[gigabytes_per_second]\nlink = 0.5\n"
+    )
+    for given in (file, str(file)):
+        device = hardware(given)
+        assert (device.name, device.memory_bytes, device.usable_bytes) == ("mine", 64 * GIB, 60 * 10**9)
+        assert (device.flops_per_second.bf16, device.flops_per_second.fp8) == (123_400_000_000_000, 246 * 10**12)
+        assert (device.link_bytes_per_second, device.memory_bytes_per_second) == (500_000_000, None)
+        assert device.host_memory_bytes == 1024 * GIB
+
+
+def test_what_is_usable_is_estimated_where_a_file_does_not_say(tmp_path: Path) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text('memory = "100GB"\nname = "mine"\n')
+    device = hardware(file)
+    assert (device.name, device.usable_bytes) == ("mine", 98 * 10**9)
+    assert device.usable_source == "estimated: 98% of memory"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("memory = ", "is not TOML"),
+        ("", "does not say how much memory there is"),
+        ('usable = "1GiB"', "does not say how much memory there is"),
+        ("memory = 80", 'expected text in quotation marks, such as "80GiB"'),
+        ('memory = "80"', "without a unit"),
+        ('memory = "80 gallons"', "gallons"),
+        ('memory = "80GiB"\nmemroy = "1GiB"', "got the key 'memroy'"),
+        ('memory = "80GiB"\nusable = "81GiB"', "no more than there is"),
+        ('memory = "80GiB"\nteraflops = 3', "expected a section [teraflops]"),
+        ('memory = "80GiB"\n[teraflops]\nbf61 = 3', "got the key 'bf61'"),
+        ('memory = "80GiB"\n[teraflops]\nbf16 = "3"', "got bf16 = 3"),
+        ('memory = "80GiB"\n[teraflops]\nbf16 = true', "expected a number above 0"),
+        ('memory = "80GiB"\n[gigabytes_per_second]\nlink = 0', "expected a number above 0"),
+        ('memory = "80GiB"\n[gigabytes_per_second]\nlink = nan', "expected a number above 0"),
+    ],
+)
+def test_a_file_that_is_not_one_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        hardware(file)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(UsageError, match="cannot be read"):
+            hardware(path)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        hardware(tmp_path / "bytes.toml")
