@@ -201,6 +201,30 @@ def test_rooms_without_torch_do_not_import_it() -> None:
     assert not leaks, f"imported by: {leaks}"
 
 
+LEDGER = """
+import contextlib, io, json, re, sys
+from pathlib import Path
+from jettison.cli.main import run
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    code = run(["ledger", *sys.argv[1:]])
+status = Path("/proc/self/status")
+peak = re.search(r"VmHWM:\\s*(\\d+) kB", status.read_text()) if status.exists() else None
+heavy = [name for name in ("torch", "transformers", "numpy", "highspy") if name in sys.modules]
+print(json.dumps([code, len(out.getvalue()), heavy, int(peak[1]) * 1024 if peak else 0]))
+"""
+
+
+@pytest.mark.parametrize("form", ["human", "json", "csv"])
+def test_a_ledger_from_numbers_alone_is_light(form: str) -> None:
+    """Neither what trains nor what solves is loaded, and a ledger of a 405B model takes less than 100 MB."""
+    flags = ("llama3-405b", "--tp", "8", "--pp", "16", "--dp", "8", "--gpu", "h200-141gb", "--format", form)
+    code, written, heavy, peak_bytes = json.loads(run_python(LEDGER, *flags))
+    assert (code, heavy) == (0, [])
+    assert written > 1000
+    assert peak_bytes < 100 * 10**6
+    assert peak_bytes or not Path("/proc/self/status").exists()
+
+
 def test_a_submodule_does_not_take_a_public_name() -> None:
     code = """
 import importlib, types, jettison

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from formula_cases import (
     DENSE,
     DTYPES,
@@ -21,7 +22,6 @@ from formula_cases import (
     traced,
     written,
 )
-
 from jettison.formula.region import embedding_region, layer_region
 from jettison.ledger import compare
 from jettison.spec.conventions import kernels_for

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import pickle
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 
 from jettison.cli.main import run
+from jettison.errors import DoesNotFit
 from jettison.ledger.record import ENTRY_FIELDS, Ledger
 from jettison.report.parts import span
 from jettison.spec.presets import PRESETS
@@ -228,21 +229,23 @@ def test_fit_and_explain_answer_more(capsys):
     assert "--recompute none (as it is)" in out
 
 
-def test_auto_recompute_is_left_to_the_planner(capsys, monkeypatch):
-    from jettison.forecast.run import forecast
-
-    asked = []
-
-    def choose(run, budget_bytes):
-        asked.append((str(run.recompute), budget_bytes))
-        return forecast(run)
-
-    planner = ModuleType("jettison.forecast.auto")
-    planner.choose = choose
-    monkeypatch.setitem(sys.modules, "jettison.forecast.auto", planner)
-    found = document(capsys, "gpt2", "--recompute", "auto", "--budget", "40GiB")
-    assert asked == [("auto", 40 * 2**30)]
+def test_auto_recompute_is_left_to_the_planner(capsys):
+    flags = ("llama3-8b", "--tp", 8, "--zero", 1, "--micro-batch", 4)
+    plain = document(capsys, *flags)["peak_bytes"]
+    full = document(capsys, *flags, "--recompute", "full")["peak_bytes"]
+    budget = (plain + full) // 2
+    found = document(capsys, *flags, "--recompute", "auto", "--budget", f"{budget}B")
     assert found["recompute"] == "auto"
+    assert full < found["peak_bytes"] <= budget
+    assert found["auto"]["minimum_budget_bytes"] <= budget
+    assert found["auto"]["recompute_seconds"] > 0
+    assert {row["policy"] for row in found["layers"]} <= {"none", "full", "mixed"}
+    code, _, err = call(capsys, *flags, "--recompute", "auto", "--budget", "1GiB")
+    assert code == 3
+    assert "smallest feasible budget" in err
+    code, out, _ = call(capsys, *flags, "--recompute", "auto", "--budget", f"{budget}B", "--explain")
+    assert code == 0
+    assert "a micro-batch on the slowest stage" in out
 
 
 # for people -----------------------------------------------------------------------------------------------------------
@@ -285,7 +288,6 @@ def test_a_long_pipeline_is_cut_and_shows_its_worst_stage(capsys):
         (("llama3-8b", "--tp", 4, "--gathered-inputs"), "4 times the shard"),
         (("llama3-8b", "--zero", 3), "--zero 3 shards nothing"),
         (("llama3-8b", "--seq", 16384), "more than the 8192 positions"),
-        (("llama3-8b", "--dropout", 0.1), "--dropout 0.1 does nothing"),
         (("llama3-8b", "--capacity-factor", 2), "has no experts"),
         (("llama3-8b", "--schedule", "gpipe"), "--schedule does nothing without a pipeline"),
     ],
@@ -343,6 +345,7 @@ def test_spans():
         (("llama3-8b", "--recompute", "every"), "every:K"),
         (("llama3-8b", "--recompute", "every:0"), "1 or more"),
         (("llama3-8b", "--recompute", "auto"), "give --budget or --gpu"),
+        (("llama3-8b", "--fit", "--budget", "9GiB", "--recompute", "auto"), "give another than auto"),
         (("llama3-8b", "--fit"), "give --budget or --gpu"),
         (("llama3-8b", "--capacity-factor", "nan"), "--capacity-factor nan"),
         (("llama3-8b", "--format", "yaml"), "yaml"),
@@ -393,3 +396,10 @@ def test_as_a_process(tmp_path):
     assert done.returncode == 3
     done = process("llama3-8b", "--tp", "3")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_error_survives_pickling():
+    error = DoesNotFit(peak_bytes=3, limit_bytes=2, limit_name="the budget", advice="ask for less")
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "the peak, 3 B (3B), is above 2 B (2B), the budget; ask for less"
+    assert (again.exit_code, again.peak_bytes, again.limit_bytes) == (3, 3, 2)

@@ -12,7 +12,7 @@ from jettison.spec.run import Mode, Run
 
 def advice(asked: Resolved) -> tuple[str, ...]:
     """Remarks about a run, the weightiest first; empty where there are none."""
-    run, given = asked.run, lambda name: name not in asked.assumed
+    run = asked.run
     found = [*_recompute(run), *_tensor_parallel(run)]
     layout, model = run.layout, run.model
     if run.seq > model.max_positions:
@@ -23,11 +23,8 @@ def advice(asked: Resolved) -> tuple[str, ...]:
         found += [
             f"--{name.replace('_', '-')} does nothing without a pipeline; give --pp"
             for name in ("schedule", "keep_stage_outputs")
-            if given(name)
+            if name not in asked.assumed
         ]
-    sites = model.dropout_sites
-    if run.dropout and given("dropout") and not (sites.embedding or sites.attention or sites.residual):
-        found.append(f"--dropout {run.dropout:g} does nothing: the code of {model.family} models has no dropout")
     if run.capacity_factor is not None and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
         found.append(f"--capacity-factor does nothing: {model.name} has no experts")
     return tuple(found)

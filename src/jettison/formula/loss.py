@@ -36,7 +36,7 @@ def head(w: Writer, x: Value) -> Value:
 def _labels(w: Writer) -> Value:
     """Next tokens. Padded and shifted within the model, a single sequence's are a view with the padding still there."""
     shape = w.shape()
-    if not w.kernels.shifted_labels or w.run.micro_batch > 1:
+    if not w.kernels.shifted_labels or w.run.micro_batch > 1 or w.run.layout.cp > 1:  # cp: shifted before sharding
         return w.tape.source("labels", shape, "int64", w.inside())
     padded = w.tape.source("labels", (1, w.run.seq + 1), "int64")
     return w.tape.view(padded, shape, w.inside())

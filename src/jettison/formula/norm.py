@@ -68,7 +68,10 @@ def _written(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-
 def _written_wide(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
     """(weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm."""
     normal = _root_mean_square(w, x)
-    product = w.tape.op("aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights)
+    product = w.tape.op(
+        "aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights,
+        workspace=normal.nbytes,
+    )  # fmt: skip
     return cast(w, product, x.dtype)
 
 

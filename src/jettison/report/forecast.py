@@ -14,6 +14,7 @@ from jettison.report.summary import LayerBytes, LedgerReport, Phase, StageBytes
 from jettison.spec.run import Mode
 
 if TYPE_CHECKING:
+    from jettison.forecast.auto import AutoForecast
     from jettison.forecast.explain import Explanation
     from jettison.forecast.fit import FitAnswer
 
@@ -41,21 +42,22 @@ def ledger_report(
     asked = resolve(model_spec(model), request)
     limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
-    if fit and budget_bytes is None:
-        raise UsageError("--fit needs to know what to fit into; give --budget or --gpu")
-    found = _forecast(asked, budget_bytes)
+    auto = asked.run.recompute.mode is Mode.AUTO
+    if budget_bytes is None and (fit or auto):
+        flag = "--fit" if fit else "--recompute auto"
+        raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
+    if fit and auto:
+        raise UsageError("--fit looks for runs of one recompute mode; give another than auto")
+    choice = _choose(asked, budget_bytes) if budget_bytes is not None and auto else None
+    found = forecast(asked.run) if choice is None else choice.forecast
     return forecast_report(
-        model, asked, found, limit=limit,
+        model, asked, found, limit=limit, choice=choice,
         fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
         explanation=_explain(found, budget_bytes) if explain else None,
     )  # fmt: skip
 
 
-def _forecast(asked: Resolved, budget_bytes: int | None) -> Forecast:
-    if asked.run.recompute.mode is not Mode.AUTO:
-        return forecast(asked.run)
-    if budget_bytes is None:
-        raise UsageError("--recompute auto needs to know what to fit into; give --budget or --gpu")
+def _choose(asked: Resolved, budget_bytes: int) -> AutoForecast:
     from jettison.forecast.auto import choose  # the planner takes its time to load
 
     return choose(asked.run, budget_bytes)
@@ -79,6 +81,7 @@ def forecast_report(
     found: Forecast,
     *,
     limit: Limit | None = None,
+    choice: AutoForecast | None = None,
     fit: FitAnswer | None = None,
     explanation: Explanation | None = None,
 ) -> LedgerReport:
@@ -86,6 +89,7 @@ def forecast_report(
 
     Args:
         name: of the model, as it was given.
+        choice: the planner's that the forecast follows.
     """
     ledger = found.ledger()
     return LedgerReport(
@@ -96,13 +100,24 @@ def forecast_report(
         stages=tuple(_stage(stage) for stage in found.stages),
         phases=_phases(found.worst),
         warnings=advice(asked),
-        rows=_rows(found, Counter(entry.layer for entry in ledger)),
+        rows=_rows(found, Counter(entry.layer for entry in ledger), _policies(found, choice)),
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
         limit=limit,
+        choice=choice,
         fit=fit,
         explanation=explanation,
     )
+
+
+def _policies(found: Forecast, choice: AutoForecast | None) -> dict[str, str]:
+    """What happens to each region, in a word."""
+    policies = {part.name: part.policy for part in found.parts}
+    if choice is not None:
+        from jettison.forecast.auto import layer_policies
+
+        policies |= dict(layer_policies(choice))
+    return policies
 
 
 def _stage(stage: Stage) -> StageBytes:
@@ -132,9 +147,9 @@ def _phases(stage: Stage) -> tuple[Phase, ...]:
     )  # fmt: skip
 
 
-def _rows(found: Forecast, tensors: Counter[str]) -> tuple[LayerBytes, ...]:
-    place = {part.name: (stage.index, part.policy) for stage in found.stages for chunk in stage.parts for part in chunk}
+def _rows(found: Forecast, tensors: Counter[str], policies: dict[str, str]) -> tuple[LayerBytes, ...]:
+    place = {part.name: stage.index for stage in found.stages for chunk in stage.parts for part in chunk}
     return tuple(
-        LayerBytes(layer=name, bytes=nbytes, tensors=tensors[name], stage=place[name][0], policy=place[name][1])
+        LayerBytes(layer=name, bytes=nbytes, tensors=tensors[name], stage=place[name], policy=policies[name])
         for name, nbytes in found.layer_bytes()
     )

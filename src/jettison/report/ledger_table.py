@@ -13,7 +13,7 @@ from jettison.report.answers import explanation_table, fit_table
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.summary import LayerBytes, LedgerReport, Phase, StageBytes
 from jettison.spec.layout import Layout
-from jettison.units import format_bytes, format_count, format_percent
+from jettison.units import format_bytes, format_count, format_percent, format_seconds
 
 MOST_STAGES = 20
 """Rows of a table of stages; of more, those in the middle are left out."""
@@ -63,7 +63,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "layout", _layout(asked.run.layout)
         yield "batch", _batch(asked)
         yield "training", _training(asked)
-        yield "recompute", report.recompute + (", what stays is offloaded" if asked.run.recompute.offload else "")
+        yield "recompute", _recompute(report, asked)
     if len(report.stages) == 1:
         yield "parameters", format_bytes(worst.parameter_bytes)
         yield "gradients", format_bytes(worst.gradient_bytes)
@@ -75,6 +75,15 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         share = format_percent(report.peak_bytes / report.limit.nbytes)
         of = f"{format_bytes(report.limit.nbytes)}, {report.limit.words}"
         yield "verdict", f"{verdict}: the peak is {share} of {of}"
+
+
+def _recompute(report: LedgerReport, asked: Resolved) -> str:
+    text = report.recompute + (", what stays is offloaded" if asked.run.recompute.offload else "")
+    if report.choice is None:
+        return text
+    seconds, gap = format_seconds(report.choice.seconds), format_percent(report.choice.gap)
+    smallest = format_bytes(report.choice.minimum_budget_bytes)
+    return f"{text}: about {seconds} a micro-batch on the slowest stage, gap {gap}; smallest budget {smallest}"
 
 
 def _model(report: LedgerReport, asked: Resolved) -> str:

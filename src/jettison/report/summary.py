@@ -13,6 +13,7 @@ from jettison.forecast.request import Resolved
 from jettison.ledger.record import ENTRY_FIELDS, Ledger, Placement, SavedTensor
 
 if TYPE_CHECKING:
+    from jettison.forecast.auto import AutoForecast
     from jettison.forecast.explain import Explanation
     from jettison.forecast.fit import FitAnswer
 
@@ -72,6 +73,7 @@ class LedgerReport:
         asked: the run that a forecast is of.
         phases: of the worst stage.
         limit: what the peak is held against.
+        choice: a planner's, where recompute was left to it.
     """
 
     model: str
@@ -85,6 +87,7 @@ class LedgerReport:
     mesh_sizes: Mapping[str, int] = field(default_factory=dict)
     asked: Resolved | None = None
     limit: Limit | None = None
+    choice: AutoForecast | None = None
     fit: FitAnswer | None = None
     explanation: Explanation | None = None
 
@@ -138,6 +141,7 @@ class LedgerReport:
             **self._first_step(),
             "phases": [_stated(phase) for phase in self.phases],
             **self._limit(),
+            **self._choice(),
             **({"fit": self.fit.document()} if self.fit else {}),
             **({"explain": self.explanation.document()} if self.explanation else {}),
             "warnings": list(self.warnings),
@@ -161,6 +165,13 @@ class LedgerReport:
             return {}
         stated = {"budget_bytes": self.limit.nbytes, "fits": self.fits}
         return stated | ({"gpu": self.limit.gpu, "usable_bytes": self.limit.usable_bytes} if self.limit.gpu else {})
+
+    def _choice(self) -> dict[str, Any]:
+        choice = self.choice
+        if choice is None:
+            return {}
+        stated = {"minimum_budget_bytes": choice.minimum_budget_bytes, "recompute_seconds": choice.seconds}
+        return {"auto": stated | {"gap": choice.gap}}
 
     def _entry(self, entry: SavedTensor) -> dict[str, Any]:
         return {name: _plain(getattr(entry, name)) for name in ENTRY_FIELDS} | {
