@@ -17,9 +17,9 @@ import jettison  # noqa: E402
 from jettison.api import Applied  # noqa: E402
 from jettison.errors import TraceError, UnsupportedModule  # noqa: E402
 from jettison.measure import compare_gradients, independent_copy, parameter_digest, same_bits  # noqa: E402
+from jettison.plan.treatment import Full, KeepAll  # noqa: E402
 from jettison.runtime.install import install  # noqa: E402
 from jettison.runtime.region import PlannedForward  # noqa: E402
-from jettison.plan.treatment import Full, KeepAll  # noqa: E402
 from jettison.trace.capture import RegionTrace  # noqa: E402
 from jettison.trace.model import ModelTrace, trace_model  # noqa: E402
 

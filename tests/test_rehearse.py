@@ -22,8 +22,8 @@ from jettison.measure.rehearse import StepRehearsal, rehearse_step, twin_optimiz
 from jettison.plan.chain import choose  # noqa: E402
 from jettison.plan.levels import Choice, Phase, evaluate  # noqa: E402
 from jettison.plan.moves import minimum_budget  # noqa: E402
-from jettison.runtime.install import install  # noqa: E402
 from jettison.plan.treatment import KeepAll  # noqa: E402
+from jettison.runtime.install import install  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
 from training import adamw  # noqa: E402
 

@@ -21,9 +21,9 @@ from jettison.measure.memory import unique_bytes
 from jettison.measure.rehearse import rehearse_step
 from jettison.plan.artefact import SCHEMA as PLAN_SCHEMA
 from jettison.plan.artefact import Plan
+from jettison.plan.treatment import KeepAll, Treatment
 from jettison.report.proof import Proof
 from jettison.report.summary import LedgerReport, Phase, StageBytes
-from jettison.plan.treatment import KeepAll, Treatment
 from jettison.trace.ledger import ledger_of
 from jettison.trace.model import ModelTrace
 from jettison.units import parse_bytes

@@ -14,10 +14,10 @@ from jettison.api.planner import Planner, Rehearsed, exactly, fingerprint
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.rehearse import twin_optimizer
 from jettison.plan.artefact import Plan
+from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatment
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.report import RegionReport
-from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatment
 from jettison.trace.model import LossFn, ModelTrace, trace_model
 from jettison.units import parse_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.tape import Collective, Places, Saved, Value
+from jettison.formula.tape import Collective, Places, Saved, Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
 
@@ -31,10 +31,21 @@ def scale(w: Writer, x: Value) -> Value:
 
 
 def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str | None = None) -> Value:
-    """a * b: each factor's gradient needs the other factor."""
+    """a * b: each factor's gradient needs the other factor. A smaller b's is made in a's shape and summed."""
     kept = [saved(b, roles[1])] if a.grad else []
     kept += [saved(a, roles[0])] if b.grad else []
-    return w.tape.op("aten.mul.Tensor", [a, b], dtype=dtype, saves=kept)
+    workspace = a.nbytes if b.grad and b.local_shape != a.local_shape else 0
+    return w.tape.op("aten.mul.Tensor", [a, b], dtype=dtype, saves=kept, workspace=workspace)
+
+
+def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
+    """x times a weight of its last dim. The weight's gradient is made in x's shape and summed."""
+    return w.tape.op("aten.mul.Tensor", [x], saves=[saved(x, role)], weights=[weight], workspace=x.nbytes)
+
+
+def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:
+    """x to a constant. Backward makes a lower power and a multiple of it on its way to the gradient."""
+    return w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[saved(x, role, reference)], workspace=2 * x.nbytes)
 
 
 def linear(

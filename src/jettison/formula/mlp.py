@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, enter, leave, linear, multiply, scale
+from jettison.formula.basic import add, enter, leave, linear, multiply, power, scale
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.model import Activation, Mlp
@@ -81,8 +81,7 @@ def _tanh(w: Writer, x: Value) -> Value:
 def _gelu_written(w: Writer, x: Value) -> Value:
     """0.5 x (1 + tanh(c (x + 0.044715 x^3))), op by op: transformers' NewGELUActivation."""
     half = scale(w, x)
-    cube = w.tape.op("aten.pow.Tensor_Scalar", [x], saves=[saved(x, "activation input")])
-    inner = scale(w, add(w, x, scale(w, cube)))
+    inner = scale(w, add(w, x, scale(w, power(w, x, "activation input"))))
     tanh = _tanh(w, inner)
     one = w.tape.op("aten.add.Tensor", [tanh], passes=True)
     return multiply(w, half, one, ("product operand", "product operand"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import cast, multiply
-from jettison.formula.tape import Value
+from jettison.formula.basic import cast, multiply, power, weigh
+from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Device
 from jettison.spec.model import Norm, NormKind
@@ -26,11 +26,11 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
         if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
             return _fused(w, x, spec, weights)
         if spec.offset:
-            return _written_offset(w, x, weights)
-        return _written_wide(w, x, weights) if w.kernels.wide_norm else _written(w, x, weights)
+            return _written_offset(w, x, weight)
+        return _written_wide(w, x, weight) if w.kernels.wide_norm else _written(w, x, weight)
 
 
-def _fused(w: Writer, x: Value, spec: Norm, weights: list) -> Value:  # type: ignore[type-arg]
+def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight]) -> Value:
     """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input."""
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
@@ -51,7 +51,7 @@ def _root_mean_square(w: Writer, x: Value) -> Value:
     wide = cast(w, x, "float32")
     rows = (*x.shape[:-1], 1)
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
-    square = w.tape.op("aten.pow.Tensor_Scalar", [wide], saves=[saved(wide, "norm input", REFERENCE)])
+    square = power(w, wide, "norm input", REFERENCE)
     mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
     variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
     root = w.tape.empty(rows, "float32", places, grad=True)
@@ -59,26 +59,22 @@ def _root_mean_square(w: Writer, x: Value) -> Value:
     return multiply(w, wide, root, ("norm input", "norm statistics"))
 
 
-def _written(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
+def _written(w: Writer, x: Value, weight: Weight) -> Value:
     """weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight."""
     normal = cast(w, _root_mean_square(w, x), x.dtype)
-    return w.tape.op("aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights)
+    return weigh(w, normal, weight, "normalised input")
 
 
-def _written_wide(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
+def _written_wide(w: Writer, x: Value, weight: Weight) -> Value:
     """(weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm."""
     normal = _root_mean_square(w, x)
-    product = w.tape.op(
-        "aten.mul.Tensor", [normal], saves=[saved(normal, "normalised input")], weights=weights,
-        workspace=normal.nbytes,
-    )  # fmt: skip
-    return cast(w, product, x.dtype)
+    return cast(w, weigh(w, normal, weight, "normalised input"), x.dtype)
 
 
-def _written_offset(w: Writer, x: Value, weights: list) -> Value:  # type: ignore[type-arg]
+def _written_offset(w: Writer, x: Value, weight: Weight) -> Value:
     """(x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm."""
     normal = _root_mean_square(w, x)
-    wide = w.tape.source("weight", weights[0].shape, w.run.precision.parameter, weights[0].places, grad=True, free=True)
-    shifted = w.tape.op("aten.add.Tensor", [cast(w, wide, "float32")], passes=True, weights=weights)
+    wide = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+    shifted = w.tape.op("aten.add.Tensor", [cast(w, wide, "float32")], passes=True, weights=[weight])
     product = multiply(w, normal, shifted, ("normalised input", "norm weight"))
     return cast(w, product, x.dtype)

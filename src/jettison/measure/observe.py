@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from jettison.measure.levels import block_levels, chain_bytes
 from jettison.measure.memory import quiet_gc
 from jettison.plan.problem import RegionOption
-from jettison.runtime.region import PlannedForward
 from jettison.plan.treatment import Full, KeepAll
+from jettison.runtime.region import PlannedForward
 from jettison.trace.model import BlockClass, ModelTrace
 from jettison.trace.observe import stand_in, undisturbed
 from jettison.trace.signature import call_signature

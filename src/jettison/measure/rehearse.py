@@ -20,9 +20,9 @@ from jettison.measure.levels import block_levels, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.measure.observe import StandIn
 from jettison.plan.problem import RegionOption
+from jettison.plan.treatment import Exactly, KeepAll, Treatment
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
-from jettison.plan.treatment import Exactly, KeepAll, Treatment
 from jettison.trace.capture import RegionTrace
 from jettison.trace.fakes import fake_batch
 from jettison.trace.model import BlockClass, ModelTrace

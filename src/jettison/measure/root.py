@@ -19,9 +19,9 @@ from jettison.ledger.program import Source
 from jettison.measure.levels import chain_bytes, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.plan.problem import RegionOption, RootOption
+from jettison.plan.treatment import Exactly, KeepAll
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
-from jettison.plan.treatment import Exactly, KeepAll
 from jettison.trace.model import ModelTrace
 from jettison.trace.signature import call_signature
 from jettison.trace.stub import stub_outputs

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from jettison.plan.treatment import Treatment, treatment
 from jettison.runtime.active import is_inside
 from jettison.runtime.region import PlannedForward
-from jettison.plan.treatment import Treatment, treatment
 from jettison.trace.blocks import REGION_MARK
 
 Class = TypeVar("Class", bound=type[nn.Module])

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from jettison.runtime.region import Link, PlannedForward
 from jettison.plan.treatment import Treatment
+from jettison.runtime.region import Link, PlannedForward
 from jettison.trace.model import ModelTrace
 
 

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
 from jettison.ledger.program import Program
+from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
 from jettison.runtime.frame import Diverged, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.report import RegionReport
-from jettison.plan.treatment import Treatment
 from jettison.runtime.verify import SequenceCheck
 from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.model import trace_root
