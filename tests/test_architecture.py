@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -243,4 +244,10 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'autocheckpoint'; it offers auto_checkpoint"):
         _ = jettison.autocheckpoint
     assert {"auto_checkpoint", "Ledger", "__version__"} <= set(dir(jettison))
+    for name in set(dir(jettison)) - {"__version__"}:
+        assert (
+            name.startswith("_") or isinstance(getattr(jettison, name), ModuleType) or callable(getattr(jettison, name))
+        )
+    run = jettison.Run(model=jettison.preset("llama3-8b"), seq=2048, layout=jettison.Layout(tp=8, sp=True))
+    assert jettison.forecast(run).parameters == 8_030_261_248
     assert jettison.Ledger.__module__ == "jettison.ledger.record"

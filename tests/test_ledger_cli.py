@@ -403,3 +403,30 @@ def test_the_error_survives_pickling():
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) == "the peak, 3 B (3B), is above 2 B (2B), the budget; ask for less"
     assert (again.exit_code, again.peak_bytes, again.limit_bytes) == (3, 3, 2)
+
+
+def test_plan_of_a_preset_is_made_for_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """`jettison plan` without a model to trace: by stage, and the smallest budget that is feasible."""
+    asked = ["plan", "llama3-70b", "--tp", "8", "--pp", "4", "--kernels", "megatron", "--format", "json"]
+    assert run([*asked, "--budget", "45GiB"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "jettison.plan/1"
+    assert document["feasible"] is True
+    assert document["predicted"]["peak_bytes"] <= document["budget_bytes"] == 45 * 2**30
+    assert [layer["layer"] for layer in document["layers"]] == [f"layers.{index}" for index in range(80)]
+    assert max(stage["peak_bytes"] for stage in document["stages"]) == document["predicted"]["peak_bytes"]
+    first, last = ([x["kept_bytes"] for x in document["layers"] if x["stage"] == stage] for stage in (0, 3))
+    assert sum(first) <= sum(last), "the first stage holds four micro-batches, the last one"
+
+    smallest = document["minimum_budget_bytes"]
+    assert run([*asked, "--budget", f"{smallest}B"]) == 0
+    capsys.readouterr()
+    assert run([*asked, "--budget", "20GiB"]) == 3
+    refused = json.loads(capsys.readouterr().out)
+    assert refused["feasible"] is False
+    assert refused["minimum_budget_bytes"] >= smallest > refused["budget_bytes"]
+
+
+def test_plan_decides_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "llama3-8b", "--budget", "100GiB", "--recompute", "full"]) == 2
+    assert "plan decides" in capsys.readouterr().err

@@ -24,8 +24,15 @@ _HOME_OF = MappingProxyType(
         "verify": "jettison.api",
         "checkpoint": "jettison.api",
         "checkpointable": "jettison.api",
+        "forecast": "jettison.forecast.run",
+        "preset": "jettison.spec.presets",
+        "read_config": "jettison.spec.config",
+        "Hardware": "jettison.spec.hardware",
+        "Layout": "jettison.spec.layout",
         "Ledger": "jettison.ledger",
+        "ModelSpec": "jettison.spec.model",
         "Plan": "jettison.plan",
+        "Run": "jettison.spec.run",
     }
 )
 

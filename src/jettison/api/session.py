@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +25,7 @@ from jettison.plan.artefact import Plan
 from jettison.plan.treatment import KeepAll, Treatment
 from jettison.report.proof import Proof
 from jettison.report.summary import LedgerReport, Phase, StageBytes
+from jettison.report.tables import plan_table
 from jettison.trace.ledger import ledger_of
 from jettison.trace.model import ModelTrace
 from jettison.units import parse_bytes
@@ -47,6 +49,10 @@ class PlanReport:
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1`` with the key ``made_by``."""
         return self.plan.document() | {"made_by": self.request.document()}
+
+    def table(self) -> RenderableType:
+        """What each layer does, for people."""
+        return plan_table(self.plan)
 
 
 def ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress = silent) -> LedgerReport:

@@ -17,12 +17,17 @@ from jettison import __version__
 from jettison.cli.output import deliver, json_text, refuse_to_overwrite
 from jettison.errors import Infeasible, JettisonError, ProofFailed
 from jettison.forecast.limit import limit_of
-from jettison.forecast.request import RunRequest, is_live, refuse_for_trace
+from jettison.forecast.request import TRACED, RunRequest, is_live, refuse_for_trace
 from jettison.report.console import hint, progress, show
 from jettison.report.summary import LedgerReport
+from jettison.spec.presets import PRESETS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from jettison.api.request import ModelRequest
+    from jettison.api.session import PlanReport
+    from jettison.report.plan import ForecastPlan
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -109,38 +114,45 @@ def ledger(
 
 @app.command
 def plan(
-    model: Model,
+    model: Annotated[
+        str, Parameter(help="A preset such as llama3-8b, a config.json or its folder, or module:factory.")
+    ],
     /,
     *,
     budget: Annotated[str, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")],
-    seq: Seq = None,
-    micro_batch: MicroBatch = None,
-    precision: Precision = None,
-    attention: Attention = None,
-    optimizer: Optimizer = "adamw",
+    request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
-    """What to do with each of them so that a training step stays below a budget."""
+    """What to do with each saved tensor so that a training step stays below a budget.
+
+    A live model or a config.json is traced, and the plan can be applied to it and verified. A preset, or any model with
+    a parallel layout, is planned from its spec, for each pipeline stage, without torch.
+    """
     refuse_to_overwrite(out, force=force)
+    beyond = [name for name in request.given() if name not in TRACED]
+    try:
+        if is_live(model) or (model not in PRESETS and not beyond):
+            refuse_for_trace(model, request, asked=False)
+            report: PlanReport | ForecastPlan = _traced_plan(model, request, budget)
+        else:
+            from jettison.report.plan import plan_report
+
+            report = plan_report(model, request, budget=budget)
+    except Infeasible as error:
+        if form == "json":
+            print(json_text(_infeasible(error)), end="")
+        raise
+    deliver(report.document, report.table, form=form, out=out)
+
+
+def _traced_plan(model: str, request: RunRequest, budget: str) -> PlanReport:
     with progress() as say:
         say("loading torch")
-        from jettison.api.request import ModelRequest
         from jettison.api.session import plan as make
 
-        request = ModelRequest(
-            model=model, seq=seq, micro_batch=micro_batch, precision=precision, attention=attention, optimizer=optimizer
-        )
-        try:
-            report = make(request, budget=budget, progress=say)
-        except Infeasible as error:
-            if form == "json":
-                print(json_text(_infeasible(error)), end="")
-            raise
-    from jettison.report.tables import plan_table
-
-    deliver(report.document, lambda: plan_table(report.plan), form=form, out=out)
+        return make(_model_request(model, request), budget=budget, progress=say)
 
 
 @app.command
@@ -231,11 +243,16 @@ def _run(arguments: list[str]) -> int:
 def _traced(model: str, request: RunRequest) -> LedgerReport:
     with progress() as say:
         say("loading torch")
-        from jettison.api.request import ModelRequest
         from jettison.api.session import ledger as read
 
-        given = {name: getattr(request, name) for name in request.given() if name != "recompute"}
-        return read(ModelRequest(model=model, **given), recompute=request.recompute or "none", progress=say)
+        return read(_model_request(model, request), recompute=request.recompute or "none", progress=say)
+
+
+def _model_request(model: str, request: RunRequest) -> ModelRequest:
+    from jettison.api.request import ModelRequest
+
+    given = {name: getattr(request, name) for name in request.given() if name != "recompute"}
+    return ModelRequest(model=model, **given)
 
 
 def _ledger_table(report: LedgerReport) -> RenderableType:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jettison.cost import CPU, CUDA, op_seconds
+from jettison.cost import CPU, CUDA, Rates, op_seconds
 from jettison.errors import Infeasible
 from jettison.forecast.run import Forecast, Stage, forecast
 from jettison.forecast.units import MIXED, Group, Part, units
@@ -38,15 +38,27 @@ Chosen = dict[str, frozenset[int]]
 class AutoForecast:
     """A run under the choice, and what the choice costs.
 
-    ``seconds``: of recompute in one micro-batch's backward on the slowest stage, as the roofline has it. ``gap``: the
-    share of them that a better choice could still save, at most, of the stage where that is largest.
+    ``seconds``: of recompute in one micro-batch's backward on the stage that computes most again, as the roofline has
+    it; ``plain_seconds``: of a micro-batch's forward and backward there without it. ``gap``: the share of a step that a
+    better choice could still save, at most, of the stage where that is largest.
     """
 
     forecast: Forecast
     budget_bytes: int
     minimum_budget_bytes: int
     seconds: float
+    plain_seconds: float
     gap: float
+
+    @property
+    def overhead_fraction(self) -> float:
+        """Recompute as a share of a step without it."""
+        return self.seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Of all micro-batches on that stage, without bubbles and communication: a lower limit."""
+        return (self.seconds + self.plain_seconds) * self.forecast.run.micro_batches
 
 
 def choose(run: Run, budget_bytes: int) -> AutoForecast:
@@ -77,8 +89,24 @@ def choose(run: Run, budget_bytes: int) -> AutoForecast:
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     return AutoForecast(
         forecast=forecast(plain.run, by_layer), budget_bytes=budget_bytes, minimum_budget_bytes=smallest,
-        seconds=max(answer.seconds for answer in answers), gap=max(answer.gap for answer in answers),
+        seconds=max(answer.seconds for answer in answers),
+        plain_seconds=max(_plain_seconds(run, stage) for stage in plain.stages),
+        gap=max(answer.gap for answer in answers),
     )  # fmt: skip
+
+
+def _plain_seconds(run: Run, stage: Stage) -> float:
+    """Forward, and a backward of twice its FLOPs and bytes."""
+    rates = _rates(run)
+    seconds = {id(g.part.region): 0.0 for chunk in stage.groups for g in chunk}
+    for group in (group for chunk in stage.groups for group in chunk):
+        if not seconds[id(group.part.region)]:
+            seconds[id(group.part.region)] = sum(op_seconds(op, rates) for op in group.part.region.program.ops)
+    return 3 * sum(len(g.names) * seconds[id(g.part.region)] for chunk in stage.groups for g in chunk)
+
+
+def _rates(run: Run) -> Rates:
+    return CPU if run.kernels.device is Device.CPU else CUDA
 
 
 def _key(stage: Stage) -> tuple[object, ...]:
@@ -139,7 +167,7 @@ class _StageChoice:
 
     def _points(self) -> list[tuple[FrontierPoint, ...]]:
         """What each part can keep, fewest bytes first; only layers have a choice."""
-        rates = CPU if self.run.kernels.device is Device.CPU else CUDA
+        rates = _rates(self.run)
         known: dict[int, tuple[FrontierPoint, ...]] = {}
 
         def of(region: Region) -> tuple[FrontierPoint, ...]:

@@ -30,7 +30,7 @@ from jettison.spec.model import (
 )
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
-_TRACE: Final = "trace the live model instead: give module:factory in place of the configuration"
+_TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")

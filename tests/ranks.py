@@ -1,0 +1,130 @@
+"""Real processes for tests: N gloo ranks under torchrun, and what each of them found, as JSON.
+
+    def check(args: Any) -> Any:  # at the top of a file in tests/; runs on every rank, in a process group
+        return {"rank": torch.distributed.get_rank(), "sum": args["x"] + 1}
+
+    found = run_ranks(check, 4, {"x": 1})  # [{"rank": 0, "sum": 2}, ...], in the order of the ranks
+
+Starting four ranks takes seconds: let one launch do many checks. `launch_ranks` is for runs that are meant to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src"
+FOLDER = "JETTISON_TEST_RESULTS"
+"""Environment variable: where ranks leave their results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """How a launch ended. ``results`` has None for a rank that left nothing; ``returncode`` None: out of time."""
+
+    returncode: int | None
+    results: list[Any]
+    output: str
+
+    @property
+    def tail(self) -> str:
+        """The end of what all ranks wrote."""
+        return self.output[-6000:]
+
+
+def run_ranks(
+    target: Callable[[Any], Any] | str | Path, nproc: int, args: Any = None, *, timeout: float = 120
+) -> list[Any]:
+    """What every rank returned.
+
+    Args:
+        target: a function at the top of a file in tests/, given ``args``; or the path of a script, which is given the
+            items of ``args`` as words and calls `report`.
+        args: anything that JSON can hold.
+
+    Raises:
+        AssertionError: a rank failed, left no result, or the launch took more than ``timeout`` seconds.
+    """
+    done = launch_ranks(target, nproc, args, timeout=timeout)
+    how = f"took more than {timeout} s" if done.returncode is None else f"ended with {done.returncode}"
+    assert done.returncode == 0, f"{target} on {nproc} ranks {how}:\n{done.tail}"
+    assert None not in done.results, f"{target}: ranks without a result in {done.results}:\n{done.tail}"
+    return done.results
+
+
+def launch_ranks(
+    target: Callable[[Any], Any] | str | Path,
+    nproc: int,
+    args: Any = None,
+    *,
+    timeout: float = 120,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
+    """As `run_ranks`, whatever the outcome."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*torchrun(nproc), *_words(target, args)]
+        paths = [str(TESTS), str(SOURCE), os.environ.get("PYTHONPATH", "")]
+        more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            command, env=os.environ | more | dict(environment or {}), text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=timeout)
+            code: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the launcher
+        if code is None:
+            output, _ = process.communicate()
+        files = [Path(folder) / f"{rank}.json" for rank in range(nproc)]
+        results = [json.loads(file.read_text("utf-8")) if file.exists() else None for file in files]
+    return Finished(returncode=code, results=results, output=output)
+
+
+def torchrun(nproc: int) -> list[str]:
+    """The command that starts N ranks of what follows it."""
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    return [*module, "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(nproc)]
+
+
+def report(value: Any) -> None:
+    """Leave this rank's result, from inside a rank."""
+    file = Path(os.environ[FOLDER]) / f"{os.environ['RANK']}.json"
+    file.write_text(json.dumps(value), encoding="utf-8")
+
+
+def _words(target: Callable[[Any], Any] | str | Path, args: Any) -> list[str]:
+    if isinstance(target, str | Path):
+        return [str(target), *map(str, args or [])]
+    return [__file__, target.__module__, target.__qualname__, json.dumps(args)]
+
+
+def _main(module: str, function: str, args: str) -> None:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    try:
+        report(getattr(importlib.import_module(module), function)(json.loads(args)))
+        distributed.barrier()  # nobody leaves while others still talk
+    finally:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
