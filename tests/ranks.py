@@ -40,7 +40,7 @@ class Finished:
     @property
     def tail(self) -> str:
         """The end of what all ranks wrote."""
-        return self.output[-6000:]
+        return self.output[-8000:]
 
 
 def run_ranks(
@@ -84,12 +84,11 @@ def launch_ranks(
             output, _ = process.communicate(timeout=timeout)
             code: int | None = process.returncode
         except subprocess.TimeoutExpired:
-            code = None
+            process.terminate()  # the launcher ends its ranks, which are sessions of their own
+            output, code = process.communicate(timeout=60)[0], None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # ranks that outlived the launcher
-        if code is None:
-            output, _ = process.communicate()
+                os.killpg(process.pid, signal.SIGKILL)
         files = [Path(folder) / f"{rank}.json" for rank in range(nproc)]
         results = [json.loads(file.read_text("utf-8")) if file.exists() else None for file in files]
     return Finished(returncode=code, results=results, output=output)

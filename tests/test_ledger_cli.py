@@ -430,3 +430,12 @@ def test_plan_of_a_preset_is_made_for_every_stage(capsys: pytest.CaptureFixture[
 def test_plan_decides_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "llama3-8b", "--budget", "100GiB", "--recompute", "full"]) == 2
     assert "plan decides" in capsys.readouterr().err
+
+
+def test_a_described_plan_and_a_preset_cannot_be_verified(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tmp_path / "plan.json"
+    assert run(["plan", "gpt2", "--kernels", "pytorch", "--budget", "20GiB", "--out", str(made)]) == 0
+    assert run(["verify", str(made)]) == 2
+    assert "not which tensors of a module" in capsys.readouterr().err
+    assert run(["verify", "gpt2", "--budget", "1GiB"]) == 2
+    assert "gpt2 is a preset" in capsys.readouterr().err

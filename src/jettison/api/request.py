@@ -20,12 +20,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.api.huggingface import ConfigRequest, batch_for, build, read_config
 from jettison.errors import UsageError
+from jettison.spec.presets import PRESETS
 from jettison.trace.fakes import fake_mode
 from jettison.trace.model import LossFn, ModelTrace, trace_model
 
 OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 EXPECTED = (
-    "expected module:factory (a function that returns a model, (model, batch) or (model, batch, loss_fn)), "
+    "module:factory (a function that returns a model, (model, batch) or (model, batch, loss_fn)), "
     "or a path to a Hugging Face config.json or its folder"
 )
 
@@ -101,10 +102,12 @@ def load(request: ModelRequest, *, fake: bool) -> Loaded:
     path = Path(request.model)
     if path.exists():
         return _from_config(request, path, fake=fake)
+    if request.model in PRESETS:
+        raise UsageError(f"{request.model} is a preset, a description that no module is made from; expected {EXPECTED}")
     module, colon, factory = request.model.partition(":")
     if not colon or not factory.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         kind = "no such file" if "/" in request.model or request.model.endswith(".json") else "not a model"
-        raise UsageError(f"{request.model!r} is {kind}; {EXPECTED}")
+        raise UsageError(f"{request.model!r} is {kind}; expected {EXPECTED}")
     return _from_factory(request, module, factory)
 
 

@@ -23,6 +23,7 @@ from jettison.measure.rehearse import rehearse_step
 from jettison.plan.artefact import SCHEMA as PLAN_SCHEMA
 from jettison.plan.artefact import Plan
 from jettison.plan.treatment import KeepAll, Treatment
+from jettison.report.plan import DESCRIBED
 from jettison.report.proof import Proof
 from jettison.report.summary import LedgerReport, Phase, StageBytes
 from jettison.report.tables import plan_table
@@ -152,7 +153,7 @@ def read_plan(path: Path) -> tuple[Plan, Any] | None:
     """A plan file, and what it says under ``made_by``; None where the file is no plan document at all.
 
     Raises:
-        UsageError: it is a plan document, but not a feasible plan.
+        UsageError: it is a plan document, but not a feasible plan, or not of a module.
         PlanMismatch: it was edited.
     """
     if not path.is_file():
@@ -164,6 +165,11 @@ def read_plan(path: Path) -> tuple[Plan, Any] | None:
         return None
     if not isinstance(document, dict) or document.get("schema") != PLAN_SCHEMA:
         return None
+    if document.get("made_from") == DESCRIBED:
+        raise UsageError(
+            f"{path} plans a described run: it says how much each layer keeps, not which tensors of a module. "
+            "Plan a config.json without a layout, or module:factory, to get a plan that can be verified"
+        )
     return Plan.from_json(text), document.get("made_by")
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from jettison.forecast.auto import AutoForecast
 
 SCHEMA = "jettison.plan/1"
+DESCRIBED = "description"
+"""What such a document says under ``made_from``: it names no programs, and cannot be applied to a module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,7 @@ class ForecastPlan:
         text = json.dumps([self.model, layers], sort_keys=True, separators=(",", ":"))
         return {
             "schema": SCHEMA,
+            "made_from": DESCRIBED,
             "feasible": True,
             "model": self.model,
             "budget_bytes": self.choice.budget_bytes,
