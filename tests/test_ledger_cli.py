@@ -439,3 +439,11 @@ def test_a_described_plan_and_a_preset_cannot_be_verified(tmp_path, capsys: pyte
     assert "not which tensors of a module" in capsys.readouterr().err
     assert run(["verify", "gpt2", "--budget", "1GiB"]) == 2
     assert "gpt2 is a preset" in capsys.readouterr().err
+
+
+def test_what_a_device_holds_beside_tensors_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ledger", "llama3-8b", "--tp", "8", "--format", "json"]) == 0
+    stated = json.loads(capsys.readouterr().out)["allowance"]
+    assert 0 < stated["low_bytes"] < stated["expected_bytes"] < stated["high_bytes"]
+    assert run(["ledger", "llama3-8b", "--tp", "8"]) == 0
+    assert "beside tensors" in capsys.readouterr().out

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
 from jettison.forecast.advice import advice
+from jettison.forecast.allowance import allowance
 from jettison.forecast.limit import Limit, limit_of
 from jettison.forecast.request import Resolved, RunRequest, model_spec, resolve
 from jettison.forecast.run import Forecast, Stage, forecast
@@ -103,6 +104,7 @@ def forecast_report(
         rows=_rows(found, Counter(entry.layer for entry in ledger), _policies(found, choice)),
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
+        allowance=allowance(found.run, found.peak_bytes),
         limit=limit,
         choice=choice,
         fit=fit,

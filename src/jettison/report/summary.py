@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jettison.errors import DoesNotFit
+from jettison.forecast.allowance import Allowance
 from jettison.forecast.limit import Limit
 from jettison.forecast.request import Resolved
 from jettison.ledger.record import ENTRY_FIELDS, Ledger, Placement, SavedTensor
@@ -72,6 +73,7 @@ class LedgerReport:
         mesh_sizes: of the axes that shard the entries.
         asked: the run that a forecast is of.
         phases: of the worst stage.
+        allowance: what the worst rank's device holds beside the peak's tensors.
         limit: what the peak is held against.
         choice: a planner's, where recompute was left to it.
     """
@@ -86,6 +88,7 @@ class LedgerReport:
     rows: tuple[LayerBytes, ...] = ()
     mesh_sizes: Mapping[str, int] = field(default_factory=dict)
     asked: Resolved | None = None
+    allowance: Allowance | None = None
     limit: Limit | None = None
     choice: AutoForecast | None = None
     fit: FitAnswer | None = None
@@ -140,6 +143,7 @@ class LedgerReport:
             "peak_bytes": self.peak_bytes,
             **self._first_step(),
             "phases": [_stated(phase) for phase in self.phases],
+            **({"allowance": _allowance(self.allowance)} if self.allowance else {}),
             **self._limit(),
             **self._choice(),
             **({"fit": self.fit.document()} if self.fit else {}),
@@ -203,6 +207,10 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "capacity_factor": run.capacity_factor,
         "assumed": sorted(asked.assumed),
     }
+
+
+def _allowance(stated: Allowance) -> dict[str, int]:
+    return {"low_bytes": stated.low, "expected_bytes": stated.expected, "high_bytes": stated.high}
 
 
 def _stated(row: LayerBytes | StageBytes | Phase) -> dict[str, Any]:
