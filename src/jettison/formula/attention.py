@@ -13,7 +13,7 @@ from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import AttentionKernel, Device
 from jettison.spec.model import Attention, Norm, QkNorm
 
-HEADS, ROWS, KEYS = 1, 2, 3
+HEADS, ROWS = 1, 2
 """Dims of q, k, v and of the scores."""
 CORE = "arXiv 2205.05198 §4.1, attention core"
 

@@ -7,7 +7,6 @@ from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
 
 PAPER = "arXiv 2205.05198"
-QUANTISED = "float8_e4m3fn"
 
 
 def cast(w: Writer, x: Value, dtype: str) -> Value:

@@ -99,14 +99,12 @@ class Region:
         program, of = self.program, self.buffers
         stays = program.saved_buffers() if kept is None else kept
         named: set[int] = set()
-        position = 0
         for step in self.tape.steps:
             for s in step.saved:
                 buffer = of[s.value.storage]
                 named.add(buffer)
                 if buffer in stays:
                     yield self._entry(layer, s.value, step.path, step.name, s.role, s.reference)
-                position += 1
         storages = {index: storage for storage, index in of.items()}
         for buffer in sorted(stays - named):
             value = self.tape.values[storages[buffer]]

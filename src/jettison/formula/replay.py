@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
 from jettison.formula.tape import Step
-from jettison.ledger.program import Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +39,6 @@ class Passes:
     gradient: int
     recompute_flops: int
     output: int
-    input: int
 
 
 def replay(region: Region, kept: frozenset[int], gradient_dtype: str, *, accumulates: bool = False) -> Passes:
@@ -63,7 +61,6 @@ def replay(region: Region, kept: frozenset[int], gradient_dtype: str, *, accumul
         gradient=weight_gradients(region, gradient_dtype),
         recompute_flops=sum(program.ops[o].flops for o in again),
         output=region.output.nbytes,
-        input=sum(b.nbytes for b in program.buffers if b.source is Source.INPUT and not b.free),
     )
 
 

@@ -37,10 +37,6 @@ class Value:
     local_shape: tuple[int, ...]
     nbytes: int  # that one rank holds of this view
 
-    def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """The axes that shard a dim."""
-        return tuple(axis for axis, sharded in self.places if sharded == dim)
-
 
 @dataclass(frozen=True, slots=True)
 class Saved:
