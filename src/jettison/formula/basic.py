@@ -6,8 +6,6 @@ from jettison.formula.tape import Collective, Places, Saved, Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
 
-PAPER = "arXiv 2205.05198"
-
 
 def cast(w: Writer, x: Value, dtype: str) -> Value:
     """x in another dtype; x itself where it has it already."""
