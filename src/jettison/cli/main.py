@@ -195,6 +195,40 @@ def verify(
 
 
 @app.command
+def train(
+    recipe: Annotated[str, Parameter(help="A TOML file, or module:name of a TrainRecipe.")],
+    /,
+    *,
+    steps: Annotated[int | None, Parameter(help="Optimizer steps altogether, instead of the recipe's.")] = None,
+    resume: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Fail where there is no checkpoint to go on from.")
+    ] = False,
+    budget: Annotated[str | None, Parameter(help="Peak bytes of a step on one rank, instead of [plan].")] = None,
+    plan: Annotated[Path | None, Parameter(help="A plan.json, instead of [plan].")] = None,
+    recompute: Annotated[str | None, Parameter(help="A policy word, instead of [plan].")] = None,
+    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    form: Format = "human",
+) -> None:
+    """Train as a recipe says, in this process or in each that torchrun starts; resumes where it stopped."""
+    from jettison.train.recipe import PlanSection
+
+    chosen = PlanSection(budget=budget, file=None if plan is None else str(plan), policy=recompute)
+    leads = os.environ.get("RANK", "0") == "0"
+    if not leads:
+        warnings.simplefilter("ignore")  # what one rank says, all would
+    with progress() as say:
+        say("loading torch")
+        from jettison.api.training import train as run_recipe
+
+        result = run_recipe(
+            recipe, steps=steps, plan=chosen if chosen.given else None, gpu=gpu, must_resume=resume, progress=say,
+            warn=lambda text: hint(f"warning: {text}"),
+        )  # fmt: skip
+    if leads:
+        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
+
+
+@app.command
 def doctor(*, form: Format = "human") -> None:
     """Versions and devices."""
     from jettison.cli.doctor import facts

@@ -227,8 +227,8 @@ def _with_transients(run: Run, groups: Sequence[Group], made: Sequence[Unit] | I
     """With what ZeRO and offloading add to each unit's transients.
 
     ZeRO 3 gathers a region while it runs and prefetches the next one; ZeRO 2 and 3 hold a region's whole gradients
-    until they have been reduced, which overlaps with the next region. Offloading holds a unit's bytes beside the next
-    unit's while they are on their way.
+    until they have been reduced, which overlaps with the backward of the region before it: the last one finds none
+    that wait. Offloading holds a unit's bytes beside the next unit's while they are on their way.
     """
     gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
     reduced = max(group.part.static.reduced for group in groups)
@@ -236,14 +236,16 @@ def _with_transients(run: Run, groups: Sequence[Group], made: Sequence[Unit] | I
         yield from made
         return
     before = 0
+    made = tuple(made)
     for unit in made:
+        waiting = 0 if unit is made[-1] and len(unit.names) == 1 else reduced
         moved = unit.resident if run.recompute.offload else 0
         between = max(before, moved) if len(unit.names) > 1 else before
         yield replace(
             unit,
             resident=unit.resident - moved,
             forward_peak=unit.forward_peak + gathered + between,
-            backward_peak=unit.backward_peak + gathered + reduced + moved + between,
-            adding_peak=unit.adding_peak + gathered + reduced + moved + between,
+            backward_peak=unit.backward_peak + gathered + waiting + moved + between,
+            adding_peak=unit.adding_peak + gathered + waiting + moved + between,
         )
         before = moved

@@ -32,6 +32,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from jettison.trace.wrapped import desugars, infers_shapes, plain
+
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
 
@@ -152,6 +154,10 @@ class AllocationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if desugars(types):
+            return NotImplemented
+        if infers_shapes():
+            return func(*args, **kwargs)
         if self._withheld is not None:
             self._settle()
         node = _current_node()
@@ -181,6 +187,7 @@ class AllocationCounter(TorchDispatchMode):
     def _meet(self, tensor: Tensor, operator: str, node: int) -> None:
         if self._device is not None and tensor.device.type != self._device:
             return
+        tensor = plain(tensor)
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors have no storage: their parts are met on their own
@@ -271,7 +278,7 @@ def unique_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages under `tensors`."""
     sizes = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = plain(tensor).untyped_storage()
         sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 

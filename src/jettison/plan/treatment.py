@@ -19,6 +19,8 @@ MATMULS = (
     "aten._grouped_mm",
     "aten.convolution",
 )
+_PRODUCTS = ("aten.mm", "aten.addmm")
+"""With a weight: the counted ones of an alternating policy."""
 
 
 BATCHED = ("aten.bmm", "aten.baddbmm")
@@ -61,16 +63,34 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOp:
-    """Outputs of matrix products and fused attention stay; the rest is computed again from them."""
+    """Outputs of matrix products and fused attention stay; the rest is computed again from them.
+
+    ``alternate`` is torchtitan's policy for each op: of the products with a weight every second one is computed again,
+    and what reduce-scatters return stays as well.
+    """
 
     word: str = "selective-op"
+    alternate: bool = False
 
     def kept(self, program: Program) -> frozenset[int]:
-        wanted = {
-            b for op in program.ops if op.name.startswith(MATMULS) for b in op.outputs if program.buffers[b].keepable
-        }
-        wanted |= {b.index for b in program.buffers if b.source is Source.INPUT}
-        return close(program, frozenset(wanted) | Full().kept(program))
+        inputs = frozenset(b.index for b in program.buffers if b.source is Source.INPUT)
+        return close(program, self.named(program) | inputs | Full().kept(program))
+
+    def named(self, program: Program) -> frozenset[int]:
+        """Outputs that the policy is to keep, whether backward asks for them or not.
+
+        torch's selective checkpoint caches all of them when it runs eagerly; a compiled region, like `kept`, leaves
+        those out that nobody reads.
+        """
+        found: set[int] = set()
+        products = 0
+        for op in program.ops:
+            products += op.name.startswith(_PRODUCTS)
+            second = self.alternate and op.name.startswith(_PRODUCTS) and products % 2 == 0
+            stays = op.name.startswith(MATMULS) or (self.alternate and "reduce_scatter" in op.name)
+            if stays and not second:
+                found.update(b for b in op.outputs if program.buffers[b].keepable)
+        return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +215,16 @@ def attention_core(program: Program) -> frozenset[int]:
     return frozenset(core & program.saved_buffers())
 
 
-NAMED: dict[str, Treatment] = {t.word: t for t in (KeepAll(), Full(), SelectiveOp(), Selective())}
+NAMED: dict[str, Treatment] = {
+    t.word: t
+    for t in (
+        KeepAll(),
+        Full(),
+        SelectiveOp(),
+        SelectiveOp(word="selective-op-alternate", alternate=True),
+        Selective(),
+    )
+}
 
 
 def treatment(word: str) -> Treatment:

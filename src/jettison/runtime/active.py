@@ -15,7 +15,8 @@ from jettison.runtime.frame import Frame
 from jettison.runtime.graphprint import next_sequence_number
 from jettison.runtime.recipe import Recipe, get_state
 from jettison.runtime.verify import SequenceCheck
-from jettison.trace.capture import CaptureMode
+from jettison.trace.capture import CaptureMode, TensorRef
+from jettison.trace.wrapped import plain, wrapping
 
 _running = threading.local()
 
@@ -26,7 +27,7 @@ class ActiveFrame(Frame):
     __slots__ = ("check", "nested", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: Any) -> None:
-        super().__init__(recipe, region.name, region.owners)
+        super().__init__(recipe, region.name, region.owners, region.model)
         self.region = region
         self.check: SequenceCheck | None = None
         self.start = next_sequence_number()
@@ -40,7 +41,8 @@ class ActiveFrame(Frame):
         for n, tap in self.recipe.from_taps:
             if tap.path == path and tap.is_output is is_output and tap.call == call:
                 leaves = tree_leaves(tree) if leaves is None else leaves
-                self.boxes[n].fill(leaves[tap.leaf])
+                if tap.leaf < len(leaves) and _is(leaves[tap.leaf], tap.ref):
+                    self.boxes[n].fill(leaves[tap.leaf])
 
     def block_done(self, output: Any) -> None:
         """A nested region has run; box its outputs if this region's recipes read them."""
@@ -50,8 +52,16 @@ class ActiveFrame(Frame):
         if wanted and self.boxes is not None:
             for leaf, tensor in enumerate(tree_leaves(output)):
                 n = wanted.get((call, leaf))
-                if n is not None and isinstance(tensor, Tensor):
+                if n is not None and _is(tensor, self.recipe.trace.made[self.recipe.boxes[n]]):
                     self.boxes[n].fill(tensor)
+
+
+def _is(found: Any, recorded: TensorRef) -> bool:
+    """Whether a value can be the recorded one. Where a hook has changed it, its box stays empty, which `leave` sees."""
+    if not isinstance(found, Tensor):
+        return False
+    inner = plain(found)
+    return inner.shape == recorded.size and inner.dtype is recorded.dtype and wrapping(found) == recorded.wrap
 
 
 def current_frame() -> ActiveFrame | None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from jettison.errors import StaleTensor
 from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, run_step, set_state, view_of, whole_copy
 from jettison.trace.capture import TensorRef, layout, layout_of
+from jettison.trace.sharded import whole_now
+from jettison.trace.wrapped import arrived, plain, storage_of, wrapping
 
 
 class Diverged(Exception):
@@ -17,11 +19,12 @@ class Diverged(Exception):
 
 
 class Held:
-    """A kept slot: the tensor, and its version when autograd saved it."""
+    """A kept slot: the tensor, and its version when autograd saved it. The frame counts as live while it is there."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("frame", "tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, frame: Frame | None = None) -> None:
+        self.frame = frame
         # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
         self.tensor = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
         self.version = tensor._version
@@ -58,21 +61,25 @@ class Handle:
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "name", "owners",
-                 "parameters", "precision", "recipe")  # fmt: skip
+    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "model", "name",
+                 "owners", "parameters", "precision", "recipe")  # fmt: skip
 
-    def __init__(self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]]) -> None:
+    def __init__(
+        self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]], model: nn.Module
+    ) -> None:
         self.recipe = recipe
         self.name = name
+        self.model = model
         self.owners = owners
         self.index = 0
         self.boxes: list[Any] | None = [Box() for _ in recipe.boxes]
         self.memo: dict[int, Tensor] = {}
         self.counts: dict[int, int] | None = None
-        self.parameters: dict[int, tuple[dict[str, Any], str, int]] = {}
+        # the tensor itself, as autograd would hold it; under FSDP the table has another one at other times
+        self.parameters: dict[int, tuple[dict[str, Any], str, Tensor, int]] = {}
         for buffer, dotted in recipe.parameters.items():
             table, leaf = owners[dotted]
-            self.parameters[buffer] = (table, leaf, table[leaf]._version)
+            self.parameters[buffer] = (table, leaf, table[leaf], table[leaf]._version)
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.precision = torch.get_float32_matmul_precision()
@@ -108,13 +115,15 @@ class Frame:
             raise Diverged(f"more than {len(recipe.slots)} saved tensors") from None
         self.index += 1
         ref = slot.ref
+        inner = plain(tensor)
         if (
-            tensor.shape != ref.size
-            or tensor.dtype is not ref.dtype
-            or (tensor.stride() != ref.stride and layout(tensor) != layout_of(ref.size, ref.stride))
+            inner.shape != ref.size
+            or inner.dtype is not ref.dtype
+            or (inner.stride() != ref.stride and layout(inner) != layout_of(ref.size, ref.stride))
+            or (inner is not tensor and wrapping(tensor) != ref.wrap)
         ):
             raise Diverged(
-                f"saved tensor {self.index - 1} is {tuple(tensor.shape)} {tensor.dtype}, "
+                f"saved tensor {self.index - 1} is {tuple(inner.shape)} {inner.dtype}, "
                 f"recorded was {ref.size} {ref.dtype}"
             )
         if slot.kind == "drop":
@@ -123,12 +132,12 @@ class Frame:
             return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]))
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
-            if table[leaf].untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            if storage_of(table[leaf]) != inner.untyped_storage()._cdata:
                 raise Diverged(f"saved tensor {self.index - 1} is not parameter {slot.parameter}")
         elif slot.fill is not None:
             assert self.boxes is not None
             self.boxes[slot.fill].fill(tensor)
-        return Held(tensor)
+        return Held(tensor, self)
 
     def leave(self) -> None:
         """The forward is over: every slot was met and every box is full. From here on handles own everything."""
@@ -165,7 +174,8 @@ class Frame:
                     tensor = self._pull(buffer, handle)
             else:
                 tensor = self._pull(buffer, handle)
-            self._release(buffer)
+            if not _asked_again():
+                self._release(buffer)
             return tensor if slot.view is None else view_of(tensor, slot.view)
 
     def _pull(self, buffer: int, handle: Handle) -> Tensor:
@@ -178,19 +188,20 @@ class Frame:
             return self.memo[buffer]
         parameter = self.parameters.get(buffer)
         if parameter is not None:
-            table, leaf, version = parameter
-            tensor = table[leaf]
+            table, leaf, tensor, version = parameter
             if tensor._version != version:
                 raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, tensor._version)
-            return tensor
+            if table[leaf] is not tensor or plain(tensor) is not tensor:
+                tensor = whole_now(self.model, table, leaf, tensor)
+            return plain(tensor)
         box = handle.boxes[handle.slot.boxes.index(self.recipe.box_of[buffer])]
         if isinstance(box, Handle):
-            tensor = self.memo[buffer] = box.frame.recompute(box)
+            tensor = self.memo[buffer] = plain(box.frame.recompute(box))
             return tensor
         assert box.tensor is not None
         if box.tensor._version != box.version:
             raise _stale("a kept tensor", self.name, box.version, box.tensor._version)
-        return box.tensor
+        return arrived(box.tensor)
 
     def _run(self, step: Step, handle: Handle) -> None:
         leaves = step.leaves.copy()
@@ -244,6 +255,25 @@ def unpack(packed: Any) -> Tensor:
     if packed.tensor._version != packed.version:
         raise _stale("a kept tensor", "a planned region", packed.version, packed.tensor._version)
     return packed.tensor
+
+
+def _asked_again() -> bool:
+    """Whether the node that unpacks will do so a second time, to finish what this pass leaves out of it.
+
+    A backward split in two, as zero-bubble pipelines do, first asks for the gradients of inputs and keeps the graph;
+    nodes with a weight run again for its gradient. What such a node is given stays computed until then.
+    """
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and any(after is not None and not _runs(after) for after, _ in node.next_functions)
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient was asked for
+        return True
 
 
 def _stale(what: str, where: str, then: int, now: int) -> StaleTensor:

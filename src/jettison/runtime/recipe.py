@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.ledger.program import Source
 from jettison.trace.capture import Call, RegionTrace, Tap, TensorRef
+from jettison.trace.opinfo import is_collective
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class Step:
     state_out: int | None
     device: str
     simple: bool  # positional arguments only and none nested: call without unflattening
+    waits: bool = False  # a collective: its results are there after waiting for them
 
 
 @dataclass(slots=True)
@@ -221,8 +223,9 @@ def _step(
     consumes = tuple(b for b in inputs if b in counts)
     simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
     return Step(
-        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device, simple
-    )
+        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device, simple,
+        is_collective(call.func),
+    )  # fmt: skip
 
 
 def _box_closures(
@@ -246,7 +249,8 @@ def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     if tensor.dtype is not ref.dtype:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
-    return tensor.as_strided(ref.size, ref.stride, ref.offset)
+    tensor = tensor.as_strided(ref.size, ref.stride, ref.offset)
+    return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
 
 
 def whole_copy(tensor: Tensor) -> Tensor:
@@ -263,6 +267,8 @@ def run_step(step: Step, leaves: list[Any]) -> list[Any]:
     else:
         args, kwargs = tree_unflatten(leaves, step.spec)
         out = step.func(*args, **kwargs)
+    if step.waits:
+        out = torch.ops._c10d_functional.wait_tensor(out)
     if isinstance(out, Tensor):
         return [out]
     return tree_leaves(out)

@@ -27,6 +27,7 @@ from jettison.runtime.verify import SequenceCheck
 from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
+from jettison.trace.sharded import unwatched
 from jettison.trace.signature import ModuleGuard, call_signature, global_signature
 
 GIVE_UP_AFTER = 8  # recordings of one region before it is left to torch.utils.checkpoint
@@ -65,8 +66,10 @@ class PlannedForward:
         *,
         blocks: tuple[str, ...] | None = None,
         twin: bool = True,
+        model: nn.Module | None = None,
     ) -> None:
         self.module = module
+        self.model = model or module  # the whole, of which this is a part
         self.twin = twin  # record on a fake copy of the module
         self.name = name
         self.treatment = treatment
@@ -228,7 +231,7 @@ class PlannedForward:
         if tap.is_output:
             self.tap_hooks[where] = module.register_forward_hook(listener)
         else:
-            self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True)
+            self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
 
     # running ---------------------------------------------------------------------------------------------------------
 
@@ -264,7 +267,7 @@ class PlannedForward:
                 if prepared.checked:
                     output = self.forward(*args, **kwargs)
                 else:
-                    with SequenceCheck(recipe.trace) as frame.check:
+                    with SequenceCheck(recipe.trace) as frame.check, unwatched(self.module, frame.check):
                         output = self.forward(*args, **kwargs)
                         frame.check.finish()
         finally:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jettison.runtime.frame import Diverged
 from jettison.trace.capture import RegionTrace, signature_of
 from jettison.trace.opinfo import computes, is_bookkeeping
+from jettison.trace.wrapped import desugars, infers_shapes
 
 
 class SequenceCheck(TorchDispatchMode):
@@ -25,8 +26,10 @@ class SequenceCheck(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if desugars(types):
+            return NotImplemented
         out = func(*args, **kwargs)
-        if self.paused or is_bookkeeping(func) or not computes(func, args, kwargs, out):
+        if self.paused or infers_shapes() or is_bookkeeping(func) or not computes(func, args, kwargs, out):
             return out
         got = signature_of(func, args, kwargs, out)
         while self.at < len(self.sequence):

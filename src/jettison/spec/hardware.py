@@ -6,15 +6,20 @@ The files that ship are in `hardware_data`; a path to a file of the same form do
     usable = "79.15GiB"             # what a process can allocate; left out, 98 % of memory
     source, usable_source = "…"     # where the figures come from
     host_memory = "2TiB"            # of the machine, divided by its devices
+    units = 108                     # multiprocessors, over which a matrix product is cut into tiles
+    node = 8                        # devices that the links connect
     [teraflops]                     # 10^12 FLOP/s without sparsity: fp32 tf32 bf16 fp8 fp4
     [gigabytes_per_second]          # 10^9 B/s, in one direction: memory link host network
+    [reached]                       # shares of these that large kernels and transfers reach: see `Reached`
+    [microseconds]                  # what comes on top of each: see `Delays`
+    reached_source, delays_source = "…"
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -26,7 +31,10 @@ from jettison.units import parse_bytes
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
 """Of memory, where a file does not say: HBM devices report 98 to 99 % of it, GDDR with error correction 92 %."""
-_TEXTS: Final = ("name", "memory", "usable", "host_memory", "source", "usable_source")
+_TEXTS: Final = (
+    "name", "memory", "usable", "host_memory", "source", "usable_source", "reached_source", "delays_source",
+)  # fmt: skip
+_COUNTS: Final = ("units", "node")
 _RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
 _BANDWIDTHS: Final = ("memory", "link", "host", "network")
 
@@ -46,6 +54,48 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reached:
+    """Shares of the stated peaks that are reached where the shape of the work costs nothing. Each is at most 1.
+
+    Args:
+        matmul: of FLOP/s, by the largest products, hot: what a device holds up for hours, not for a second.
+        attention: of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip.
+        attention_backward: the same for its backward, which computes the scores again.
+        memory: of memory bandwidth, by a kernel that streams.
+        link: of the links, by collectives within a node.
+        network: of the network, by collectives between nodes.
+        host: of the host link, by copies.
+        shared: of its speed, what a device loses to a transfer that hides behind its work.
+    """
+
+    matmul: float = 0.8
+    attention: float = 0.5
+    attention_backward: float = 0.42
+    memory: float = 0.85
+    link: float = 0.75
+    network: float = 0.85
+    host: float = 0.8
+    shared: float = 0.15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delays:
+    """Seconds that come on top, whatever the size.
+
+    Args:
+        kernel: between the end of a kernel and the start of the next, on the device.
+        dispatch: until an op has been handed over by the host, which bounds kernels that are shorter.
+        link: for each step of a collective within a node.
+        network: for each step between nodes.
+    """
+
+    kernel: float = 2e-6
+    dispatch: float = 6e-6
+    link: float = 2e-6
+    network: float = 6e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
     """One accelerator. Bandwidths are bytes a second in one direction; None: not stated.
 
@@ -57,6 +107,8 @@ class Hardware:
         host_bytes_per_second: to the host.
         network_bytes_per_second: to other nodes.
         host_memory_bytes: of the host, for each device.
+        units: multiprocessors.
+        node: devices that the links connect.
     """
 
     name: str
@@ -70,6 +122,12 @@ class Hardware:
     host_bytes_per_second: int | None = None
     network_bytes_per_second: int | None = None
     host_memory_bytes: int | None = None
+    units: int = 1
+    node: int = 8
+    reached: Reached = Reached()
+    delays: Delays = Delays()
+    reached_source: str = ""
+    delays_source: str = ""
 
     def __post_init__(self) -> None:
         if not 0 < self.usable_bytes <= self.memory_bytes:
@@ -129,7 +187,7 @@ def _read(path: Path) -> Hardware:
         raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
-    _known(who, table, (*_TEXTS, "teraflops", "gigabytes_per_second"))
+    _known(who, table, (*_TEXTS, *_COUNTS, "teraflops", "gigabytes_per_second", "reached", "microseconds"))
     texts = {key: _text(who, key, table[key]) for key in _TEXTS if key in table}
     if "memory" not in texts:
         raise UsageError(f'{who} does not say how much memory there is; expected a line such as memory = "80GiB"')
@@ -139,12 +197,17 @@ def _read(path: Path) -> Hardware:
         usable, usable_source = _bytes(who, "usable", texts["usable"]), texts.get("usable_source", "")
     rates = _numbers(who, table, "teraflops", _RATES, 10**12)
     widths = _numbers(who, table, "gigabytes_per_second", _BANDWIDTHS, 10**9)
+    shares = _shares(who, table)
+    delays = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
     return Hardware(
         name=texts.get("name", path.stem), memory_bytes=memory, usable_bytes=usable, source=texts.get("source", ""),
         usable_source=usable_source, flops_per_second=Throughput(**rates),
         memory_bytes_per_second=widths.get("memory"), link_bytes_per_second=widths.get("link"),
         host_bytes_per_second=widths.get("host"), network_bytes_per_second=widths.get("network"),
         host_memory_bytes=_bytes(who, "host_memory", texts["host_memory"]) if "host_memory" in texts else None,
+        **{key: _count(who, key, table[key]) for key in _COUNTS if key in table},
+        reached=Reached(**shares), delays=Delays(**{key: float(value) / 1e6 for key, value in delays.items()}),
+        reached_source=texts.get("reached_source", ""), delays_source=texts.get("delays_source", ""),
     )  # fmt: skip
 
 
@@ -168,8 +231,28 @@ def _bytes(who: str, key: str, text: str) -> int:
         raise UsageError(f"{who}: {key}: {error}") from None
 
 
+def _count(who: str, key: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{who}: got {key} = {value}; expected a whole number of 1 or more")
+    return value
+
+
+def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
+    """The section of shares."""
+    found = _section(who, table, "reached", [f.name for f in fields(Reached)])
+    for name, value in found.items():
+        if value > 1:
+            raise UsageError(f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1")
+    return {name: float(value) for name, value in found.items()}
+
+
 def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
     """The section ``key``, each number times ``unit``."""
+    return {name: int(value * unit) for name, value in _section(who, table, key, expected).items()}
+
+
+def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[str]) -> dict[str, int | Decimal]:
+    """The numbers of a section."""
     section = table.get(key, {})
     if not isinstance(section, dict):
         raise UsageError(f"{who}: got {key} = {section}; expected a section [{key}] with some of {', '.join(expected)}")
@@ -178,4 +261,4 @@ def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[
         fits = isinstance(value, int | Decimal) and not isinstance(value, bool)
         if not (fits and Decimal(value).is_finite() and value > 0):
             raise UsageError(f"{who}, section [{key}]: got {name} = {value}; expected a number above 0")
-    return {name: int(value * unit) for name, value in section.items()}
+    return dict(section)

@@ -95,6 +95,11 @@ PRESETS: Final[Mapping[str, _Config]] = MappingProxyType(
         "llama3.1-70b": _decoder("llama", 8192, 28672, 80, 64, 8, 128256, 131072),
         "llama3.1-405b": _LLAMA3_405B,
         "llama3-405b": _LLAMA3_405B,
+        # benchmarks of the Ultra-Scale Playbook, github.com/huggingface/nanotron scripts/scaling_benchmarks.py: as many
+        # key-value heads as heads, embeddings tied below a width of 10,000
+        "llama-1b-mha": _decoder("llama", 2048, 8192, 16, 32, 32, 131072, 4096, tie_word_embeddings=True),
+        "llama-3b-mha": _decoder("llama", 3072, 8192, 28, 32, 32, 131072, 4096, tie_word_embeddings=True),
+        "llama-8b-mha": _decoder("llama", 4096, 14336, 32, 32, 32, 131072, 4096),
         # huggingface.co/mistralai/Mistral-7B-v0.1, Mixtral-8x7B-v0.1, Mixtral-8x22B-v0.1
         "mistral-7b": _decoder("mistral", 4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096),
         "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 32768),

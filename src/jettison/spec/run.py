@@ -20,6 +20,7 @@ class Mode(StrEnum):
     NONE = "none"
     SELECTIVE = "selective"  # the attention core goes (arXiv 2205.05198 §5)
     SELECTIVE_OP = "selective-op"  # outputs of matrix products and fused attention stay
+    SELECTIVE_OP_ALTERNATE = "selective-op-alternate"  # the same, but every second product goes (torchtitan)
     FULL = "full"  # a layer's input stays
     EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
     BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
@@ -55,8 +56,8 @@ class Recompute:
 
     @classmethod
     def parse(cls, text: str, *, layers: int, offload: bool = False) -> Recompute:
-        """Read ``none``, ``selective``, ``selective-op``, ``full``, ``every:K``, ``block:N``, ``interval:K``, ``sqrt``
-        (segments of √L layers) or ``auto``.
+        """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
+        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers) or ``auto``.
 
         Raises:
             UsageError: none of these.

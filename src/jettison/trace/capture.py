@@ -25,19 +25,24 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
+from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as a view of a buffer; ``offset`` in elements from the start of the storage."""
+    """A tensor as a view of a buffer; ``offset`` in elements from the start of the storage.
+
+    Of a DTensor this is the part inside; ``wrap`` puts it back.
+    """
 
     buffer: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    wrap: Wrapping | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class RegionTrace:
     sequence: list[tuple[Any, bool]] = field(default_factory=list)
     initial_state: int | None = None  # buffer of the random state at the start, if the region draws
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
+    made: dict[int, TensorRef] = field(default_factory=dict)  # buffer of a nested call -> what it returned
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
 
     @property
@@ -107,6 +113,7 @@ class Recorder:
         self.inputs: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.blocks: dict[int, tuple[int, int]] = {}
+        self.made: dict[int, TensorRef] = {}
         self.path: list[str] = []
         # asked here: while autocast casts an argument it counts as switched off
         self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -119,7 +126,7 @@ class Recorder:
         self._alive: list[Any] = []
         self._named: dict[int, str] = {}
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
-            self._named.setdefault(_storage_key(tensor), name)
+            self._named.setdefault(storage_of(tensor), name)
         for position, leaf in enumerate(inputs):
             if isinstance(leaf, Tensor):
                 self._input(leaf, position)
@@ -130,6 +137,7 @@ class Recorder:
         return self.path[-1] if self.path else ""
 
     def _input(self, tensor: Tensor, position: int) -> None:
+        tensor = plain(tensor)
         key = _storage_key(tensor)
         if key in self._current or key in self._named:
             return
@@ -146,6 +154,8 @@ class Recorder:
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
+        wrap = wrapping(tensor)
+        tensor = plain(tensor)
         key = _storage_key(tensor)
         index = self._current.get(key)
         if index is None:
@@ -155,13 +165,16 @@ class Recorder:
                 self.names[index] = name
             else:
                 index = self._new_buffer(tensor, Source.OUTER)
-        return TensorRef(index, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        return TensorRef(
+            index, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, wrap
+        )
 
     def block_output(self, tensor: Tensor, call: int, leaf: int) -> None:
         """A nested region made this tensor."""
-        if _storage_key(tensor) not in self._current:
-            b = self._new_buffer(tensor, Source.BLOCK, name=f"{call}.{leaf}", keepable=True)
+        if storage_of(tensor) not in self._current:
+            b = self._new_buffer(plain(tensor), Source.BLOCK, name=f"{call}.{leaf}", keepable=True)
             self.blocks[b] = (call, leaf)
+            self.made[b] = self.ref(tensor)
         self.state_broken = True
 
     def saved(self, tensor: Tensor) -> None:
@@ -174,7 +187,7 @@ class Recorder:
     def boundary(self, path: str, call: int, is_output: bool, tree: Any) -> None:
         """Tensors that cross a module boundary can be held without a saved slot."""
         for leaf, tensor in enumerate(tree_leaves(tree)):
-            if isinstance(tensor, Tensor) and _storage_key(tensor) in self._current:
+            if isinstance(tensor, Tensor) and storage_of(tensor) in self._current:
                 ref = self.ref(tensor)
                 if self.buffers[ref.buffer]["source"] is Source.OP and ref.buffer not in self.taps:
                     self.taps[ref.buffer] = Tap(path, call, is_output, leaf, ref)
@@ -284,7 +297,7 @@ class Recorder:
         return RegionTrace(
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
-            initial_state=self.initial_state, blocks=self.blocks,
+            initial_state=self.initial_state, blocks=self.blocks, made=self.made,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
         )  # fmt: skip
 
@@ -295,10 +308,13 @@ class CaptureMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.recorders: list[Recorder] = []
+        self.paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.recorders or is_bookkeeping(func):
+        if desugars(types):
+            return NotImplemented
+        if not self.recorders or self.paused or is_bookkeeping(func) or infers_shapes():
             return func(*args, **kwargs)
         return self.recorders[-1].call(func, args, kwargs, lambda: func(*args, **kwargs))
 

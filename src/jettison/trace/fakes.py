@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
+from jettison.trace.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
+from jettison.trace.wrapped import plain, wrapping
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
@@ -25,11 +29,14 @@ class StepFakeMode(FakeTensorMode):
 
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
     real one takes float32 and float16 too.
+    `_c10d_functional.wait_tensor`: the real one returns its argument.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _WAIT:
+            return args[0]  # as the real one does; the fake kernel makes a new tensor
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
         out = super().dispatch(func, types, args, kwargs)
@@ -45,12 +52,26 @@ def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None = None) -> nn.Module:
-    """A deep copy of `model` whose every tensor is fake. `device` overrides the device (needed for a meta model)."""
+    """A deep copy of `model` whose every tensor is fake. `device` overrides the device (needed for a meta model).
+
+    Modules under FSDP2 are copied as they are during a forward: with whole parameters, and without FSDP.
+    """
     faker = _Faker(mode, None if device is None else torch.device(device))
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(state): state for state in states(model)}
+    copies: list[tuple[nn.Module, nn.Module]] = []
+    for module in sharded_modules(model):
+        place = next(module.parameters()).device if device is None else device
+        for held, whole in whole_parameters(module, lambda t, place=place: FakeTensor(mode, t, torch.device(place))):
+            memo[id(held)] = whole
+        kind = plain_class(module)
+        copies.append((module, kind.__new__(kind)))
+        memo[id(module)] = copies[-1][1]
     for tensor in _tensors_of(model):
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
+    for module, twin in copies:
+        twin.__setstate__(copy.deepcopy(vars(module), memo))
+        leave_casts(module, twin)
     return copy.deepcopy(model, memo)
 
 
@@ -70,8 +91,14 @@ class _Faker:
 
     def like(self, tensor: Tensor) -> Tensor:
         """A fake leaf in the place of `tensor`, of the same Python class if that is a kind of parameter."""
-        if is_traceable_wrapper_subclass(tensor):  # DTensor and its like fake their parts
-            wrapped: Tensor = self._mode.from_tensor(tensor)
+        wrap = wrapping(tensor)
+        if wrap is not None:
+            wrapped = wrap.wrap(self.like(plain(tensor)))
+            if isinstance(tensor, nn.Parameter):
+                return _as_parameter(tensor, wrapped)
+            return wrapped.requires_grad_(tensor.requires_grad)
+        if is_traceable_wrapper_subclass(tensor):  # other wrappers fake their parts
+            wrapped = self._mode.from_tensor(tensor)
             return wrapped
         device = self._device or tensor.device
         fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)

@@ -26,6 +26,7 @@ from jettison.trace.capture import RegionTrace, TensorRef
 from jettison.trace.model import BlockClass, ModelTrace, _Tracer, as_call, uncached_autocast
 from jettison.trace.roles import Roles
 from jettison.trace.signature import call_signature
+from jettison.trace.wrapped import plain, storage_of
 
 ROOT_LAYER = "embedding, head and loss"
 """Name of everything around the blocks."""
@@ -160,7 +161,7 @@ class _Region:
         if b in self.trace.taps:
             return self.trace.taps[b].ref
         if b in self.trace.inputs and self.arguments:
-            t = self.arguments[self.trace.inputs[b]]
+            t = plain(self.arguments[self.trace.inputs[b]])
             return TensorRef(b, tuple(t.shape), tuple(t.stride()), t.storage_offset(), t.dtype)
         outputs = self.trace.calls[buffer.producer].outputs if buffer.producer is not None else ()
         made = next((ref for ref in outputs if ref is not None and ref.buffer == b), None)
@@ -219,7 +220,7 @@ class _Linker(_Tracer):
     def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self.root is not None:
             leaves, _ = call_signature(args, kwargs)
-            storages = {p: t.untyped_storage()._cdata for p, t in enumerate(leaves) if isinstance(t, Tensor)}
+            storages = {p: storage_of(t) for p, t in enumerate(leaves) if isinstance(t, Tensor)}
             current = self.root._current
             self.arguments.append({p: current[key] for p, key in storages.items() if key in current})
         return super()._block(name, module, forward, args, kwargs)

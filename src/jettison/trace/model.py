@@ -22,7 +22,9 @@ from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
 from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
+from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.values import tracing
+from jettison.trace.wrapped import plain, storage_of
 
 LossFn = Callable[[Any], Tensor]
 
@@ -141,7 +143,10 @@ def trace_model(
     with torch.random.fork_rng(devices=[]):
         twin = fake_twin(model, mode)
         held = batch if values_known else fake_batch(batch, mode)
-    tracer = _Tracer(twin, regions, model if values_known and is_real(model) else None)
+        if sharded_modules(model):
+            held = _as_batch(*cast_batch(model, *as_call(held)))
+    watchable = values_known and is_real(model) and not sharded_modules(model)
+    tracer = _Tracer(twin, regions, model if watchable else None)
     with tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad():
         root, outside = tracer.run(held, loss_fn)
         root_signature = (call_signature(*as_call(held))[1], global_signature())
@@ -179,7 +184,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     mode = mode_of(module, args, kwargs)
     twin = fake_twin(module, mode)
-    tracer = _Tracer(twin, blocks, module if is_real(module) else None)
+    tracer = _Tracer(twin, blocks, module if is_real(module) and not sharded_modules(module) else None)
     with (
         recording_errors(),
         tracing(mode, values_known=True),
@@ -193,7 +198,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def mode_of(module: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
     """The fake mode that these tensors belong to, or a new one."""
-    tensors = [*tree_leaves((args, kwargs)), *module.parameters()]
+    tensors = map(plain, [*tree_leaves((args, kwargs)), *module.parameters()])
     found = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
     return found or fake_mode(allow_non_fake_inputs=True)
 
@@ -291,10 +296,9 @@ class _Tracer:
         storages = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                self._held.append(storage)
-                storages[position] = storage._cdata
-                self.uses.setdefault(storage._cdata, set()).add(call)
+                self._held.append(plain(leaf).untyped_storage())
+                storages[position] = storage_of(leaf)
+                self.uses.setdefault(storages[position], set()).add(call)
         self.leaf_storages.append(storages)
         output = self._stub(cls, leaves)
         self._last_output = {}
@@ -363,6 +367,10 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, tuple | list):
         return tuple(batch), {}
     return (batch,), {}
+
+
+def _as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs if kwargs else args
 
 
 def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:

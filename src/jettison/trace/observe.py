@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.trace.capture import RegionTrace, TensorRef
+from jettison.trace.wrapped import plain
 
 
 def is_real(module: nn.Module) -> bool:
     """Whether a module's tensors have values."""
     tensors = [*module.parameters(), *module.buffers()]
-    return all(not isinstance(t, FakeTensor) and t.device.type != "meta" for t in tensors)
+    return all(not isinstance(plain(t), FakeTensor) and t.device.type != "meta" for t in tensors)
 
 
 def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:

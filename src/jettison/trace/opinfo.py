@@ -19,12 +19,30 @@ DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", 
             "mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
 
 _BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
-                "aten::sym_storage_offset", "aten::_is_zerotensor"}  # fmt: skip
+                "aten::sym_storage_offset", "aten::_is_zerotensor",
+                "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
+
+_COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
+
+# Collectives that return a new tensor and may run again: every rank of a group does so if all have the same plan.
+_COLLECTIVES = {f"_c10d_functional::{name}" for name in (
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+)} | {"_dtensor::shard_dim_alltoall"}  # fmt: skip
 
 
 def is_bookkeeping(func: Any) -> bool:
-    """Calls that ask about a tensor and compute nothing."""
+    """Calls that ask about a tensor, or wait for it, and compute nothing."""
     return func._schema.name in _BOOKKEEPING
+
+
+def is_communication(func: Any) -> bool:
+    """Whether a call talks to other ranks."""
+    return is_collective(func) or func._schema.name.split("::")[0] in _COMMUNICATION
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a call talks to other ranks and can do so again; its result must be waited for."""
+    return func._schema.name in _COLLECTIVES
 
 
 def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
@@ -62,12 +80,11 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | None:
     """Why this call may not run again, before its surroundings are known."""
     name = func._schema.name.split("::")[1]
-    namespace = func._schema.name.split("::")[0]
     if name in DISCRETE:
         return Anchor.DISCRETE
     if any(isinstance(v, torch.Generator) for v in tree_leaves((spec_args, kwargs))):
         return Anchor.GENERATOR
-    if namespace in ("_c10d_functional", "c10d", "c10d_functional"):
+    if is_communication(func) and not is_collective(func):
         return Anchor.COLLECTIVE
     if name in ("lift_fresh", "lift", "lift_fresh_copy", "_local_scalar_dense", "set_", "resize_"):
         return Anchor.OPAQUE
@@ -89,6 +106,10 @@ def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
         if hasattr(leaf, "buffer"):
             return f"{str(leaf.dtype)[6:]}{list(leaf.size)}{list(leaf.stride)}"
         return repr(leaf)
+
+    if is_collective(func):  # groups of one size cost the same, and their names differ from rank to rank
+        named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | spec_kwargs
+        spec_args, spec_kwargs = [v for name, v in named.items() if name != "group_name"], {}
 
     return f"{func}({', '.join(text(leaf) for leaf in tree_leaves((spec_args, spec_kwargs)))})"
 

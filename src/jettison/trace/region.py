@@ -15,6 +15,7 @@ from jettison.trace.capture import CaptureMode, Recorder, RegionTrace
 from jettison.trace.fakes import fake_twin
 from jettison.trace.model import mode_of, recording_errors, uncached_autocast
 from jettison.trace.values import tracing
+from jettison.trace.wrapped import arrived, plain, wrapping
 
 
 def trace_region(
@@ -56,11 +57,14 @@ def trace_region(
 
 
 def _like(leaf: Any, mode: FakeTensorMode) -> Any:
-    if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+    if not isinstance(leaf, Tensor) or isinstance(plain(leaf), FakeTensor):
         return leaf
     if not leaf.is_floating_point():
         return leaf  # ids and masks keep their values: a forward may look at them
-    fake = mode.from_tensor(leaf.detach())
+    wrap = wrapping(leaf)
+    fake = mode.from_tensor(arrived(leaf.detach()))
+    if wrap is not None:
+        fake = wrap.wrap(fake)
     if leaf.requires_grad:
         fake = fake.requires_grad_()
         fake = fake if leaf.is_leaf else fake.view_as(fake)

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from jettison.trace.wrapped import plain, wrapping
+
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def leaf_signature(leaf: Any) -> Any:
     """A tensor by its metadata, a plain value by itself, anything else by its type."""
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, leaf.storage_offset(), leaf.device.type
+        inner = plain(leaf)
+        return (
+            inner.shape, inner.stride(), leaf.dtype, leaf.requires_grad, inner.storage_offset(), leaf.device.type,
+            wrapping(leaf),
+        )  # fmt: skip
     if isinstance(leaf, _SCALARS):
         return type(leaf), leaf
     return type(leaf)

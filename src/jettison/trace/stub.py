@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from jettison.trace.capture import RegionTrace, TensorRef
+from jettison.trace.wrapped import Wrapping, plain, wrapping
 
 
 class Probe(Protocol):
@@ -54,10 +55,11 @@ class _Stub(torch.autograd.Function):
         ctx: Any, made: list[TensorRef], constants: frozenset[int], device: torch.device, extra: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.metas = [
-            (t.shape, t.dtype, t.device) if t.is_floating_point() and t.requires_grad else None for t in tensors
+            (plain(t).shape, t.dtype, t.device, wrapping(t)) if t.is_floating_point() and t.requires_grad else None
+            for t in tensors
         ]
         ctx.extra = extra
-        out = tuple(torch.empty_strided(r.size, r.stride, dtype=r.dtype, device=device) for r in made)
+        out = tuple(_empty(r.size, r.stride, r.dtype, device, r.wrap) for r in made)
         ctx.mark_non_differentiable(
             *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not t.is_floating_point())
         )
@@ -69,5 +71,13 @@ class _Stub(torch.autograd.Function):
         if probe is not None:
             probe.backward(call)
         ctx.extra = (None, call, ())
-        made = [None if m is None else torch.empty(m[0], dtype=m[1], device=m[2]) for m in ctx.metas]
+        made = [None if m is None else _empty(m[0], None, *m[1:]) for m in ctx.metas]
         return None, None, None, None, *made
+
+
+def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, wrap: Wrapping | None) -> Tensor:
+    if stride is None:
+        made = torch.empty(size, dtype=dtype, device=device)
+    else:
+        made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return made if wrap is None else wrap.wrap(made)

@@ -17,12 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
+from jettison.trace.wrapped import desugars
+
 
 class RealUntilFake(TorchDispatchMode):
     """Runs an op on real tensors where every tensor argument is real; stands above a `FakeTensorMode`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if desugars(types):
+            return NotImplemented
         has_real = False
         for leaf in arg_tree_leaves(*args, **kwargs):
             if isinstance(leaf, FakeTensor):

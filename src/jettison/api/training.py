@@ -1,0 +1,237 @@
+"""`jettison train`: lends the training loop what this library does to models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from jettison.api.huggingface import ConfigRequest, build
+from jettison.api.huggingface import read_config as read_hub_config
+from jettison.api.planner import Planner
+from jettison.api.request import _call
+from jettison.api.verbs import Applied, apply
+from jettison.errors import Infeasible, TraceError, UsageError
+from jettison.measure.rehearse import twin_optimizer
+from jettison.parallel.reference import Gpt, GptConfig, Llama, LlamaConfig
+from jettison.plan.artefact import Plan
+from jettison.spec.config import parse_config, read_config
+from jettison.spec.model import ModelSpec
+from jettison.spec.presets import PRESETS, preset
+from jettison.trace.model import ModelTrace, trace_model
+from jettison.train.loop import train as run_recipe
+from jettison.train.read import read_recipe
+from jettison.train.recipe import ModelSection, PlanSection, TrainRecipe
+from jettison.train.result import TrainResult
+from jettison.train.tools import Built, Decision, Planned, Rehearsal, Say, shifted_before, shifted_within, silent
+from jettison.units import format_bytes, parse_bytes
+
+
+def train(
+    recipe: TrainRecipe | str,
+    *,
+    steps: int | None = None,
+    plan: PlanSection | None = None,
+    gpu: str | None = None,
+    must_resume: bool = False,
+    progress: Callable[[str], None] = silent,
+    warn: Callable[[str], None] = silent,
+) -> TrainResult:
+    """Train as a recipe says, on the ranks that torchrun started, or on this one.
+
+    Args:
+        recipe: one, or its TOML file, or ``module:name``.
+        steps, plan, gpu: instead of what the recipe says.
+        must_resume: fail where there is no checkpoint.
+
+    Raises:
+        UsageError: what was asked makes no sense on this machine or with these files.
+        Infeasible: no plan fits the budget.
+    """
+    made = read_recipe(recipe) if isinstance(recipe, str) else recipe
+    if steps is not None:
+        made = replace(made, steps=steps)
+    if plan is not None:
+        made = replace(made, plan=plan)
+    if gpu is not None:
+        made = replace(made, log=replace(made.log, gpu=gpu, peak_tflops=None))
+    return run_recipe(made, _Tools(), must_resume=must_resume, say=progress, warn=warn)
+
+
+class _Tools:
+    """See `jettison.train.tools.Tools`."""
+
+    def build(self, section: ModelSection, *, seq: int, device: torch.device) -> Built:
+        """A model of random weights, on the device."""
+        if section.factory is not None:
+            return _from_factory(section.factory, device)
+        if (section.code or ("reference" if section.architecture else "huggingface")) == "reference":
+            return _reference(section, seq, device)
+        values, spec = _described(section, seq)
+        asked = ConfigRequest(precision="fp32", attention=section.attention)
+        with device:
+            model = build(values, asked, None)
+        return Built(model=model, call=shifted_within, spec=spec)
+
+    def decide(self, rehearsal: Rehearsal, section: PlanSection, say: Say) -> Decision:
+        """Plan, on this rank alone."""
+        if section.file is not None:
+            try:
+                return Decision(plan=Path(section.file).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"plan.file: {section.file} cannot be read: {error}") from None
+        if section.policy is not None:
+            return Decision(policy=section.policy)
+        assert section.budget is not None
+        return Decision(plan=_planned(rehearsal, parse_bytes(section.budget), say).to_json())
+
+    def apply(self, rehearsal: Rehearsal, decision: Decision) -> Planned:
+        """The decision, on this rank's module."""
+        how: dict[str, Any] = {"batch": rehearsal.batch, "loss_fn": rehearsal.loss_fn}
+        if decision.plan is None:
+            applied = apply(rehearsal.model, decision.policy, **how)
+            return Planned(recomputed_flops=_recomputed_flops(applied))
+        plan = Plan.from_json(decision.plan)
+        applied = apply(rehearsal.model, plan=plan, **how)
+        return Planned(
+            recomputed_flops=_recomputed_flops(applied), plan_hash=plan.hash,
+            predicted_peak_bytes=plan.predicted.peak_bytes + rehearsal.reserve_bytes,
+        )  # fmt: skip
+
+    def forward_flops(self, rehearsal: Rehearsal) -> int | None:
+        """From a trace on fake tensors."""
+        try:
+            traced = _trace(rehearsal)
+        except TraceError:
+            return None
+        programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
+        return sum(op.flops for program in programs for op in program.ops)
+
+
+def _from_factory(target: str, device: torch.device) -> Built:
+    """What a factory returns, without the batch that it may have for other verbs."""
+    module, colon, name = target.partition(":")
+    if not colon or not name:
+        raise UsageError(f"model.factory: got {target!r}; expected module:function")
+    made = _call(target, module, name)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(f"{target} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
+    model, _, loss_fn = (*parts, None, None)[:3]
+    return Built(model=model.to(device).train(), call=shifted_within, loss_fn=loss_fn)
+
+
+def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
+    """Our own code, which has one form of each architecture."""
+    values = _sizes(section, seq)
+    spec = parse_config(values, name=str(section.architecture))
+    fixed: dict[str, Any] = {"tied": section.architecture == "gpt", "attention": "eager" if section.architecture == "gpt" else "sdpa"}
+    if section.architecture == "gpt":
+        fixed["ffn"] = 4 * section.hidden
+    for name, only in fixed.items():
+        if getattr(section, name) not in (None, only):
+            raise UsageError(f'model.{name}: the reference model has {only} only; set code = "huggingface"')
+    config: Any
+    if section.architecture == "gpt":
+        config = GptConfig(
+            layers=section.layers, hidden=section.hidden, heads=section.heads, vocab=section.vocab,
+            positions=values["n_positions"], dropout=section.dropout,
+        )  # fmt: skip
+    elif section.architecture == "llama":
+        config = LlamaConfig(
+            layers=section.layers, hidden=section.hidden, heads=section.heads,
+            kv_heads=values["num_key_value_heads"], head_dim=section.hidden // section.heads,
+            ffn=values["intermediate_size"], vocab=section.vocab,
+        )  # fmt: skip
+    else:
+        raise UsageError('model.code: "reference" goes with an architecture and its sizes')
+    with device:
+        model: nn.Module = Gpt(config) if section.architecture == "gpt" else Llama(config)
+    return Built(model=model.train(), call=shifted_before, spec=spec)
+
+
+def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
+    """A configuration as transformers has it, and what it comes to."""
+    if section.config is not None:
+        path = Path(section.config)
+        return read_hub_config(path), read_config(path)
+    if section.preset is not None:
+        spec = preset(section.preset)
+        return _hub_config(PRESETS[section.preset]), spec
+    values = _sizes(section, seq)
+    return _hub_config(values), parse_config(values, name=str(section.architecture))
+
+
+def _sizes(section: ModelSection, seq: int) -> dict[str, Any]:
+    """The sizes of a section as a config.json would write them."""
+    positions = section.positions or seq
+    if section.architecture == "gpt":
+        dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), section.dropout)
+        if section.kv_heads not in (None, section.heads):
+            raise UsageError("model.kv_heads: a GPT has as many as heads")
+        return {
+            "model_type": "gpt2", "n_embd": section.hidden, "n_layer": section.layers, "n_head": section.heads,
+            "n_inner": section.ffn or 4 * section.hidden, "vocab_size": section.vocab, "n_positions": positions,
+            "activation_function": "gelu_pytorch_tanh", "tie_word_embeddings": section.tied is not False,
+            "dtype": "float32", "bos_token_id": None, "eos_token_id": None, **dropout,
+        }  # fmt: skip
+    if section.dropout:
+        raise UsageError("model.dropout: a Llama has none")
+    return {
+        "model_type": "llama", "hidden_size": section.hidden, "num_hidden_layers": section.layers,
+        "num_attention_heads": section.heads, "num_key_value_heads": section.kv_heads or section.heads,
+        "intermediate_size": section.ffn or -(-8 * section.hidden // 3 // 64) * 64, "vocab_size": section.vocab,
+        "max_position_embeddings": positions, "tie_word_embeddings": bool(section.tied),
+        "dtype": "float32", "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+
+def _hub_config(values: Any) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise UsageError("this model's code is that of transformers: pip install 'jettison[hf]'") from error
+    return AutoConfig.for_model(**values)
+
+
+def _planned(rehearsal: Rehearsal, budget_bytes: int, say: Say) -> Plan:
+    """The fastest plan under what the budget leaves beside the gradients that are there from the start.
+
+    A rehearsed step begins without gradients. Where they live through the forward (from the second micro-batch on, and
+    in the buckets of data parallelism) all of them are taken off the budget: too much by at most what the rehearsal
+    has of them at its own peak.
+    """
+    traced = _trace(rehearsal)
+    say("planning")
+    optimizer = twin_optimizer(rehearsal.optimizer, rehearsal.model, traced)
+    planner = Planner(trace=traced, optimizer=optimizer, progress=say)
+    reserve = rehearsal.reserve_bytes
+    try:
+        return planner.artefact(planner.plan(max(1, budget_bytes - reserve)), budget_bytes - reserve)
+    except Infeasible as error:
+        more = f"{format_bytes(reserve)} are gradients that live from the start." if reserve else ""
+        raise Infeasible(
+            minimum_budget_bytes=error.minimum_budget_bytes + reserve, budget_bytes=budget_bytes,
+            reason=f"{error.reason} {more}".strip(),
+        ) from None  # fmt: skip
+
+
+def _trace(rehearsal: Rehearsal) -> ModelTrace:
+    traced = trace_model(rehearsal.model, rehearsal.batch, loss_fn=rehearsal.loss_fn)
+    traced.holds_output = False
+    return traced
+
+
+def _recomputed_flops(applied: Applied) -> int:
+    """FLOPs that a backward of one micro-batch spends on computing again. Regions without a program count nothing."""
+    total = 0
+    for region in applied.regions:
+        recipes = [prepared.recipe for prepared in region.prepared.values() if prepared.recipe is not None]
+        for recipe in recipes[:1]:
+            total += sum(recipe.trace.program.ops[i].flops for i in recipe.recomputed_ops)
+    return total

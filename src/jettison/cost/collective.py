@@ -1,0 +1,111 @@
+"""Seconds of transfers between ranks: ring or tree, latency and bandwidth, within a node or between nodes.
+
+Ranks are numbered tp first, then cp, dp and pp; a node holds the first so many, and experts are spread over dp x cp.
+A ring over several nodes crosses the network once for each rank that a node has in it, each with its own adapter, so
+its bandwidth is that of the links or of all these adapters, whichever is less. All ranks of a node that talk to their
+own counterparts elsewhere have an adapter each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from jettison.errors import UsageError
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that take part in a transfer: how many, and how many of them share a node."""
+
+    size: int
+    in_node: int
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes they are on."""
+        return ceil(self.size / self.in_node)
+
+
+def group(layout: Layout, axis: str, node: int) -> Group:
+    """The ranks of one axis: "tp", "cp", "ep", "dp", "pp", or "shards", over which ZeRO and gradients are spread."""
+    inner = {"tp": 1, "cp": layout.tp, "ep": layout.tp, "shards": layout.tp, "dp": layout.tp * layout.cp}
+    inner |= {"experts": layout.tp * layout.ep, "pp": layout.tp * layout.cp * layout.dp}
+    sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp, "pp": layout.pp}
+    sizes |= {"shards": layout.shards, "experts": layout.expert_shards}
+    size = sizes[axis]
+    return Group(size, min(size, max(1, node // inner[axis])))
+
+
+def transfer_seconds(kind: str, nbytes: float, ranks: Group, hardware: Hardware) -> float:
+    """Of one collective.
+
+    Args:
+        kind: all_gather_into_tensor, reduce_scatter_tensor, all_reduce or all_to_all_single.
+        nbytes: of the whole tensor, gathered or reduced; of an all-to-all, what one rank has.
+    """
+    n = ranks.size
+    if n == 1 or not nbytes:
+        return 0.0
+    moved = nbytes * (n - 1) / n
+    if kind.startswith("all_to_all"):
+        away = nbytes * (n - ranks.in_node) / n
+        outside = away / _network(hardware) if away else 0.0
+        return max((moved - away) / _link(hardware, ranks) if ranks.in_node > 1 else 0.0, outside) + _delay(
+            hardware, n - ranks.in_node, ranks.in_node - 1
+        )
+    ring = moved / bandwidth(ranks, hardware) + _delay(hardware, ranks.nodes - 1, n - ranks.nodes)
+    if kind != "all_reduce":
+        return ring
+    tree = _delay(hardware, ceil(log2(ranks.nodes)), ceil(log2(ranks.in_node)) if ranks.in_node > 1 else 0)
+    return 2 * min(ring, moved / bandwidth(ranks, hardware) + tree)
+
+
+def point_seconds(nbytes: float, layout: Layout, hardware: Hardware) -> float:
+    """Of sending to the next pipeline stage."""
+    ranks = group(layout, "pp", hardware.node)
+    if ranks.in_node == ranks.size:
+        return nbytes / _link(hardware, ranks) + hardware.delays.link
+    return nbytes / _network(hardware) + hardware.delays.network
+
+
+def host_seconds(nbytes: float, hardware: Hardware) -> float:
+    """Of a copy to or from the host, in one direction.
+
+    Raises:
+        UsageError: the hardware's file does not state the host link.
+    """
+    if hardware.host_bytes_per_second is None:
+        raise UsageError(f"hardware {hardware.name} does not state its link to the host, which offloading needs")
+    return nbytes / (hardware.host_bytes_per_second * hardware.reached.host)
+
+
+def bandwidth(ranks: Group, hardware: Hardware) -> float:
+    """Bytes a second of a ring, at each rank."""
+    if ranks.nodes == 1:
+        return _link(hardware, ranks)
+    across = ranks.in_node * _network(hardware)
+    return across if ranks.in_node == 1 else min(across, _link(hardware, ranks))
+
+
+def _delay(hardware: Hardware, between: int, within: int) -> float:
+    return between * hardware.delays.network + within * hardware.delays.link
+
+
+def _link(hardware: Hardware, ranks: Group) -> float:
+    if hardware.link_bytes_per_second is not None:
+        return hardware.link_bytes_per_second * hardware.reached.link
+    if hardware.host_bytes_per_second is not None:  # devices without links of their own talk through the host
+        return hardware.host_bytes_per_second * hardware.reached.host
+    raise UsageError(f"hardware {hardware.name} states no link, over which {ranks.size} devices would talk")
+
+
+def _network(hardware: Hardware) -> float:
+    if hardware.network_bytes_per_second is None:
+        raise UsageError(
+            f"hardware {hardware.name} does not state its network, and the layout takes more than one node of "
+            f"{hardware.node}; add network to [gigabytes_per_second] of its file"
+        )
+    return hardware.network_bytes_per_second * hardware.reached.network

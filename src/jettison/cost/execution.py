@@ -1,0 +1,74 @@
+"""How a training code runs a step: which ops are one kernel, and which transfers hide behind work.
+
+These are choices of code, not of hardware, and go with the kernel set of a run unless something else is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from jettison.spec.run import Run
+
+
+class Fusion(StrEnum):
+    """Which neighbouring ops become one kernel; see NOTE [ Fusion ] in `kernels`."""
+
+    NONE = "none"  # every op is a kernel: PyTorch's eager mode
+    POINTWISE = "pointwise"  # chains of elementwise ops, such as dropout + residual sum: Megatron's fused kernels
+    COMPILED = "compiled"  # with reductions such as norms and softmax: torch.compile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """A set of choices.
+
+    Args:
+        hides_tensor: in backward, the transfer of an input's gradient over tp and the gathering of a saved shard run
+            beside the products of the same layer (arXiv 2205.05198 §4.2.2).
+        hides_data: gradients are reduced, and ZeRO 3's parameters gathered, while other layers work.
+        hides_stages: a pipeline stage goes on while its output is on the way.
+        hides_offload: copies to and from the host run beside the layers.
+        repeats_all: full recomputation runs the whole layer again, and not only what backward asks for.
+        adds_in_product: the product that makes a weight's gradient adds it to the buffer.
+        reduces_each: ZeRO 2 and 3 reduce gradients after every micro-batch, otherwise after the last.
+        fused_optimizer: the optimizer reads and writes everything once; otherwise as often as it has operations.
+        splits_outputs: without sequence parallelism, a stage's output crosses the network in t parts, one from each
+            rank, and is gathered on the other side (arXiv 2104.04473 §4.1).
+        attention: speed of its fused attention, as a multiple of what the hardware file states.
+    """
+
+    fusion: Fusion = Fusion.NONE
+    hides_tensor: bool = False
+    hides_data: bool = True
+    hides_stages: bool = False
+    hides_offload: bool = True
+    repeats_all: bool = False
+    adds_in_product: bool = False
+    reduces_each: bool = True
+    fused_optimizer: bool = False
+    splits_outputs: bool = False
+    attention: float = 1.0
+
+    def compiled(self) -> Execution:
+        """The same under torch.compile."""
+        return replace(self, fusion=Fusion.COMPILED)
+
+    def without_overlap(self) -> Execution:
+        """The same with every transfer waited for."""
+        return replace(self, hides_tensor=False, hides_data=False, hides_stages=False, hides_offload=False)
+
+
+MEGATRON: Final = Execution(
+    fusion=Fusion.POINTWISE, hides_tensor=True, repeats_all=True, adds_in_product=True, fused_optimizer=True,
+    splits_outputs=True,
+)  # fmt: skip
+PYTORCH: Final = Execution(fused_optimizer=True)
+_BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
+
+
+def execution_of(run: Run) -> Execution:
+    """What goes with a run's kernels."""
+    return _BY_KERNELS.get(run.kernels.name, PYTORCH)

@@ -1,0 +1,146 @@
+"""FLOPs of a training step: as arXiv 2205.05198 Appendix A prints them, and counted from the ops of a run.
+
+B sequences in a step · s, h, L, V as everywhere. A multiply-add is two. Both count matrix products alone, and attention
+in full: `causal` halves it by name. Backward is twice the forward. The ledger's count holds for any architecture, and
+equals the appendix for its GPTs; a mixture of experts counts the rows that its experts work on, and its router.
+
+For selective recomputation the appendix charges the core's FLOPs once more for each pass that they have in a step
+(12Bs^2hL, a forward and its backward), where one forward (4Bs^2hL) runs again: `printed` and `executed` are both here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+
+from jettison.cost.kernels import BATCHED, FLASH
+from jettison.cost.recompute import everything
+from jettison.formula.parameters import parameter_count
+from jettison.formula.region import Region, embedding_region, head_region, layer_region
+from jettison.spec.kernels import Loss
+from jettison.spec.layout import Layout
+from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.run import Run, Scene
+
+PASSES = 3
+"""A forward, and a backward of twice its FLOPs."""
+
+
+class Counting(StrEnum):
+    """Whose model FLOPs a utilisation divides by."""
+
+    LEDGER = "ledger"  # three times the matrix products of a forward, attention in full
+    CAUSAL = "causal"  # the same, of attention only what is not masked
+    PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B)
+    PARAMETERS = "6n"  # 6N a token
+
+
+def appendix_model_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
+    """72BLsh^2 (1 + s/6h + V/12hL)."""
+    scale = 72 * batch * layers * seq * hidden**2
+    return scale * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
+
+
+def appendix_hardware_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
+    """With selective recomputation, as printed: 72BLsh^2 (1 + s/3h + V/12hL)."""
+    scale = 72 * batch * layers * seq * hidden**2
+    return scale * (1 + seq / (3 * hidden) + vocab / (12 * hidden * layers))
+
+
+def appendix_full_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
+    """With full recomputation: 96BLsh^2 (1 + s/6h + V/16hL) (arXiv 2104.04473, eq. 3)."""
+    scale = 96 * batch * layers * seq * hidden**2
+    return scale * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionFlops:
+    """Of one micro-batch's forward through the whole of a region, on all ranks."""
+
+    products: int
+    attention: int  # scores and what they weigh, masked ones included
+
+    def model(self, visible: float = 1.0) -> float:
+        """Of forward and backward."""
+        return PASSES * (self.products + self.attention * visible)
+
+
+def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionFlops:
+    """A region's products, or those of some steps of its tape."""
+    chosen = [step for i, step in enumerate(region.tape.steps) if steps is None or i in steps]
+    attention = sum(step.flops for step in chosen if step.name in (FLASH, BATCHED))
+    return RegionFlops(products=sum(step.flops for step in chosen) - attention, attention=attention)
+
+
+def visible_share(layer: Layer, seq: int) -> float:
+    """Share of a layer's scores that its mask leaves."""
+    causal = getattr(layer.attention, "causal", True)
+    window = getattr(layer.attention, "window", None)
+    reach = seq if window is None else min(window, seq)
+    if causal:
+        return reach / seq - (reach * (reach - 1)) / (2 * seq * seq)
+    return min(1.0, 2 * reach / seq) if reach < seq else 1.0
+
+
+def unsharded(run: Run) -> Scene:
+    """A run's scene on one rank, logits and all: what its model FLOPs are counted on."""
+    return replace(run.scene, layout=Layout().within_stage, kernels=replace(run.kernels, loss=Loss.UPCAST))
+
+
+@lru_cache(maxsize=1024)
+def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[Layer, RegionFlops], ...]]:
+    ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
+    layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
+    return RegionFlops(products=sum(end.products for end in ends), attention=0), layers
+
+
+def forward_flops(run: Run, *, causal: bool = False) -> float:
+    """Of one micro-batch's forward through the whole model."""
+    return _micro_batch_flops(unsharded(run), causal) / PASSES
+
+
+@lru_cache(maxsize=4096)
+def _micro_batch_flops(scene: Scene, causal: bool) -> float:
+    ends, layers = _forward(scene)
+    counts = {layer: scene.model.layers.count(layer) for layer, _ in layers}
+    shares = {layer: visible_share(layer, scene.seq) if causal else 1.0 for layer, _ in layers}
+    return ends.model() + sum(counts[layer] * flops.model(shares[layer]) for layer, flops in layers)
+
+
+@lru_cache(maxsize=1024)
+def _token_flops(model: ModelSpec, seq: int, attention: bool) -> float:
+    width = sum(_attended_width(layer) for layer in model.layers)
+    return 6 * parameter_count(model) + (12 * width * seq if attention else 0)
+
+
+def _attended_width(layer: Layer) -> int:
+    """Of all heads together: h in PaLM's formula."""
+    heads = layer.attention.heads
+    width = getattr(layer.attention, "head_dim", None)
+    return heads * (width if width is not None else getattr(layer.attention, "value_dim", 0))
+
+
+def sequences(run: Run) -> int:
+    """In a step, on all ranks."""
+    return run.micro_batch * run.micro_batches * run.layout.dp
+
+
+def tokens(run: Run) -> int:
+    """In a step, on all ranks."""
+    return sequences(run) * run.seq
+
+
+def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
+    """Of a step on all ranks: what the mathematics asks for, as somebody counts it."""
+    if counting in (Counting.PALM, Counting.PARAMETERS):
+        return tokens(run) * _token_flops(run.model, run.seq, counting is Counting.PALM)
+    each = _micro_batch_flops(unsharded(run), counting is Counting.CAUSAL)
+    return each * run.micro_batches * run.layout.dp
+
+
+@lru_cache(maxsize=4096)
+def recompute_flops(region: Region, again: frozenset[int]) -> int:
+    """Of one micro-batch's backward on one rank: what runs again."""
+    steps = region.tape.steps
+    return sum(steps[i].flops for i in again) if again != everything(region) else region.flops

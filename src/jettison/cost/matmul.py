@@ -1,0 +1,81 @@
+"""Seconds of matrix products and of other kernels: a roofline whose ceiling depends on the shape.
+
+NOTE [ Tiles ]
+The result of a product is cut into tiles, which multiprocessors work on in rounds. A round takes as long as if its
+tiles were a little deeper (`EDGE`: filling the pipeline, and writing the result), and the last round takes as long as a
+full one. Large tiles read less for what they compute and reach the full rate; small ones fit narrow results. A library
+tries several and has the fastest: so does this. Where there are fewer tiles than multiprocessors the sum may be split.
+What this leaves out: how well rows are aligned, what stays in caches, and clocks that follow the power drawn.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from jettison.cost.kernels import Kernel, Product
+from jettison.errors import UsageError
+from jettison.spec.hardware import Hardware
+
+TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
+"""Rows, columns, and the share of the full rate, as bytes read for what is computed go."""
+EDGE: Final = 128
+"""Columns of depth that starting and ending a tile is worth: on an A100 a tile of 256 × 128 is written in 3.5 µs at its
+share of the memory bandwidth, in which it computes 134 of them."""
+SPLIT: Final = 1024
+"""A sum is not split into parts shallower than this."""
+
+
+def rate(hardware: Hardware, dtype: str) -> int:
+    """Peak FLOP/s of products of a dtype; what is not stated runs at the rate of the next wider type that is.
+
+    Raises:
+        UsageError: the hardware's file states none.
+    """
+    peaks = hardware.flops_per_second
+    wider = (peaks.fp8 if "float8" in dtype else None), (peaks.bf16 if dtype != "float32" else None), peaks.fp32
+    found = next((peak for peak in (*wider, peaks.bf16) if peak is not None), None)
+    if found is None:
+        raise UsageError(f"hardware {hardware.name} does not state its teraflops; an estimate needs bf16 or fp32")
+    return found
+
+
+@lru_cache(maxsize=65536)
+def product_seconds(product: Product, hardware: Hardware) -> float:
+    """Of the arithmetic alone: see NOTE [ Tiles ]."""
+    per_unit = rate(hardware, product.dtype) * hardware.reached.matmul / hardware.units
+    best = float("inf")
+    for rows, columns, share in TILES:
+        tiles = product.batch * -(-product.m // rows) * -(-product.n // columns)
+        parts = max(1, min(hardware.units // tiles, product.k // SPLIT)) if tiles < hardware.units else 1
+        rounds = -(-tiles * parts // hardware.units)
+        best = min(best, rounds * 2 * rows * columns * (product.k / parts + EDGE) / (per_unit * share))
+    return best
+
+
+def memory_seconds(nbytes: float, hardware: Hardware) -> float:
+    """Of bytes that stream from and to the device's memory.
+
+    Raises:
+        UsageError: the hardware's file does not state its memory bandwidth.
+    """
+    if hardware.memory_bytes_per_second is None:
+        raise UsageError(f"hardware {hardware.name} does not state its memory bandwidth, which an estimate needs")
+    return nbytes / (hardware.memory_bytes_per_second * hardware.reached.memory)
+
+
+def kernel_seconds(kernel: Kernel, hardware: Hardware, *, visible: float, dtype: str, attention: float = 1.0) -> float:
+    """Of one kernel on the device, the gap before the next one included.
+
+    Args:
+        visible: share of attention's scores that are not masked; a fused kernel skips the rest.
+        dtype: of a fused attention's inputs.
+        attention: its speed, as a multiple of what the hardware file states.
+    """
+    seconds = memory_seconds(kernel.nbytes, hardware)
+    if kernel.product is not None:
+        seconds = max(seconds, product_seconds(kernel.product, hardware))
+    elif kernel.attention_flops:
+        share = hardware.reached.attention if kernel.half is None else hardware.reached.attention_backward
+        seconds = max(seconds, kernel.attention_flops * visible / (rate(hardware, dtype) * share * attention))
+    return seconds + kernel.launches * hardware.delays.kernel

@@ -1,0 +1,178 @@
+"""Seconds of a region: forward, what is computed again, and backward, with the transfers that are waited for.
+
+NOTE [ What hides behind what ]
+Within a layer every forward transfer is waited for: the next kernel needs it. In backward the gradient of a
+column-parallel product's input is reduced beside the product for its weight, and a saved shard is gathered beside the
+product for its input, where an execution does so. A gathering in backward that mirrors a forward reduce-scatter brings
+the gradient itself and is waited for. What hides still takes `Reached.shared` of the device while it lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jettison.cost.collective import bandwidth, group, transfer_seconds
+from jettison.cost.execution import Execution
+from jettison.cost.kernels import PRODUCTS, TRANSFER, Half, Kernel, work
+from jettison.cost.matmul import kernel_seconds
+from jettison.formula.region import Region
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Layout
+from jettison.spec.precision import Precision
+
+NOTHING_AGAIN: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Seconds of work on the device, of transfers waited for, and of waiting for the host to hand over kernels."""
+
+    compute: float = 0.0
+    transfers: float = 0.0
+    dispatch: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Altogether."""
+        return self.compute + self.transfers + self.dispatch
+
+    def __add__(self, other: Pass) -> Pass:
+        """One after the other."""
+        return Pass(
+            compute=self.compute + other.compute, transfers=self.transfers + other.transfers,
+            dispatch=self.dispatch + other.dispatch,
+        )  # fmt: skip
+
+    def __mul__(self, times: float) -> Pass:
+        """So many times."""
+        return Pass(compute=self.compute * times, transfers=self.transfers * times, dispatch=self.dispatch * times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSeconds:
+    """One micro-batch through one region on one rank. ``backward`` is both halves, without what is computed again."""
+
+    forward: Pass
+    again: Pass
+    inputs: Pass
+    weights: Pass
+
+    @property
+    def backward(self) -> Pass:
+        """All of it."""
+        return self.again + self.inputs + self.weights
+
+    def __add__(self, other: RegionSeconds) -> RegionSeconds:
+        """Both."""
+        return RegionSeconds(
+            forward=self.forward + other.forward, again=self.again + other.again, inputs=self.inputs + other.inputs,
+            weights=self.weights + other.weights,
+        )  # fmt: skip
+
+    def __mul__(self, times: float) -> RegionSeconds:
+        """So many alike."""
+        return RegionSeconds(
+            forward=self.forward * times, again=self.again * times, inputs=self.inputs * times,
+            weights=self.weights * times,
+        )  # fmt: skip
+
+
+NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
+
+
+@lru_cache(maxsize=16384)
+def region_seconds(
+    region: Region, again: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
+    layout: Layout, visible: float,
+) -> RegionSeconds:  # fmt: skip
+    """What a region takes.
+
+    Args:
+        again: steps of its tape that backward runs again.
+        visible: share of attention's scores that are not masked.
+    """
+    timer = _Timer(region, hardware, execution, precision, layout, visible)
+    return timer.seconds(again)
+
+
+class _Timer:
+    def __init__(
+        self, region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout,
+        visible: float,
+    ) -> None:  # fmt: skip
+        self.region, self.hardware, self.execution, self.layout = region, hardware, execution, layout
+        self.precision, self.visible = precision, visible
+
+    def seconds(self, again: frozenset[int]) -> RegionSeconds:
+        listed = work(self.region, self.execution.fusion, self.precision.gradient, self.precision.product)
+        repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
+        halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
+        waited, hidden = self._backward_transfers(listed.backward)
+        return RegionSeconds(
+            forward=self._pass(listed.forward, self._forward_transfers(None) + self._ring(listed.forward)),
+            again=self._pass(repeated, self._forward_transfers(again) + self._ring(tuple(repeated))),
+            inputs=self._pass(halves[Half.INPUTS], waited + hidden + self._ring(listed.backward)),
+            weights=self._pass(halves[Half.WEIGHTS], 0.0),
+        )
+
+    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float) -> Pass:
+        compute = sum(self._kernel(k) for k in kernels)
+        handed = sum(k.launches for k in kernels) * self.hardware.delays.dispatch
+        return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed - compute - transfers))
+
+    def _kernel(self, kernel: Kernel) -> float:
+        return kernel_seconds(
+            kernel, self.hardware, visible=self.visible, dtype=self.precision.compute,
+            attention=self.execution.attention,
+        )  # fmt: skip
+
+    # transfers --------------------------------------------------------------------------------------------------------
+
+    def _collective(self, kind: str, axis: str, nbytes: int) -> float:
+        return transfer_seconds(kind, nbytes, group(self.layout, axis, self.hardware.node), self.hardware)
+
+    def _forward_transfers(self, steps: frozenset[int] | None) -> float:
+        """Those of a forward, or of the steps of it that run again."""
+        forward = [c for c in self.region.collectives if not c.backward]
+        at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
+        return sum(
+            self._collective(c.kind, c.axis, c.nbytes)
+            for i, c in zip(at, forward, strict=True)
+            if steps is None or i in steps
+        )
+
+    def _backward_transfers(self, kernels: tuple[Kernel, ...]) -> tuple[float, float]:
+        """Seconds waited for whatever happens, and seconds that what hides costs nevertheless."""
+        waited = hidden = 0.0
+        mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
+        for c in self.region.collectives:
+            if not c.backward:
+                continue
+            seconds = self._collective(c.kind, c.axis, c.nbytes)
+            mirror = "gather" in c.kind and (c.axis, c.nbytes) in mirrored
+            if mirror:
+                mirrored.remove((c.axis, c.nbytes))
+            if mirror or c.axis != "tp" or not self.execution.hides_tensor:
+                waited += seconds
+            else:
+                hidden += seconds
+        steps = self.region.tape.steps
+        products = sum(self._kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
+        out = max(0.0, hidden - products)
+        return waited, out + (hidden - out) * self.hardware.reached.shared
+
+    def _ring(self, kernels: tuple[Kernel, ...]) -> float:
+        """Keys and values that go round under context parallelism, where attention does not cover it."""
+        if self.layout.cp == 1:
+            return 0.0
+        total = 0.0
+        ranks = group(self.layout, "cp", self.hardware.node)
+        for kernel in kernels:
+            if kernel.attention_flops:
+                inputs = self.region.tape.steps[kernel.steps[0]].inputs
+                moved = sum(v.nbytes for v in inputs[1:3]) * (ranks.size - 1) * (1 if kernel.half is None else 2)
+                around = moved / bandwidth(ranks, self.hardware)
+                over = max(0.0, around - self._kernel(kernel)) if self.execution.hides_data else around
+                total += over + (around - over) * self.hardware.reached.shared
+        return total

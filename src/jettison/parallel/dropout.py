@@ -1,0 +1,78 @@
+"""Random streams: the same numbers on every tensor-parallel rank where all do the same, others where each does its own.
+
+NOTE [ Whose numbers ]
+With sequence parallelism every dropout of a transformer works on a part of its own: of the heads, or of the sequence.
+So the default generators differ from rank to rank (`seed_ranks`), and nothing else is needed; recordings, checkpoints
+and recipes see one stream, as ever.
+Without it, activations outside the blocks are whole on every rank and their masks must be equal, so the default
+generators are in step; only the attention core, which has heads of its own, draws others. `OwnDraws` lends it a
+generator: seeded with the rank, and with one number of the common stream. That number is all that the loan takes, so a
+checkpoint that puts the common stream back gets the same loan. A recording cannot follow the loan, and keeps what is
+drawn under it and after it (`Recorder.state_broken`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from jettison.parallel.regions import Axis
+from jettison.trace.capture import CaptureMode
+
+_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours share no pattern
+_SEEDS = 2**62
+
+
+def seed_ranks(seed: int, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Seed the default generators for training, after parameters have been made.
+
+    Args:
+        mesh: the tensor-parallel axis.
+        sequence_parallel: every rank gets a stream of its own; otherwise all get the same.
+    """
+    torch.manual_seed(_mixed(seed, Axis.of(mesh).rank) if sequence_parallel else seed)
+
+
+class OwnDraws:
+    """A loan of the default generators to one rank, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self._before: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def begin(self, axis: Axis) -> None:
+        """Draws are this rank's own from here on."""
+        if axis.size == 1 or self._before is not None:
+            return
+        _tell_recordings()
+        with _disable_current_modes():
+            seed = int(torch.randint(_SEEDS, (), device="cpu"))
+            cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+            self._before = torch.get_rng_state(), cuda
+            torch.manual_seed(_mixed(seed, axis.rank))
+
+    def end(self) -> None:
+        """Back to the common stream. Does nothing without a loan."""
+        if self._before is None:
+            return
+        (cpu, cuda), self._before = self._before, None
+        with _disable_current_modes():
+            torch.set_rng_state(cpu)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnDraws:
+        return memo.setdefault(id(self), OwnDraws())
+
+
+def _mixed(seed: int, rank: int) -> int:
+    return (seed + (rank + 1) * _STRIDE) % 2**63
+
+
+def _tell_recordings() -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, CaptureMode):
+            for recorder in mode.recorders:
+                recorder.state_broken = True

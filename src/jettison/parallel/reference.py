@@ -1,0 +1,265 @@
+"""Models of record: small, readable, with nothing in them about parallelism.
+
+`Gpt` is the transformer of arXiv 2205.05198, Figures 2 and 3: pre-norm, learned positions, dropout, scores and
+probabilities as tensors, a GeLU block of 4h, activations s × b × h as in Megatron. In 16-bit one of its layers holds
+sbh(34 + 5as/h) bytes for backward, and the statistics of two norms. `Llama` is the other common form (arXiv
+2302.13971, grouped heads of 2305.13245): RMSNorm, rotary positions, SwiGLU, fused attention, b × s × h.
+
+s sequence · b micro-batch · h hidden · a heads · k key-value heads · d head dim · f feed-forward width · V vocabulary.
+Both infer from their tensors how many heads they have at hand, so that a rank may hold some of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jettison.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptConfig:
+    """Sizes of a `Gpt`.
+
+    Raises:
+        UsageError: the heads do not divide h.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    positions: int
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise UsageError(f"got {self.heads} heads of a hidden size of {self.hidden}; expected heads that divide it")
+
+    @property
+    def head_dim(self) -> int:
+        """d."""
+        return self.hidden // self.heads
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask takes one byte an element on every device."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero a share of x and scale the rest up, while training."""
+        return torch.native_dropout(x, self.p, True)[0] if self.training and self.p else x
+
+
+class GptAttention(nn.Module):
+    """q, k and v of a head are neighbours in ``qkv``'s outputs, so that a run of outputs is a run of whole heads."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
+        self.dropout = Dropout(config.dropout)
+        self.out = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, x_sbh: Tensor, mask_ss: Tensor) -> Tensor:
+        """What the block adds to the residual stream, before dropout."""
+        s, b, d = *x_sbh.shape[:2], self.head_dim
+        heads = self.qkv(x_sbh).view(s, b, -1, 3 * d)
+        q, k, v = (part.view(s, -1, d).transpose(0, 1) for part in heads.chunk(3, dim=-1))
+        scores = torch.baddbmm(mask_ss, q, k.transpose(1, 2), alpha=d**-0.5)  # keeps q and k, not the mask
+        probabilities = self.dropout(scores.softmax(dim=-1))
+        return self.out(torch.bmm(probabilities, v).transpose(0, 1).reshape(s, b, -1))
+
+
+class GptMlp(nn.Module):
+    """Up to 4h, GeLU, down again."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden, 4 * config.hidden)
+        self.down = nn.Linear(4 * config.hidden, config.hidden)
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        """What the block adds to the residual stream, before dropout."""
+        return self.down(functional.gelu(self.up(x_sbh)))
+
+
+class GptLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm, each with dropout before it is added."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden)
+        self.attention = GptAttention(config)
+        self.attention_dropout = Dropout(config.dropout)
+        self.mlp_norm = nn.LayerNorm(config.hidden)
+        self.mlp = GptMlp(config)
+        self.mlp_dropout = Dropout(config.dropout)
+
+    def forward(self, x_sbh: Tensor, mask_ss: Tensor) -> Tensor:
+        """The residual stream after the layer."""
+        x_sbh = x_sbh + self.attention_dropout(self.attention(self.attention_norm(x_sbh), mask_ss))
+        return x_sbh + self.mlp_dropout(self.mlp(self.mlp_norm(x_sbh)))
+
+
+class Gpt(nn.Module):
+    """A language model. The head's weight is the token embedding's."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.positions, config.hidden)
+        self.dropout = Dropout(config.dropout)
+        self.layers = nn.ModuleList(GptLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        _initialise(self)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None) -> Tensor:
+        """Logits, s × b × V; or the mean loss, given for every position the token that follows it."""
+        s = ids_bs.shape[1]
+        mask_ss = causal_mask(s, self.norm.weight)
+        places = torch.arange(s, device=ids_bs.device).unsqueeze(1)
+        x_sbh = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
+        for layer in self.layers:
+            x_sbh = layer(x_sbh, mask_ss)
+        logits_sbv = self.head(self.norm(x_sbh))
+        return logits_sbv if labels_bs is None else mean_loss(logits_sbv, labels_bs.t())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """Sizes of a `Llama`.
+
+    Raises:
+        UsageError: the key-value heads do not divide the heads.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    rope_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise UsageError(f"got {self.kv_heads} key-value heads for {self.heads}; expected a number that divides it")
+
+
+class LlamaAttention(nn.Module):
+    """Grouped heads, rotary positions, one kernel."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, d = config.hidden, config.head_dim
+        self.head_dim = d
+        self.query = nn.Linear(h, config.heads * d, bias=False)
+        self.key = nn.Linear(h, config.kv_heads * d, bias=False)
+        self.value = nn.Linear(h, config.kv_heads * d, bias=False)
+        self.out = nn.Linear(config.heads * d, h, bias=False)
+
+    def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """What the block adds to the residual stream."""
+        b, s, _ = x_bsh.shape
+        q, k, v = (
+            layer(x_bsh).view(b, s, -1, self.head_dim).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(out.transpose(1, 2).reshape(b, s, -1))
+
+
+class LlamaMlp(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.up = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        """What the block adds to the residual stream."""
+        return self.down(functional.silu(self.gate(x_bsh)) * self.up(x_bsh))
+
+
+class LlamaLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.attention = LlamaAttention(config)
+        self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.mlp = LlamaMlp(config)
+
+    def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """The residual stream after the layer."""
+        x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), rotary)
+        return x_bsh + self.mlp(self.mlp_norm(x_bsh))
+
+
+class Llama(nn.Module):
+    """A language model with a head of its own."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        _initialise(self)
+
+    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None) -> Tensor:
+        """Logits, b × s × V; or the mean loss, given for every position the token that follows it."""
+        x_bsh = self.tokens(ids_bs)
+        rotary = rotary_tables(ids_bs.shape[1], self.config, x_bsh)
+        for layer in self.layers:
+            x_bsh = layer(x_bsh, rotary)
+        logits_bsv = self.head(self.norm(x_bsh))
+        return logits_bsv if labels_bs is None else mean_loss(logits_bsv, labels_bs)
+
+
+def causal_mask(s: int, like: Tensor) -> Tensor:
+    """0 where a row may look, minus infinity where it may not: s × s."""
+    return torch.full((s, s), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
+
+
+def rotary_tables(s: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (arXiv 2104.09864), s × d."""
+    d = config.head_dim
+    rates = config.rope_base ** (-torch.arange(0, d, 2, device=like.device, dtype=torch.float32) / d)
+    angles = torch.outer(torch.arange(s, device=like.device, dtype=torch.float32), rates).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x_basd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of each head by their position's angles."""
+    first, second = x_basd.chunk(2, dim=-1)
+    return x_basd * cos_sd + torch.cat((-second, first), dim=-1) * sin_sd
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy, in fp32 at least. Labels of -100 do not count."""
+    wide = logits if logits.dtype is torch.float64 else logits.float()
+    return functional.cross_entropy(wide.flatten(0, 1), labels.reshape(-1))
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

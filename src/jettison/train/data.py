@@ -1,0 +1,159 @@
+"""Tokens by position: text as bytes, files of token numbers, or a data set of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jettison.errors import UsageError
+from jettison.train.order import Order
+from jettison.train.recipe import DataSection
+
+_EDGE: Final = 1 << 20  # tokens at either end that tell one text from another
+_STDLIB_BYTES: Final = 4_000_000
+_BETWEEN: Final = b"\n\n"  # documents of a data set without a tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """One long row of tokens, perhaps on disk, cut into windows of ``seq``, each of which is read with the token that
+    follows it. What is left at the end is not used.
+
+    Raises:
+        UsageError: there is less than one window.
+    """
+
+    tokens: Any  # a numpy array or memory map of unsigned integers
+    seq: int
+
+    def __post_init__(self) -> None:
+        if self.windows < 1:
+            raise UsageError(f"data: got {len(self.tokens)} tokens; expected more than one sequence of {self.seq}")
+
+    @property
+    def windows(self) -> int:
+        """How many sequences it holds."""
+        return (len(self.tokens) - 1) // self.seq
+
+    def rows(self, windows: Iterable[int]) -> Tensor:
+        """These windows, [b, s + 1] of int64."""
+        rows = [self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def check_vocabulary(self, vocab: int | None) -> None:
+        """Can a model with this many words read it? A file is looked at from both ends only.
+
+        Raises:
+            UsageError: no.
+        """
+        highest = max(int(self.tokens[:_EDGE].max()), int(self.tokens[-_EDGE:].max()))
+        if vocab is not None and highest >= vocab:
+            raise UsageError(f"data: got the token {highest}; the model has a vocabulary of {vocab}")
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells one text from another: its length and both its ends, not all between."""
+        state = hashlib.blake2b(digest_size=8)
+        state.update(str(len(self.tokens)).encode())
+        for part in (self.tokens[:_EDGE], self.tokens[-_EDGE:]):
+            state.update(np.ascontiguousarray(part, dtype="<u4").tobytes())
+        return state.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Micro-batches of a run by position, see NOTE [ Positions ]."""
+
+    corpus: Corpus
+    order: Order
+    global_batch: int
+    micro_batch: int
+
+    def rows(self, step: int, micro: int) -> Tensor:
+        """Micro-batch ``micro`` of the global batch of ``step``, both counted from 0: [b, s + 1] of int64."""
+        first = step * self.global_batch + micro * self.micro_batch
+        return self.corpus.rows(self.order.window(n) for n in range(first, first + self.micro_batch))
+
+
+def open_corpus(section: DataSection, seq: int) -> Corpus:
+    """The tokens that a recipe asks for.
+
+    Raises:
+        UsageError: files that are not there, or a package that is not installed.
+    """
+    match section.kind:
+        case "bytes":
+            text = b"".join(file.read_bytes() for file in _files(section))
+            return Corpus(np.frombuffer(text, dtype=np.uint8), seq)
+        case "tokens":
+            maps = [_token_map(file, section.dtype) for file in _files(section)]
+            return Corpus(maps[0] if len(maps) == 1 else np.concatenate(maps), seq)
+        case "stdlib":
+            return Corpus(np.frombuffer(standard_library_text(), dtype=np.uint8), seq)
+        case "huggingface":
+            return Corpus(_hub_tokens(section), seq)
+
+
+def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
+    """Source files of the standard library's top level, in order, up to a limit.
+
+    Raises:
+        UsageError: this Python came without them.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for file in sorted(folder.glob("*.py")):
+        text += file.read_bytes()
+        if len(text) >= limit_bytes:
+            break
+    if len(text) < 100_000:
+        raise UsageError(f"data: there is too little Python source in {folder} to train on")
+    return bytes(text[:limit_bytes])
+
+
+def _files(section: DataSection) -> list[Path]:
+    found: list[Path] = []
+    for pattern in section.files:
+        matches = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+        if not matches:
+            raise UsageError(f"data.files: nothing is at {pattern!r}")
+        found += matches
+    return found
+
+
+def _token_map(file: Path, dtype: str) -> Any:
+    width = np.dtype(dtype).itemsize
+    nbytes = file.stat().st_size
+    if nbytes == 0 or nbytes % width:
+        raise UsageError(f"data.files: {file} has {nbytes} bytes; expected {dtype} numbers of {width} bytes each")
+    return np.memmap(file, dtype=dtype, mode="r")
+
+
+def _hub_tokens(section: DataSection) -> Any:
+    """All documents of a data set in one row, each ended by the tokenizer's end of text, or by an empty line."""
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise UsageError('data.kind "huggingface" needs datasets: pip install datasets') from error
+    documents = load_dataset(section.name, section.subset, split=section.split)
+    if section.column not in documents.column_names:
+        raise UsageError(f"data.column: got {section.column!r}; the data set has {', '.join(documents.column_names)}")
+    texts = documents[section.column]
+    if section.tokenizer is None:
+        return np.frombuffer(_BETWEEN.join(text.encode() for text in texts), dtype=np.uint8)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(section.tokenizer)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in texts]
+    return np.concatenate([np.asarray(row, dtype=np.uint32) for row in rows])

@@ -1,0 +1,70 @@
+"""How much work a step is, and what share of the devices' peak that comes to.
+
+MFU counts what the model needs: one forward, and two for its backward; HFU also counts what is computed again. A
+multiply-add is 2, attention counts in full whatever its mask hides, and only matrix products and attention count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from jettison.formula.region import embedding_region, head_region, layer_region
+from jettison.spec.hardware import hardware
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Run
+from jettison.train.recipe import LogSection
+
+_PASSES = 3
+"""A backward multiplies twice where a forward does once: for the gradient of the input and of the weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """FLOPs of one step over all ranks, and the peak FLOP/s of all devices together; None: not known.
+
+    Args:
+        model_flops: what the model needs.
+        recomputed_flops: what is computed again on top.
+    """
+
+    model_flops: int | None
+    recomputed_flops: int = 0
+    peak_flops_per_second: float | None = None
+
+    def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation of a step that took so long."""
+        return self._share(self.model_flops, seconds)
+
+    def hfu(self, seconds: float) -> float | None:
+        """Hardware FLOPs utilisation."""
+        return self._share(None if self.model_flops is None else self.model_flops + self.recomputed_flops, seconds)
+
+    def _share(self, flops: int | None, seconds: float) -> float | None:
+        if flops is None or self.peak_flops_per_second is None:
+            return None
+        return flops / seconds / self.peak_flops_per_second
+
+
+def spec_flops(spec: ModelSpec, *, sequences: int, seq: int) -> int:
+    """FLOPs of training on this many sequences, without recompute, by the closed form."""
+    scene = Run(model=spec, seq=seq).scene
+    forward = embedding_region(scene).flops + head_region(scene).flops
+    forward += sum(layer_region(scene, kind).flops * n for kind, n in Counter(spec.layers).items())
+    return _PASSES * sequences * forward
+
+
+def traced_flops(forward_flops: int, *, micro_batches: int) -> int:
+    """The same from a trace of one micro-batch's forward."""
+    return _PASSES * micro_batches * forward_flops
+
+
+def peak_flops_per_second(log: LogSection, precision: str) -> float | None:
+    """Of one device, as the recipe or the accelerator's file says for products of this precision."""
+    if log.peak_tflops is not None:
+        return log.peak_tflops * 1e12
+    if log.gpu is None:
+        return None
+    rates = hardware(log.gpu).flops_per_second
+    found = rates.bf16 if precision.startswith("bf16") else rates.fp32  # torch's fp32 products are not tf32
+    return None if found is None else float(found)

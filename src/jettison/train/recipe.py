@@ -1,0 +1,336 @@
+"""A training run as it is asked for: frozen sections, each of which checks its own values. No torch.
+
+What a run does is a function of its recipe: the order of the data and every random number follow from ``seed`` and the
+step (NOTE [ Positions ] in train/order.py), so a recipe and a step are all that a checkpoint has to say beside tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import ClassVar, Final, Literal
+
+from pydantic import ConfigDict
+
+from jettison.errors import UsageError
+from jettison.spec.layout import Layout, Schedule
+from jettison.units import parse_bytes
+
+_STRICT: Final = ConfigDict(extra="forbid")
+"""A key that no section has is an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSection:
+    """What is trained: exactly one of ``architecture`` (with its sizes), ``preset``, ``config`` and ``factory``.
+
+    Args:
+        architecture: a GPT (learned positions, GELU) or a Llama of the sizes given here.
+        preset: a published model by name, with random weights.
+        config: a Hugging Face config.json, or its folder; random weights.
+        factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
+        kv_heads: of a Llama: as many as heads.
+        ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
+        tied: one weight for the token embedding and the head: a GPT has one, a Llama two.
+        positions: the longest sequence: that of the batch.
+        code: "reference" (``parallel/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
+            first for an architecture, the second for presets and configs.
+        attention: eager or sdpa; as the model's code has it where left out.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    architecture: Literal["gpt", "llama"] | None = None
+    preset: str | None = None
+    config: str | None = None
+    factory: str | None = None
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab: int = 256
+    positions: int | None = None
+    dropout: float = 0.0
+    tied: bool | None = None
+    code: Literal["reference", "huggingface"] | None = None
+    attention: Literal["eager", "sdpa"] | None = None
+
+    def __post_init__(self) -> None:
+        ways = ("architecture", "preset", "config", "factory")
+        given = [way for way in ways if getattr(self, way) is not None]
+        if len(given) != 1:
+            raise UsageError(f"got {' and '.join(given) or 'none'} of {', '.join(ways)}; expected exactly one")
+        _positive(self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "positions")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"got dropout {self.dropout}; expected a probability of at least 0 and below 1")
+        if self.hidden % self.heads:
+            raise UsageError(f"got {self.heads} heads, which do not divide the hidden size {self.hidden}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSection:
+    """Where tokens come from.
+
+    Args:
+        kind: "bytes": text files, one token a byte; "tokens": files of unsigned integers, memory-mapped; "stdlib": the
+            source text of Python's standard library, one token a byte; "huggingface": a data set of the hub.
+        files: paths or globs, read in the order of their names.
+        dtype: of a token file's integers, in this machine's byte order.
+        name, subset, split, column: of the data set, and where its text is.
+        tokenizer: of the hub; without one, a token is a byte.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    kind: Literal["bytes", "tokens", "stdlib", "huggingface"] = "stdlib"
+    files: tuple[str, ...] = ()
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    name: str | None = None
+    subset: str | None = None
+    split: str = "train"
+    column: str = "text"
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.files) != (self.kind in ("bytes", "tokens")):
+            verb = "needs" if self.kind in ("bytes", "tokens") else "does not take"
+            raise UsageError(f"kind {self.kind!r} {verb} files")
+        if (self.name is not None) != (self.kind == "huggingface"):
+            verb = "needs" if self.kind == "huggingface" else "does not take"
+            raise UsageError(f"kind {self.kind!r} {verb} a name")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSection:
+    """``global_batch`` sequences of ``seq`` tokens a step, ``micro_batch`` of them at a time on one data-parallel rank:
+    global_batch = micro_batch x accumulation x dp.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    global_batch: int
+    micro_batch: int
+    seq: int
+
+    def __post_init__(self) -> None:
+        _positive(self, "global_batch", "micro_batch", "seq")
+
+    def accumulation(self, dp: int) -> int:
+        """Micro-batches in a step on one data-parallel rank.
+
+        Raises:
+            UsageError: the global batch is no multiple of what all ranks take at a time.
+        """
+        at_a_time = self.micro_batch * dp
+        if self.global_batch % at_a_time:
+            raise UsageError(
+                f"batch: a global_batch of {self.global_batch} is no multiple of micro_batch x dp = "
+                f"{self.micro_batch} x {dp} = {at_a_time}; expected global_batch = micro_batch x accumulation x dp"
+            )
+        return self.global_batch // at_a_time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSection:
+    """AdamW or SGD, with a linear warm-up and a cosine down to ``min_lr``.
+
+    Args:
+        betas, eps: AdamW's.
+        momentum: SGD's.
+        weight_decay: of weights with two dimensions or more; norms and biases have none.
+        warmup_steps: steps over which the rate rises to ``lr``.
+        decay_steps: the step at which it has come down to ``min_lr``: the last one.
+        clip: the largest norm of the whole gradient; 0: any.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    min_lr: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    weight_decay: float = 0.1
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "min_lr", "eps", "momentum", "weight_decay", "clip"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise UsageError(f"got {name} {value}; expected a number of 0 or more")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UsageError(f"got betas {list(self.betas)}; expected two numbers of at least 0 and below 1")
+        if self.min_lr > self.lr:
+            raise UsageError(f"got min_lr {self.min_lr}; expected at most lr, {self.lr}")
+        if self.warmup_steps < 0:
+            raise UsageError(f"got warmup_steps {self.warmup_steps}; expected 0 or more")
+        _positive(self, "decay_steps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutSection:
+    """How the model is spread; the product of dp, tp and pp is the number of ranks.
+
+    Args:
+        dp: data-parallel ranks: what tp and pp leave.
+        zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
+            backward; 3: FSDP2 that gathers them again.
+        sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
+        schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    dp: int | None = None
+    zero: Literal[0, 2, 3] = 0
+    tp: int = 1
+    sp: bool | None = None
+    pp: int = 1
+    virtual_stages: int = 1
+    schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
+
+    def __post_init__(self) -> None:
+        _positive(self, "dp", "tp", "pp", "virtual_stages")
+
+    def over(self, ranks: int) -> Layout:
+        """The layout on this many ranks.
+
+        Raises:
+            UsageError: they are not dp x tp x pp, or the choices contradict each other.
+        """
+        inner = self.tp * self.pp
+        dp = max(1, ranks // inner) if self.dp is None else self.dp
+        if dp * inner != ranks:
+            raise UsageError(
+                f"layout: dp x tp x pp = {dp} x {self.tp} x {self.pp} = {dp * inner}, but there are {ranks} ranks; "
+                "start as many with torchrun --nproc-per-node, or change the layout"
+            )
+        return Layout(
+            dp=dp, zero=self.zero, tp=self.tp, sp=self.tp > 1 if self.sp is None else self.sp, pp=self.pp,
+            virtual_stages=self.virtual_stages, schedule=Schedule(self.schedule),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSection:
+    """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    budget: str | None = None
+    file: str | None = None
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.given) > 1:
+            raise UsageError(f"got {' and '.join(self.given)}; expected at most one of budget, file and policy")
+        if self.budget is not None:
+            parse_bytes(self.budget)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of what is."""
+        return tuple(name for name in ("budget", "file", "policy") if getattr(self, name) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSection:
+    """Where and how often the run is saved; without a ``folder`` it is not.
+
+    Args:
+        every: steps between two saves; 0: only at the end.
+        keep: how many of the last ones stay.
+        asynchronous: write while training goes on.
+        on_error: what a failed save does: "continue" training with a warning, or "stop" (exit code 1). The last good
+            checkpoint stays in either case.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    folder: str | None = None
+    every: int = 0
+    keep: int = 2
+    asynchronous: bool = True
+    on_error: Literal["continue", "stop"] = "continue"
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise UsageError(f"got every {self.every}; expected 0 or more")
+        _positive(self, "keep")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogSection:
+    """What is written down.
+
+    Args:
+        folder: of log.jsonl, and of TensorBoard's files.
+        every: steps between two lines.
+        tensorboard: write its files too, where the package is installed.
+        gpu: an accelerator by name or TOML file: its peak FLOP/s make FLOPs into MFU and HFU.
+        peak_tflops: that peak for one device, in 10^12 FLOP/s, where no file has it.
+        memory_steps: steps whose memory is measured on a CPU, where that is slow; on a GPU all are.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    folder: str = "out/train"
+    every: int = 1
+    tensorboard: bool = False
+    gpu: str | None = None
+    peak_tflops: float | None = None
+    memory_steps: int = 2
+
+    def __post_init__(self) -> None:
+        _positive(self, "every")
+        if self.gpu is not None and self.peak_tflops is not None:
+            raise UsageError("got gpu and peak_tflops; expected at most one of them")
+        if self.peak_tflops is not None and not (isfinite(self.peak_tflops) and self.peak_tflops > 0):
+            raise UsageError(f"got peak_tflops {self.peak_tflops}; expected a number above 0")
+        if self.memory_steps < 0:
+            raise UsageError(f"got memory_steps {self.memory_steps}; expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRecipe:
+    """A whole run.
+
+    Args:
+        steps: optimizer steps altogether, those before a resume counted.
+        seed: of the weights, the order of the data, and dropout.
+        precision: "fp32": weights as they are built; "bf16-autocast": fp32 weights, products and activations in bf16;
+            "bf16": fp32 weights that forward and backward read as bf16 copies (FSDP2's mixed precision).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    model: ModelSection
+    batch: BatchSection
+    steps: int
+    seed: int = 0
+    precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
+    data: DataSection = field(default_factory=DataSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    layout: LayoutSection = field(default_factory=LayoutSection)
+    plan: PlanSection = field(default_factory=PlanSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps")
+        if self.seed < 0:
+            raise UsageError(f"got seed {self.seed}; expected 0 or more")
+        positions = self.model.positions
+        if positions is not None and self.batch.seq > positions:
+            raise UsageError(f"batch.seq: got {self.batch.seq}; expected at most model.positions, {positions}")
+
+
+def _positive(section: object, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < 1:
+            raise UsageError(f"got {name} {value}; expected 1 or more")

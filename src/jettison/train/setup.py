@@ -1,0 +1,178 @@
+"""From a recipe to a run that is ready for its next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from jettison.errors import UsageError
+from jettison.spec.layout import Layout
+from jettison.train.checkpoint import Checkpoints, RunState
+from jettison.train.data import Batches, open_corpus
+from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
+from jettison.train.memory import MemoryMeter
+from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
+from jettison.train.order import Order, derived_seed
+from jettison.train.recipe import TrainRecipe
+from jettison.train.tools import Built, Planned, Rehearsal, Say, Tools
+from jettison.train.world import World
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Everything that a step needs, and the number of steps done."""
+
+    recipe: TrainRecipe
+    world: World
+    layout: Layout
+    accumulation: int
+    data_rank: int
+    batches: Batches
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    planned: Planned | None
+    work: StepWork
+    meter: MemoryMeter
+    checkpoints: Checkpoints | None
+    stages: dist.ProcessGroup | None = None
+    step: int = 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained on this rank."""
+        return [p for _, p in named_parameters(self.engine.parts) if p.requires_grad]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What a checkpoint holds."""
+        return saved_tensors(named_parameters(self.engine.parts), self.engine.parts, self.optimizer)
+
+    def state(self) -> RunState:
+        """What a checkpoint says."""
+        batch, layout = self.recipe.batch, self.layout
+        return RunState(
+            step=self.step, seed=self.recipe.seed, global_batch=batch.global_batch, seq=batch.seq,
+            data=self.batches.corpus.digest, world=self.world.size,
+            layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
+        )  # fmt: skip
+
+
+def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: bool, say: Say, warn: Say) -> Session:
+    """Build, spread, plan and perhaps resume.
+
+    Raises:
+        UsageError: what was asked makes no sense on this machine or with these files.
+        Infeasible: no plan fits the budget.
+    """
+    layout = recipe.layout.over(world.size)
+    accumulation = recipe.batch.accumulation(layout.dp)
+    _supported(layout, recipe)
+    say("reading the data")
+    batches = world.together(lambda: _batches(recipe))
+    say("building the model")
+    torch.manual_seed(derived_seed(recipe.seed, "weights"))
+    built = world.together(lambda: tools.build(recipe.model, seq=recipe.batch.seq, device=world.device))
+    batches.corpus.check_vocabulary(built.spec.vocab if built.spec else None)
+    engine = WholeModel(built, autocast=recipe.precision == "bf16-autocast", device=world.device)
+    optimizer = make_optimizer(recipe.optimizer, built.model.parameters())
+    held = layout.dp > 1 or accumulation > 1
+    rehearsal = Rehearsal(
+        model=built.model, batch=built.call(batches.rows(0, 0).to(world.device)), loss_fn=built.loss_fn,
+        optimizer=optimizer, reserve_bytes=_gradient_bytes(built.model) if held else 0,
+    )  # fmt: skip
+    work = _work(recipe, layout, accumulation, built, tools, rehearsal)
+    with engine.context():
+        planned = _plan(recipe, world, tools, rehearsal, say)
+    if planned is not None:
+        total = world.sum(planned.recomputed_flops)[0] * accumulation
+        work = StepWork(**asdict(work) | {"recomputed_flops": int(total)})
+    if layout.dp > 1:
+        engine.over_replicas(dist.group.WORLD)
+    session = Session(
+        recipe=recipe, world=world, layout=layout, accumulation=accumulation, data_rank=world.rank, batches=batches,
+        engine=engine, optimizer=optimizer, planned=planned, work=work,
+        meter=MemoryMeter(world.device, recipe.log.memory_steps, _alive(engine, optimizer, layout.dp > 1)),
+        checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
+    )  # fmt: skip
+    _resume(session, must_resume=must_resume, say=say)
+    return session
+
+
+def _supported(layout: Layout, recipe: TrainRecipe) -> None:
+    if layout.tp > 1 or layout.pp > 1 or layout.zero or recipe.precision == "bf16":
+        raise UsageError("layout: only data parallelism is there so far")
+
+
+def _batches(recipe: TrainRecipe) -> Batches:
+    corpus = open_corpus(recipe.data, recipe.batch.seq)
+    order = Order(corpus.windows, recipe.seed)
+    return Batches(corpus, order, recipe.batch.global_batch, recipe.batch.micro_batch)
+
+
+def _plan(recipe: TrainRecipe, world: World, tools: Tools, rehearsal: Rehearsal, say: Say) -> Planned | None:
+    """One rank decides for all: prices are timed, and two ranks would not time alike."""
+    if not recipe.plan.given or recipe.plan.policy == "none":
+        return None
+    decision = world.from_leader(lambda: tools.decide(rehearsal, recipe.plan, say))
+    return world.together(lambda: tools.apply(rehearsal, decision))
+
+
+def _work(
+    recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, tools: Tools, rehearsal: Rehearsal
+) -> StepWork:
+    peak = peak_flops_per_second(recipe.log, recipe.precision)
+    if built.spec is not None:
+        flops: int | None = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
+    else:
+        forward = tools.forward_flops(rehearsal) if peak is not None else None
+        flops = None if forward is None else traced_flops(forward, micro_batches=accumulation * layout.dp)
+    return StepWork(model_flops=flops, peak_flops_per_second=None if peak is None else peak * layout.world)
+
+
+def _resume(session: Session, *, must_resume: bool, say: Say) -> None:
+    checkpoints = session.checkpoints
+    found = checkpoints.find() if checkpoints is not None else None
+    if found is None or checkpoints is None:
+        if must_resume:
+            where = session.recipe.checkpoint.folder or "no folder: the recipe has no checkpoint.folder"
+            raise UsageError(f"--resume: there is no checkpoint in {where}")
+        return
+    say(f"resuming from {found}")
+    ensure_state(session.optimizer)
+    state = checkpoints.load(found, session.tensors())
+    session.state().require_same_run(state, found)
+    if state.step > session.recipe.steps:
+        raise UsageError(f"checkpoint {found} is of step {state.step}; the recipe has {session.recipe.steps} steps")
+    session.step = state.step
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def _alive(engine: Engine, optimizer: torch.optim.Optimizer, buckets: bool) -> Callable[[], list[Tensor]]:
+    """What lives before a step. DistributedDataParallel's buckets do from the start, gradients only later point there:
+    until then tensors without values stand for them.
+    """
+
+    def alive() -> list[Tensor]:
+        parameters = [p for part in engine.parts for p in part.parameters()]
+        buffers = [b for part in engine.parts for b in part.buffers()]
+        state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if buckets and not gradients:
+            gradients = [torch.empty_like(p, device="meta") for p in parameters if p.requires_grad]
+        return [*parameters, *buffers, *state, *gradients]
+
+    return alive
+
+
+def recipe_folder(recipe: TrainRecipe) -> Path:
+    """Where the log goes."""
+    return Path(recipe.log.folder)

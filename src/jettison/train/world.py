@@ -1,0 +1,100 @@
+"""The ranks of a run: under torchrun as many as it started, else this process alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """This process among the others. ``control`` is a gloo group of all ranks, for words and numbers of the loop."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def leads(self) -> bool:
+        """Is this the rank that writes and speaks?"""
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value, added up over all ranks."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def most(self, *values: float) -> list[float]:
+        """The largest of each value over all ranks."""
+        return self._reduced(values, dist.ReduceOp.MAX)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank has, in the order of the ranks."""
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self.control)
+        return out
+
+    def from_leader(self, make: Callable[[], _T]) -> _T:
+        """What ``make`` returns on rank 0, on every rank; what it raises there, every rank raises."""
+        box: list[Any] = [None, None]
+        if self.leads:
+            try:
+                box[0] = make()
+            except Exception as error:
+                box[1] = error
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        if box[1] is not None:
+            raise box[1]
+        value: _T = box[0]
+        return value
+
+    def together(self, make: Callable[[], _T]) -> _T:
+        """``make`` on every rank. Where it fails on one, every rank raises that error, and none waits for ever."""
+        box: list[_T] = []
+        error: Exception | None = None
+        try:
+            box.append(make())
+        except Exception as caught:
+            error = caught
+        failed = [found for found in self.gather(error) if found is not None]
+        if error is not None or failed:
+            raise error or failed[0]
+        return box[0]
+
+    def _reduced(self, values: tuple[float, ...], how: Any) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, how, group=self.control)
+        return tensor.tolist()
+
+
+@contextmanager
+def joined(timeout_minutes: float = 30) -> Iterator[World]:
+    """Join the other ranks, or a group of one; a process group that is there already is used and left standing."""
+    cuda = torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    ours = not dist.is_initialized()
+    if ours:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        wait = timedelta(minutes=timeout_minutes)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=wait, device_id=device if cuda else None)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    try:
+        control = dist.new_group(backend="gloo")
+        yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, control=control)
+    finally:
+        if ours:
+            dist.destroy_process_group()
