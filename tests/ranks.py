@@ -11,6 +11,7 @@ Starting four ranks takes seconds: let one launch do many checks. `launch_ranks`
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -74,7 +75,7 @@ def launch_ranks(
     """As `run_ranks`, whatever the outcome."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*torchrun(nproc), *_words(target, args)]
-        paths = [str(TESTS), str(SOURCE), os.environ.get("PYTHONPATH", "")]
+        paths = [str(TESTS), str(SOURCE), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command, env=os.environ | more | dict(environment or {}), text=True, start_new_session=True,
@@ -116,6 +117,7 @@ def _main(module: str, function: str, args: str) -> None:
     import torch
     from torch import distributed
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     try:

@@ -9,8 +9,8 @@ from jettison.spec.hardware import hardware, hardware_names
 from jettison.units import GIB, MIB
 
 NAMES = (
-    "a100-40gb", "a100-80gb", "b200-192gb", "gb200-192gb", "h100-80gb", "h100-pcie-80gb", "h200-141gb", "h800-80gb",
-    "l40s-48gb", "mi300x-192gb", "rtx4090-24gb", "rtx5090-32gb", "tpu-v5p-95gb",
+    "a100-40gb", "a100-80gb", "b200-192gb", "gb200-192gb", "h100-80gb", "h100-96gb", "h100-pcie-80gb", "h200-141gb",
+    "h800-80gb", "l40s-48gb", "mi300x-192gb", "rtx4090-24gb", "rtx5090-32gb", "tpu-v5p-95gb",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def test_what_ships() -> None:
 def test_every_figure_has_a_source_and_the_memory_of_its_name(name: str) -> None:
     device = hardware(name)
     assert device.name == name
-    assert device.source and device.usable_source
+    assert device.source and device.usable_source and device.reached_source
     assert device.memory_bytes // GIB == int(name.rsplit("-", 1)[1].removesuffix("gb"))
     assert 0.9 < device.usable_bytes / device.memory_bytes <= 1
 
@@ -46,6 +46,29 @@ def test_figures_of_data_sheets() -> None:
     assert tpu.flops_per_second.fp8 is None and tpu.host_bytes_per_second is None
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_reached_is_plausible(name: str) -> None:
+    device = hardware(name)
+    reached, delays = device.reached, device.delays
+    assert all(0.1 <= share <= 1 for share in (reached.matmul, reached.memory, reached.link, reached.network))
+    assert reached.attention_backward <= reached.attention <= reached.matmul
+    assert reached.matmul_fp8 <= reached.matmul or device.flops_per_second.fp8 is None
+    assert 0 < delays.kernel <= delays.dispatch < 1e-4 and 0 < delays.link <= delays.network < 1e-4
+    assert device.units > 1 or name.startswith("tpu")
+
+
+def test_a_file_with_what_is_reached(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'memory = "64GiB"\nunits = 100\nnode = 4\nreached_source = "measured"\n'
+        "[reached]\nmatmul = 0.5\nshared = 0.25\n[microseconds]\nkernel = 3\n"
+    )
+    device = hardware(file)
+    assert (device.units, device.node, device.reached_source) == (100, 4, "measured")
+    assert (device.reached.matmul, device.reached.shared, device.reached.memory) == (0.5, 0.25, 0.85)
+    assert device.delays.kernel == 3e-6 and device.delays.network == 6e-6
+
+
 @pytest.mark.parametrize(
     ("short", "name"),
     [("h200", "h200-141gb"), ("MI300X", "mi300x-192gb"), ("tpu_v5p", "tpu-v5p-95gb"), ("b200", "b200-192gb")],
@@ -58,7 +81,7 @@ def test_a_part_that_only_one_name_has(short: str, name: str) -> None:
     ("word", "says"),
     [
         ("a100", "may be a100-40gb or a100-80gb"),
-        ("h100", "may be h100-80gb or h100-pcie-80gb"),
+        ("h100", "may be h100-80gb or h100-96gb or h100-pcie-80gb"),
         ("4090", "the closest are rtx4090-24gb"),
         ("mi300", "the closest are mi300x-192gb"),
         ("cray-1", "expected one of a100-40gb, a100-80gb"),
@@ -104,6 +127,11 @@ def test_what_is_usable_is_estimated_where_a_file_does_not_say(tmp_path: Path) -
         ('memory = "80GiB"\nmemroy = "1GiB"', "got the key 'memroy'"),
         ('memory = "80GiB"\nusable = "81GiB"', "no more than there is"),
         ('memory = "80GiB"\nteraflops = 3', "expected a section [teraflops]"),
+        ('memory = "80GiB"\nunits = 1.5', "a whole number of 1 or more"),
+        ('memory = "80GiB"\nnode = 0', "a whole number of 1 or more"),
+        ('memory = "80GiB"\n[reached]\nmatmul = 1.2', "a share of at most 1"),
+        ('memory = "80GiB"\n[reached]\nmatmuls = 0.2', "got the key 'matmuls'"),
+        ('memory = "80GiB"\n[microseconds]\nkernel = -1', "expected a number above 0"),
         ('memory = "80GiB"\n[teraflops]\nbf61 = 3', "got the key 'bf61'"),
         ('memory = "80GiB"\n[teraflops]\nbf16 = "3"', "got bf16 = 3"),
         ('memory = "80GiB"\n[teraflops]\nbf16 = true', "expected a number above 0"),

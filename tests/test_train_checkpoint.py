@@ -17,7 +17,7 @@ from jettison.train.checkpoint import Checkpoints, RunState
 from jettison.train.recipe import CheckpointSection
 from jettison.train.world import World, joined
 
-STATE = RunState(step=1, seed=0, global_batch=8, seq=16, data="abc", world=1, layout="dp 1")
+STATE = RunState(step=1, steps=99, seed=0, global_batch=8, seq=16, data="abc", world=1, layout="dp 1")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_what_is_saved_is_read(tmp_path: Path, world: World, asynchronous: bool)
     found = checkpoints(tmp_path / "ck", world).find()
     assert found == tmp_path / "ck" / "step-00000005"
     read = tensors(0.0)
-    assert checkpoints(tmp_path / "ck", world).load(found, read) == at(5)
+    assert checkpoints(tmp_path / "ck", world).load(found, read, STATE) == at(5)
     assert all(torch.equal(read[name], value) for name, value in tensors(3.0).items())
 
 
@@ -135,7 +135,7 @@ def test_reading_a_checkpoint_runs_none_of_its_code(tmp_path: Path, world: World
     good = (found / ".metadata").read_bytes()
     (found / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
     with pytest.raises(UsageError, match=r"which no checkpoint needs"):
-        checkpoints(tmp_path / "ck", world).load(found, tensors(0.0))
+        checkpoints(tmp_path / "ck", world).load(found, tensors(0.0), STATE)
     assert not proof.exists()
     pickle.loads((found / ".metadata").read_bytes())
     assert proof.exists(), "the description would have run code"
@@ -146,7 +146,7 @@ def test_reading_a_checkpoint_runs_none_of_its_code(tmp_path: Path, world: World
     dcp.save({"model.w": Evil(proof), "optimizer.w.step": torch.tensor(1.0)}, checkpoint_id=str(found))
     (found / "run.json").write_text(json.dumps({"schema": "jettison.checkpoint/1", **vars_of(STATE)}))
     with pytest.raises(UsageError, match=r"'model.w' is not a tensor"):
-        checkpoints(tmp_path / "ck", world).load(found, tensors(0.0))
+        checkpoints(tmp_path / "ck", world).load(found, tensors(0.0), STATE)
     assert not proof.exists() and good
 
 
@@ -154,10 +154,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, world: World) 
     found = saved(tmp_path, world)
     for other in ({"model.w": torch.zeros(5, 3)}, {"model.v": torch.zeros(4, 3)}):
         with pytest.raises(UsageError, match=r"does not fit this model and optimizer"):
-            checkpoints(tmp_path, world).load(found, other)
+            checkpoints(tmp_path, world).load(found, other, STATE)
     (found / "run.json").write_text("{")
     with pytest.raises(UsageError, match=r"run.json cannot be read"):
-        checkpoints(tmp_path, world).load(found, tensors(0.0))
+        checkpoints(tmp_path, world).load(found, tensors(0.0), STATE)
 
 
 def test_a_folder_that_is_a_file_is_refused_at_the_start(tmp_path: Path, world: World) -> None:

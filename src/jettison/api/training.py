@@ -14,9 +14,10 @@ from jettison.api.huggingface import ConfigRequest, build
 from jettison.api.huggingface import read_config as read_hub_config
 from jettison.api.planner import Planner
 from jettison.api.request import _call
-from jettison.api.verbs import Applied, apply
-from jettison.errors import Infeasible, TraceError, UsageError
+from jettison.api.verbs import Applied, _agreed, _apply_plan, apply
+from jettison.errors import Infeasible, PlanMismatch, TraceError, UsageError
 from jettison.measure.rehearse import twin_optimizer
+from jettison.parallel.agree import Agreement, groups_for
 from jettison.parallel.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.plan.artefact import Plan
 from jettison.spec.config import parse_config, read_config
@@ -52,13 +53,17 @@ def train(
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
     """
-    made = read_recipe(recipe) if isinstance(recipe, str) else recipe
-    if steps is not None:
-        made = replace(made, steps=steps)
-    if plan is not None:
-        made = replace(made, plan=plan)
-    if gpu is not None:
-        made = replace(made, log=replace(made.log, gpu=gpu, peak_tflops=None))
+
+    def made() -> TrainRecipe:
+        found = read_recipe(recipe) if isinstance(recipe, str) else recipe
+        if steps is not None:
+            found = replace(found, steps=steps)
+        if plan is not None:
+            found = replace(found, plan=plan)
+        if gpu is not None:
+            found = replace(found, log=replace(found.log, gpu=gpu, peak_tflops=None))
+        return found
+
     return run_recipe(made, _Tools(), must_resume=must_resume, say=progress, warn=warn)
 
 
@@ -87,16 +92,17 @@ class _Tools:
         if section.policy is not None:
             return Decision(policy=section.policy)
         assert section.budget is not None
-        return Decision(plan=_planned(rehearsal, parse_bytes(section.budget), say).to_json())
+        plan, likeness = _planned(rehearsal, parse_bytes(section.budget), say)
+        return Decision(plan=plan.to_json(), likeness=likeness)
 
     def apply(self, rehearsal: Rehearsal, decision: Decision) -> Planned:
         """The decision, on this rank's module."""
-        how: dict[str, Any] = {"batch": rehearsal.batch, "loss_fn": rehearsal.loss_fn}
+        how: dict[str, Any] = {"model": rehearsal.model, "batch": rehearsal.batch, "loss_fn": rehearsal.loss_fn}
         if decision.plan is None:
-            applied = apply(rehearsal.model, decision.policy, **how)
+            applied = apply(policy=decision.policy, **how)
             return Planned(recomputed_flops=_recomputed_flops(applied))
         plan = Plan.from_json(decision.plan)
-        applied = apply(rehearsal.model, plan=plan, **how)
+        applied = _apply_own(rehearsal, plan, decision.likeness) if decision.likeness else apply(plan=plan, **how)
         return Planned(
             recomputed_flops=_recomputed_flops(applied), plan_hash=plan.hash,
             predicted_peak_bytes=plan.predicted.peak_bytes + rehearsal.reserve_bytes,
@@ -130,9 +136,9 @@ def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
     """Our own code, which has one form of each architecture."""
     values = _sizes(section, seq)
     spec = parse_config(values, name=str(section.architecture))
-    fixed: dict[str, Any] = {"tied": section.architecture == "gpt", "attention": "eager" if section.architecture == "gpt" else "sdpa"}
+    fixed: dict[str, Any] = {"tied": False, "attention": "sdpa"}
     if section.architecture == "gpt":
-        fixed["ffn"] = 4 * section.hidden
+        fixed = {"tied": True, "attention": "eager", "ffn": 4 * section.hidden}
     for name, only in fixed.items():
         if getattr(section, name) not in (None, only):
             raise UsageError(f'model.{name}: the reference model has {only} only; set code = "huggingface"')
@@ -199,8 +205,9 @@ def _hub_config(values: Any) -> Any:
     return AutoConfig.for_model(**values)
 
 
-def _planned(rehearsal: Rehearsal, budget_bytes: int, say: Say) -> Plan:
-    """The fastest plan under what the budget leaves beside the gradients that are there from the start.
+def _planned(rehearsal: Rehearsal, budget_bytes: int, say: Say) -> tuple[Plan, str]:
+    """The fastest plan under what the budget leaves beside the gradients that are there from the start, and what the
+    programs of a rank have to be like that is to run it too.
 
     A rehearsed step begins without gradients. Where they live through the forward (from the second micro-batch on, and
     in the buckets of data parallelism) all of them are taken off the budget: too much by at most what the rehearsal
@@ -212,13 +219,40 @@ def _planned(rehearsal: Rehearsal, budget_bytes: int, say: Say) -> Plan:
     planner = Planner(trace=traced, optimizer=optimizer, progress=say)
     reserve = rehearsal.reserve_bytes
     try:
-        return planner.artefact(planner.plan(max(1, budget_bytes - reserve)), budget_bytes - reserve)
+        found = planner.artefact(planner.plan(max(1, budget_bytes - reserve)), budget_bytes - reserve)
+        return found, _likeness(traced)
     except Infeasible as error:
         more = f"{format_bytes(reserve)} are gradients that live from the start." if reserve else ""
         raise Infeasible(
             minimum_budget_bytes=error.minimum_budget_bytes + reserve, budget_bytes=budget_bytes,
             reason=f"{error.reason} {more}".strip(),
         ) from None  # fmt: skip
+
+
+def _likeness(traced: ModelTrace) -> str:
+    """Equal for models that run the same ops on tensors of the same shapes. Constants among their arguments may differ,
+    as the first row of a sharded vocabulary does from rank to rank.
+    """
+    programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
+    alike = [replace(p, ops=tuple(replace(op, price_key="") for op in p.ops)).digest() for p in programs]
+    return " ".join(alike)
+
+
+def _apply_own(rehearsal: Rehearsal, plan: Plan, likeness: str) -> Applied:
+    """The leading rank's plan on this rank's programs: the same decisions, under the digests that they have here.
+
+    Raises:
+        PlanMismatch: this rank's model is another one, or ranks would not run the same.
+    """
+    with Agreement(groups_for(rehearsal.model, None)) as agreement:
+        traced = _trace(rehearsal)
+        if _likeness(traced) != likeness:
+            raise PlanMismatch("this rank's model runs other ops than that of the rank that made the plan")
+        digests = {call.name: traced.program(call).digest() for call in traced.calls}
+        layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
+        own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
+        applied = replace(_apply_plan(rehearsal.model, traced, own), plan=plan)
+        return _agreed(applied, agreement)
 
 
 def _trace(rehearsal: Rehearsal) -> ModelTrace:

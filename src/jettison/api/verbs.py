@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from jettison.api.planner import Planner, Rehearsed, exactly, fingerprint
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.errors import PlanMismatch, UnsupportedModule, UsageError
 from jettison.measure.rehearse import twin_optimizer
+from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.plan.artefact import Plan
 from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatment
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
-from jettison.runtime.report import RegionReport
+from jettison.runtime.report import Live, RegionReport
 from jettison.trace.model import LossFn, ModelTrace, trace_model
+from jettison.trace.sharded import sharded_modules
 from jettison.units import parse_bytes
 
 Policy = str | Treatment | Mapping[str, "str | Treatment"]
@@ -39,6 +42,14 @@ class Applied:
     def report(self) -> list[RegionReport]:
         """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
         return [region.report() for region in self.regions]
+
+    def plan_text(self) -> str:
+        """The plan as JSON; empty where a policy was applied."""
+        return "" if self.plan is None else self.plan.to_json()
+
+    def live(self) -> dict[str, Live]:
+        """What is between its forward and its backward now, by region."""
+        return {region.name: region.live() for region in self.regions}
 
     def __enter__(self) -> Applied:
         return self
@@ -95,6 +106,7 @@ def auto_checkpoint(
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
     holds_output: bool = True,
+    group: Group | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Applied:
     """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
@@ -110,21 +122,62 @@ def auto_checkpoint(
         holds_output: the loop still holds the model's output (logits and all) while it runs backward, as
             ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which
             frees it.
+        group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
+        PlanMismatch: the ranks of the group do not have the same plan; see `apply`.
         TraceError: the model cannot be recorded, or there is no scalar loss.
+        UnsupportedModule: the model is under FSDP2.
         UsageError: the budget cannot be read.
     """
     budget_bytes = parse_bytes(memory_budget)
     _refuse(model)
-    progress("tracing")
-    traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
-    traced.holds_output = holds_output
-    mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
-    planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
-    found = planner.plan(budget_bytes)
-    return apply_rehearsed(model, planner, found, budget_bytes)
+    if sharded_modules(model):
+        raise UnsupportedModule(
+            "the model is under FSDP2, whose gathered parameters come and go in ways that no rehearsal counts yet; "
+            "use apply() with a policy or a plan"
+        )
+    with Agreement(groups_for(model, group)) as agreement:
+        progress("tracing")
+        traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+        traced.holds_output = holds_output
+
+        def make() -> Applied:
+            mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
+            planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
+            return apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
+
+        applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
+        if isinstance(applied, str):
+            applied = apply_from_another_rank(model, traced, *json.loads(applied))
+        return _agreed(applied, agreement)
+
+
+def likeness(traced: ModelTrace) -> str:
+    """Equal for models that run the same ops on tensors of the same shapes. Constants among the arguments may differ,
+    as the first row of a sharded vocabulary does from rank to rank.
+    """
+    programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
+    return " ".join(replace(p, ops=tuple(replace(op, price_key="") for op in p.ops)).digest() for p in programs)
+
+
+def apply_from_another_rank(model: nn.Module, traced: ModelTrace, plan_text: str, like: str) -> Applied:
+    """The same decisions on this rank's programs, under the digests that they have here.
+
+    Args:
+        like: the `likeness` of what the plan was made for.
+
+    Raises:
+        PlanMismatch: this rank's model is another one.
+    """
+    plan = Plan.from_json(plan_text)
+    if likeness(traced) != like:
+        raise PlanMismatch("this rank's model runs other ops than that of the rank that made the plan")
+    digests = {call.name: traced.program(call).digest() for call in traced.calls}
+    layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
+    own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
+    return replace(_apply_plan(model, traced, own), plan=plan)
 
 
 def apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
@@ -142,8 +195,12 @@ def apply(
     batch: Any = None,
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
+    group: Group | None = None,
 ) -> Applied:
     """Apply a plan, or a policy of your own.
+
+    Where the model's parameters are distributed over ranks (DTensors: tensor parallel, FSDP2), all of those ranks must
+    call this, and it returns only once they are known to compute the same things again.
 
     Args:
         policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
@@ -151,9 +208,12 @@ def apply(
             `Treatment`, or a mapping from block name to one of these (blocks left out keep everything).
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
+        group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
+            that communicates by other means.
 
     Raises:
-        PlanMismatch: the plan was made for another model or another batch.
+        PlanMismatch: the plan was made for another model or another batch; or some rank has another plan, failed, or
+            did not come, which every rank is told.
         UsageError: neither or both of policy and plan; an unknown word; an unknown block.
     """
     if (policy is None) == (plan is None):
@@ -161,22 +221,34 @@ def apply(
     _refuse(model)
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
-    traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
-    names = list(dict.fromkeys(c.name for c in traced.calls))
-    if plan is not None:
-        programs = {c.name: traced.program(c) for c in traced.calls}
-        digests = {name: program.digest() for name, program in programs.items()}
-        plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
-        treatments: dict[str, Treatment] = {
-            entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers
-        }
-        root: Treatment = exactly(traced.root.program, frozenset(plan.root.kept))
-        segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
-    else:
+    with Agreement(groups_for(model, group)) as agreement:
+        traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+        if plan is not None:
+            return _agreed(_apply_plan(model, traced, plan), agreement)
         assert policy is not None
-        treatments, segments, root = *treatments_of(policy, names), KeepAll()
+        treatments, segments = treatments_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
         _warn_pointless(traced, treatments)
+        return _agreed(Applied(regions=install(model, traced, treatments, KeepAll(), segments)), agreement)
+
+
+def _apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan) -> Applied:
+    names = list(dict.fromkeys(c.name for c in traced.calls))
+    programs = {c.name: traced.program(c) for c in traced.calls}
+    digests = {name: program.digest() for name, program in programs.items()}
+    plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
+    treatments = {entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers}
+    root = exactly(traced.root.program, frozenset(plan.root.kept))
+    segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     return Applied(regions=install(model, traced, treatments, root, segments), plan=plan)
+
+
+def _agreed(applied: Applied, agreement: Agreement) -> Applied:
+    try:
+        agreement.check(summary(applied.regions, applied.plan))
+    except PlanMismatch:
+        applied.remove()
+        raise
+    return applied
 
 
 def treatments_of(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment], list[list[str]]]:

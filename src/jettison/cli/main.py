@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from jettison import __version__
 from jettison.cli.output import deliver, json_text, refuse_to_overwrite
-from jettison.errors import Infeasible, JettisonError, ProofFailed
+from jettison.errors import Infeasible, JettisonError, ProofFailed, UsageError
 from jettison.forecast.limit import limit_of
 from jettison.forecast.request import TRACED, RunRequest, is_live, refuse_for_trace
 from jettison.report.console import hint, progress, show
@@ -110,6 +110,35 @@ def ledger(
         hint(f"note: {warning}")
     deliver(report.document, lambda: _ledger_table(report), form=form, out=out, csv=report.csv)
     report.require()
+
+
+@app.command
+def estimate(
+    model: Annotated[str, Parameter(help="A preset such as llama3-8b, or a config.json or its folder.")],
+    /,
+    *,
+    gpu: Annotated[str, Parameter(help="The accelerator, such as h100-80gb, or a TOML file.")],
+    request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
+    compiled: Annotated[
+        bool, Parameter(name="--compile", negative="", show_default=False, help="Kernels fused as torch.compile does.")
+    ] = False,
+    explain: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Where the time goes, and what else could be chosen.")
+    ] = False,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """What a training step takes: seconds, tokens a second, MFU, and what the time goes into."""
+    refuse_to_overwrite(out, force=force)
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
+    from jettison.report.estimate import estimate_report
+
+    report = estimate_report(model, request, gpu=gpu, compiled=compiled, explain=explain)
+    for warning in report.warnings:
+        hint(f"note: {warning}")
+    deliver(report.document, report.table, form=form, out=out)
 
 
 @app.command
@@ -219,11 +248,17 @@ def train(
     with progress() as say:
         say("loading torch")
         from jettison.api.training import train as run_recipe
+        from jettison.train.world import said_by_leader
 
-        result = run_recipe(
-            recipe, steps=steps, plan=chosen if chosen.given else None, gpu=gpu, must_resume=resume, progress=say,
-            warn=lambda text: hint(f"warning: {text}"),
-        )  # fmt: skip
+        try:
+            result = run_recipe(
+                recipe, steps=steps, plan=chosen if chosen.given else None, gpu=gpu, must_resume=resume, progress=say,
+                warn=lambda text: hint(f"warning: {text}"),
+            )  # fmt: skip
+        except JettisonError as error:
+            if leads or not said_by_leader(error):
+                raise
+            sys.exit(error.exit_code)
     if leads:
         deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
 

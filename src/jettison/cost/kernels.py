@@ -11,6 +11,10 @@ costs nothing. Where a value has several readers its gradients are added up: two
 NOTE [ Products ]
 y = x W^T with x of m × k and W of n × k is a product of (m, n, k); the gradient of x is one of (m, k, n), that of W one
 of (n, k, m). A bias costs one pass over the gradient of y.
+
+NOTE [ Quantising ]
+Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
+one byte. The tape has the second half of that for x, which is saved.
 """
 
 from __future__ import annotations
@@ -220,6 +224,9 @@ class _Listing:
         elif step.name == FLASH:
             yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops)
         else:
+            if self.product is not None and step.name in PRODUCTS:  # see NOTE [ Quantising ]
+                weight, x = step.weights[0], step.inputs[0]
+                yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
             yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step))
 
     def _read(self, own: list[Step]) -> int:
@@ -295,6 +302,9 @@ class _Listing:
     ) -> Iterator[Kernel]:  # fmt: skip
         if step.weights:
             weight, *bias = step.weights
+            if self.product is not None and step.name in PRODUCTS:
+                narrow = prod(step.outputs[0].local_shape)
+                yield Kernel(steps=indices, nbytes=2 * incoming + narrow, half=Half.INPUTS, launches=2)
             if any(v.grad for v in step.inputs):
                 moved = incoming + weight.nbytes + step.inputs[0].nbytes
                 dx = Product(p.batch, p.m, p.k, p.n, p.dtype)

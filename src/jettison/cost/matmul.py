@@ -43,13 +43,16 @@ def rate(hardware: Hardware, dtype: str) -> int:
 @lru_cache(maxsize=65536)
 def product_seconds(product: Product, hardware: Hardware) -> float:
     """Of the arithmetic alone: see NOTE [ Tiles ]."""
-    per_unit = rate(hardware, product.dtype) * hardware.reached.matmul / hardware.units
+    share = hardware.reached.matmul_fp8 if "float8" in product.dtype else hardware.reached.matmul
+    per_unit = rate(hardware, product.dtype) * share / hardware.units
     best = float("inf")
-    for rows, columns, share in TILES:
+    for rows, columns, of_full in TILES:
         tiles = product.batch * -(-product.m // rows) * -(-product.n // columns)
-        parts = max(1, min(hardware.units // tiles, product.k // SPLIT)) if tiles < hardware.units else 1
-        rounds = -(-tiles * parts // hardware.units)
-        best = min(best, rounds * 2 * rows * columns * (product.k / parts + EDGE) / (per_unit * share))
+        depth: float = product.k
+        if tiles < hardware.units and depth > SPLIT:
+            depth = max(SPLIT, depth / (hardware.units // tiles))
+        rounds = -(-tiles // hardware.units)
+        best = min(best, rounds * 2 * rows * columns * (depth + EDGE) / (per_unit * of_full))
     return best
 
 

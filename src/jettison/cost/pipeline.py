@@ -6,9 +6,9 @@ of the place before it, a backward the backward of the place behind it, each sen
 backward needs its own forward. A weight step needs its device only. A step starts when its device is free and what it
 needs has come.
 
-Once the pipeline is full, p micro-batches more take as long as the p before them: `ledger.schedule.order` repeats itself
-every p of them. How soon that is depends on how alike the stages are. So everything is replayed, up to `MOST_EVENTS`; of
-more micro-batches only the first are, and their last period counts for the rest.
+Once the pipeline is full, p micro-batches more take as long as the p before them, since `ledger.schedule.order` repeats
+itself every p of them. How soon that is depends on how alike the stages are. So everything is replayed, up to
+`MOST_EVENTS`; of more micro-batches only the first are, and their last period counts for the rest.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ the gradient itself and is waited for. What hides still takes `Reached.shared` o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.kernels import PRODUCTS, TRANSFER, Half, Kernel, work
+from jettison.cost.kernels import BATCHED, PRODUCTS, TRANSFER, Half, Kernel, work
 from jettison.cost.matmul import kernel_seconds
 from jettison.formula.region import Region
 from jettison.spec.hardware import Hardware
@@ -96,6 +97,36 @@ def region_seconds(
     return timer.seconds(again)
 
 
+class Class(StrEnum):
+    """Kinds of kernels, by what bounds them."""
+
+    PRODUCTS = "matrix products with weights"
+    ATTENTION = "attention"
+    MEMORY = "norms, activations, sums and losses"
+
+
+@lru_cache(maxsize=4096)
+def class_seconds(
+    region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
+) -> dict[Class, float]:
+    """A forward and a backward by kinds of kernels."""
+    timer = _Timer(region, hardware, execution, precision, layout, visible)
+    listed = work(region, execution.fusion, precision.gradient, precision.product)
+    found = dict.fromkeys(Class, 0.0)
+    for kernel in (*listed.forward, *listed.backward):
+        found[timer.kind(kernel)] += timer.kernel(kernel)
+    return found
+
+
+@lru_cache(maxsize=65536)
+def steps_seconds(
+    region: Region, steps: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
+    layout: Layout, visible: float,
+) -> float:  # fmt: skip
+    """Of running some steps of a region's forward once more, transfers included."""
+    return _Timer(region, hardware, execution, precision, layout, visible).seconds(steps).again.seconds
+
+
 class _Timer:
     def __init__(
         self, region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout,
@@ -117,15 +148,25 @@ class _Timer:
         )
 
     def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float) -> Pass:
-        compute = sum(self._kernel(k) for k in kernels)
+        compute = sum(self.kernel(k) for k in kernels)
         handed = sum(k.launches for k in kernels) * self.hardware.delays.dispatch
         return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed - compute - transfers))
 
-    def _kernel(self, kernel: Kernel) -> float:
+    def kernel(self, kernel: Kernel) -> float:
+        """Of one kernel."""
         return kernel_seconds(
             kernel, self.hardware, visible=self.visible, dtype=self.precision.compute,
             attention=self.execution.attention,
         )  # fmt: skip
+
+    def kind(self, kernel: Kernel) -> Class:
+        """What a kernel is. The products of an eager attention belong to it."""
+        name = self.region.tape.steps[kernel.steps[0]].name
+        if kernel.attention_flops or name == BATCHED:
+            return Class.ATTENTION
+        if "softmax" in name and name != "aten._log_softmax.default":
+            return Class.ATTENTION
+        return Class.PRODUCTS if kernel.product is not None else Class.MEMORY
 
     # transfers --------------------------------------------------------------------------------------------------------
 
@@ -158,7 +199,7 @@ class _Timer:
             else:
                 hidden += seconds
         steps = self.region.tape.steps
-        products = sum(self._kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
+        products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
         out = max(0.0, hidden - products)
         return waited, out + (hidden - out) * self.hardware.reached.shared
 
@@ -173,6 +214,6 @@ class _Timer:
                 inputs = self.region.tape.steps[kernel.steps[0]].inputs
                 moved = sum(v.nbytes for v in inputs[1:3]) * (ranks.size - 1) * (1 if kernel.half is None else 2)
                 around = moved / bandwidth(ranks, self.hardware)
-                over = max(0.0, around - self._kernel(kernel)) if self.execution.hides_data else around
+                over = max(0.0, around - self.kernel(kernel)) if self.execution.hides_data else around
                 total += over + (around - over) * self.hardware.reached.shared
         return total

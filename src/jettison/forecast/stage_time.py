@@ -17,7 +17,7 @@ from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.cost.region import NOTHING, Pass, RegionSeconds, region_seconds
 from jettison.dtypes import DTYPE_BYTES
 from jettison.forecast.units import FULL, NONE, Part, embedding_group, head_group, kept_by, layer_groups
-from jettison.formula.region import Region
+from jettison.formula.region import Region, embedding_region
 from jettison.formula.static import state_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
@@ -83,6 +83,7 @@ class Item:
         gathered: bringing ZeRO 3's shards together.
         reduced: of the region's gradients over the ranks that share its weights.
         offloaded: of what stays of it, to the host, one way.
+        visible: share of attention's scores that a fused kernel computes.
     """
 
     count: int
@@ -93,6 +94,7 @@ class Item:
     offloaded: float
     recomputed_flops: float
     in_layer: bool
+    visible: float
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
@@ -127,7 +129,7 @@ class Timing:
         index = start
         for same in layer_groups(run, start, stop, position, chosen):
             count = len(same.names)
-            visible = _visible(run.model.layers[index], run.seq, run.kernels.tensor_masks)
+            visible = computed_share(run.model.layers[index], run.seq, run.kernels.tensor_masks)
             segment = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
             inner = count - count // segment  # of a segment, every layer but the last is computed again whole
             if inner:
@@ -152,7 +154,7 @@ class Timing:
         return Item(
             count=count, region=region, seconds=seconds, gathered=gathered, reduced=reduced,
             offloaded=host_seconds(kept, self.hardware) if kept else 0.0,
-            recomputed_flops=recompute_flops(region, again), in_layer=part.is_layer,
+            recomputed_flops=recompute_flops(region, again), in_layer=part.is_layer, visible=visible,
         )  # fmt: skip
 
     def _again(self, part: Part) -> frozenset[int]:
@@ -181,7 +183,7 @@ class Timing:
         for items in chunks:
             each = total_of([item.seconds * item.count for item in items])
             seconds.append(replace(each, again=each.again * share) + self._beside(items))
-        sends = self.sending(chunks[0][-1].region)
+        sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
         places = [number * layout.pp + index for number in range(len(chunks))]
         blocks = 0.0 if self.execution.hides_stages else sends
@@ -193,12 +195,12 @@ class Timing:
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
         )  # fmt: skip
 
-    def sending(self, region: Region) -> float:
-        """Of a stage's output to the next one, or of its gradient back."""
+    def sending(self) -> float:
+        """Of a stage's output to the next one, or of its gradient back: of one residual stream."""
         layout = self.run.layout
         if layout.pp == 1:
             return 0.0
-        nbytes = region.output.nbytes
+        nbytes = embedding_region(self.run.scene).output.nbytes
         if layout.tp == 1 or layout.sp or not self.execution.splits_outputs:
             return point_seconds(nbytes, layout, self.hardware)
         ranks = group(layout, "tp", self.hardware.node)
@@ -273,8 +275,7 @@ class Timing:
         """Bytes of gradients, parameters and state, over the memory bandwidth."""
         run = self.run
         nbytes = sum(
-            item.count
-            * _optimizer_bytes(item.region, run.layout.sharding, run.precision, run.optimizer, item.in_layer)
+            item.count * _optimizer_bytes(item.region, run.layout.sharding, run.precision, run.optimizer, item.in_layer)
             for item in items
         )
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
@@ -282,7 +283,7 @@ class Timing:
 
 
 @lru_cache(maxsize=4096)
-def _visible(layer: Layer, seq: int, masked: bool) -> float:
+def computed_share(layer: Layer, seq: int, masked: bool) -> float:
     """Share of a layer's scores that a fused kernel computes."""
     window = getattr(layer.attention, "window", None)
     if masked and window is not None and window <= seq:

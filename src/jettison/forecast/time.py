@@ -25,11 +25,10 @@ from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
-from jettison.forecast.stage_time import Chosen, StageSeconds, Timing
-from jettison.formula.region import embedding_region
+from jettison.forecast.stage_time import Chosen, Item, StageSeconds, Timing
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
-from jettison.spec.run import Run
+from jettison.spec.run import Mode, Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,14 +150,19 @@ def estimate(
     sizes = layout.layers_per_chunk(run.model.depth)
     starts = [0, *accumulate(sizes)]
     positions = [0] * layout.pp
-    places = []
+    places: list[list[Item]] = []
+    alike: dict[object, list[Item]] = {}
     for place, size in enumerate(sizes):
-        index = place % layout.pp
-        ends = {"first": place == 0, "last": place == len(sizes) - 1}
-        places.append(timing.items(starts[place], starts[place + 1], positions[index], chosen, **ends))
+        index, start, last = place % layout.pp, starts[place], place == len(sizes) - 1
+        key = _key(run, start, start + size, positions[index], chosen), place == 0, last
+        if key not in alike:
+            alike[key] = timing.items(
+                start, start + size, positions[index], chosen, first=place == 0, last=last
+            )  # fmt: skip
+        places.append(alike[key])
         positions[index] += size
     shares = [1.0] * layout.pp if repeats is None else repeats
-    stages = tuple(timing.stage(i, places[i :: layout.pp], shares[i]) for i in range(layout.pp))
+    stages = _stages(timing, [places[i :: layout.pp] for i in range(layout.pp)], shares)
     played, lagged = _play(run, stages, timing)
     over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
     again = sum(stage.recomputed_flops for stage in stages)
@@ -167,6 +171,28 @@ def estimate(
         step_seconds=over + max(stage.optimizer for stage in stages),
         recomputed_flops=again * run.micro_batches * layout.tp * layout.cp * layout.dp,
     )  # fmt: skip
+
+
+def _key(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> object:
+    """Places with equal keys have equal layers, treated alike."""
+    if chosen is not None or run.recompute.mode in (Mode.BLOCK, Mode.INTERVAL):
+        return start
+    return tuple((id(layer), min(last, stop) - max(first, start)) for layer, first, last in run.model.stretches
+                 if first < stop and start < last)  # fmt: skip
+
+
+def _stages(
+    timing: Timing, chunks: Sequence[Sequence[list[Item]]], shares: Sequence[float]
+) -> tuple[StageSeconds, ...]:  # fmt: skip
+    """Every stage; equal ones are worked out once."""
+    known: dict[object, StageSeconds] = {}
+    stages = []
+    for index, own in enumerate(chunks):
+        key = tuple(map(id, own)), shares[index]
+        if key not in known:
+            known[key] = timing.stage(index, own, shares[index])
+        stages.append(known[key])
+    return tuple(stages)
 
 
 def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Replay, float]:
@@ -180,7 +206,7 @@ def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Rep
     if layout.schedule is Schedule.ZERO_BUBBLE:
         weights = [stage.weights for stage in stages]
         backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
-    lag = timing.sending(embedding_region(run.scene)) if timing.execution.hides_stages else 0.0
+    lag = timing.sending() if timing.execution.hides_stages else 0.0
     played = schedule_seconds(layout.schedule, run.micro_batches, forward, backward, weights, transfer=lag)
     if not lag:
         return played, 0.0

@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism on torch.distributed, and the models of record."""
 
 from jettison.parallel.dropout import OwnDraws, seed_ranks
+from jettison.parallel.parameters import reduce_partial_gradients
 from jettison.parallel.structure import apply_tensor_parallel, tensor_parallel_plan
 from jettison.parallel.styles import (
     BlockInput,
@@ -9,7 +10,6 @@ from jettison.parallel.styles import (
     RowParallel,
     SplitInput,
     VocabularyParallel,
-    reduce_partial_gradients,
 )
 
 __all__ = [

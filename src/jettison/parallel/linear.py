@@ -100,7 +100,7 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         weight, *shard = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wants_x, wants_weight, wants_bias = (_is_wanted(ctx, i) for i in range(3))
         rows = dy.reshape(-1, dy.shape[-1])
         if wants_weight:
             ctx.gathered.start(shard[0])
@@ -111,6 +111,12 @@ class _ColumnLinear(torch.autograd.Function):
             x = ctx.gathered.take()
             dw = rows.t() @ x.reshape(-1, x.shape[-1])
         return dx, dw, db, None, None
+
+
+def _is_wanted(ctx: Any, i: int) -> bool:
+    """Whether this very backward asks for an input's gradient: a split one asks for x's and the weight's in turn."""
+    node = ctx.next_functions[i][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def _note_of(x: Tensor) -> tuple[Gathered, Tensor] | None:

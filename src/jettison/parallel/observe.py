@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,8 +67,8 @@ def _nbytes(tree: Any) -> int:
     return max((t.numel() * t.element_size() for t in tree_leaves(tree) if isinstance(t, Tensor)), default=0)
 
 
-class _Births(TorchDispatchMode):
-    """Every storage that an op makes."""
+class _Seen(TorchDispatchMode):
+    """Every storage that an op reads or makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,29 +78,39 @@ class _Births(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, AsyncCollectiveTensor):
-                storage = leaf.untyped_storage()
-                self.seen[storage._cdata] = weakref.ref(storage)
+        for storage in _storages((args, kwargs, out)):
+            self.seen[storage._cdata] = weakref.ref(storage)
         return out
 
 
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [local_tensor(leaf).untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def held_bytes(forward: Callable[[], Tensor], *, apart: Iterable[Tensor] = ()) -> int:
-    """Bytes that are alive between forward and backward and were not before.
+    """Bytes alive between forward and backward, of all that a forward touches.
 
     What is counted is memory, whoever holds it: autograd, a checkpoint, a recipe. ``forward`` returns the scalar to
-    differentiate, and makes its inputs itself, so that they count if they are held; scalars do not count.
+    differentiate, and makes its inputs itself, so that they count only if they are held; scalars do not count.
 
     Args:
-        apart: tensors that ``forward`` makes and that are not a layer's (a mask that all layers share).
+        apart: what is there anyway: parameters, the leaf that inputs are made of, a mask that all layers share.
     """
-    births = _Births()
-    with births:
+    before = {s._cdata for s in _storages(_python_tensors())}
+    seen = _Seen()
+    with seen:
         loss = forward()
     gc.collect()
-    skip = {loss.untyped_storage()._cdata, *(t.untyped_storage()._cdata for t in apart)}
-    alive = [storage for ref in births.seen.values() if (storage := ref()) is not None]
-    return sum(s.nbytes() for s in alive if s._cdata not in skip and s.nbytes() > 8)
+    alive = {s._cdata: s for ref in seen.seen.values() if (s := ref()) is not None}
+    alive |= {s._cdata: s for s in _storages(_python_tensors()) if s._cdata not in before}  # what no op has touched
+    skip = {s._cdata for s in _storages([loss, *apart])}
+    return sum(s.nbytes() for key, s in alive.items() if key not in skip and s.nbytes() > 8)
+
+
+def _python_tensors() -> list[Tensor]:
+    """All that Python code can reach, fake ones aside."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and not isinstance(o, FakeTensor)]
+    return [tensor for tensor in found if tensor.device.type != "meta" and tensor.layout is torch.strided]
 
 
 def saved_bytes(forward: Callable[[], Tensor], *, parameters: Iterable[Tensor] = ()) -> int:

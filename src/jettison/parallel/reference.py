@@ -69,7 +69,8 @@ class GptAttention(nn.Module):
 
     def forward(self, x_sbh: Tensor, mask_ss: Tensor) -> Tensor:
         """What the block adds to the residual stream, before dropout."""
-        s, b, d = *x_sbh.shape[:2], self.head_dim
+        s, b, _ = x_sbh.shape
+        d = self.head_dim
         heads = self.qkv(x_sbh).view(s, b, -1, 3 * d)
         q, k, v = (part.view(s, -1, d).transpose(0, 1) for part in heads.chunk(3, dim=-1))
         scores = torch.baddbmm(mask_ss, q, k.transpose(1, 2), alpha=d**-0.5)  # keeps q and k, not the mask

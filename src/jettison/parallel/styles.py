@@ -11,12 +11,6 @@
 Parameters become DTensors, so that FSDP2, optimizers and distributed checkpoints know them; forwards compute on local
 tensors. ``dim`` is the sequence's dim of the activations outside the blocks (0 for s × b × h, 1 for b × s × h) where
 they are sharded along it, and None where they are whole. `structure.tensor_parallel_plan` writes such plans.
-
-NOTE [ Gradients of replicated parameters ]
-A norm on a shard of the sequence sees a part of the tokens, so its weight's gradient on each rank is a part of a sum.
-It stays one: a DTensor with the placement Partial, which is right for whoever reads it as a DTensor (optimizers, FSDP2,
-``full_tensor()``), and which sums over micro-batches without communication. `reduce_partial_gradients` makes all of
-them whole in one all-reduce; call it before clipping and the optimizer step.
 """
 
 from __future__ import annotations
@@ -26,10 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional
 
@@ -37,42 +30,8 @@ from jettison.errors import UnsupportedModule, UsageError
 from jettison.parallel.dropout import OwnDraws
 from jettison.parallel.linear import column_linear, gather_input
 from jettison.parallel.lookup import vocabulary_lookup
-from jettison.parallel.regions import Axis, all_reduce, collect, f, f_bar, g_bar, split
-
-# parameters -----------------------------------------------------------------------------------------------------------
-
-
-def _distribute(style: ParallelStyle, module: nn.Module, name: str, mesh: DeviceMesh, placement: Any) -> None:
-    parameter = getattr(module, name, None)
-    if parameter is None or isinstance(parameter, DTensor):
-        return
-    made = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
-    setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
-
-
-def _local(parameter: Tensor | None, *, partial: bool = False) -> Tensor | None:
-    """This rank's part, differentiable; ``partial``: its gradient is a part of a sum over the ranks."""
-    if parameter is None or not isinstance(parameter, DTensor):
-        return parameter
-    local: Tensor = parameter.to_local(grad_placements=(Partial(),) if partial else None)
-    return local
-
-
-def reduce_partial_gradients(parameters: Sequence[nn.Parameter] | Any) -> None:
-    """Make Partial gradients whole: one all-reduce for each mesh and dtype. Does nothing where there are none."""
-    groups: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            groups.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
-    for (mesh, _), members in groups.items():
-        if mesh.ndim != 1:  # along with FSDP, which reduces them itself
-            raise UsageError(f"got a partial gradient on a mesh of {mesh.ndim} axes; expected one on the tp axis alone")
-        locals_ = [p.grad.to_local() for p in members]  # type: ignore[union-attr]
-        whole = all_reduce(torch.cat([t.reshape(-1) for t in locals_]), Axis.of(mesh), 0)
-        for parameter, part, local in zip(members, whole.split([t.numel() for t in locals_]), locals_, strict=True):
-            parameter.grad = DTensor.from_local(part.view_as(local), mesh, [Replicate()], run_check=False)
-
+from jettison.parallel.parameters import distribute, local_part
+from jettison.parallel.regions import Axis, collect, f, f_bar, g_bar, split
 
 # linear layers --------------------------------------------------------------------------------------------------------
 
@@ -96,7 +55,7 @@ class _Forward:
 
     def weight(self) -> Tensor:
         """Local, outputs × inputs."""
-        weight = _local(self.module.weight)
+        weight = local_part(self.module.weight)
         assert weight is not None
         if _is_conv1d(self.module):
             weight = weight.reshape(weight.shape[0], -1).t()
@@ -104,7 +63,7 @@ class _Forward:
 
     def bias(self, *, partial: bool = False) -> Tensor | None:
         """Local and flat."""
-        bias = _local(self.module.bias, partial=partial)
+        bias = local_part(self.module.bias, partial=partial)
         return None if bias is None else bias.reshape(-1)
 
 
@@ -186,9 +145,9 @@ class ColumnParallel(Style):
         if self.groups > 1:
             _group(module, self.groups)
         last = module.weight.dim() - 1 if _is_conv1d(module) else 0
-        _distribute(self, module, "weight", device_mesh, Shard(last))
+        distribute(self, module, "weight", device_mesh, Shard(last))
         if module.bias is not None:
-            _distribute(self, module, "bias", device_mesh, Shard(module.bias.dim() - 1))
+            distribute(self, module, "bias", device_mesh, Shard(module.bias.dim() - 1))
         module.forward = _ColumnForward(module, axis, self.enters, features if self.collected else None)
         return module
 
@@ -215,8 +174,8 @@ class RowParallel(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis.of(device_mesh)
         self.check(module, axis.size)
-        _distribute(self, module, "weight", device_mesh, Shard(0 if _is_conv1d(module) else 1))
-        _distribute(self, module, "bias", device_mesh, Replicate())
+        distribute(self, module, "weight", device_mesh, Shard(0 if _is_conv1d(module) else 1))
+        distribute(self, module, "bias", device_mesh, Replicate())
         module.forward = _RowForward(module, axis, self.dim, self.draws)
         return module
 
@@ -337,7 +296,7 @@ class _ReplicatedForward:
         held = dict(table)
         try:
             for name, parameter in held.items():
-                table[name] = _local(parameter, partial=self.partial)  # type: ignore[assignment]
+                table[name] = local_part(parameter, partial=self.partial)
             out: Tensor = self.forward(x)
         finally:
             table.update(held)
@@ -362,7 +321,7 @@ class Replicated(Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in list(module._parameters):
-            _distribute(self, module, name, device_mesh, Replicate())
+            distribute(self, module, name, device_mesh, Replicate())
         axis = Axis.of(device_mesh)
         partial = self.sharded and axis.size > 1
         module.forward = _ReplicatedForward(module, axis, partial, self.split_ids, self.gathers, module.forward)
@@ -376,7 +335,7 @@ class _VocabularyForward(_Forward):
     def __call__(self, ids: Tensor) -> Tensor:
         weight: DTensor = self.module.weight
         first = self.axis.rank * math.ceil(weight.shape[0] / self.axis.size)
-        local = _local(weight)
+        local = local_part(weight)
         assert local is not None
         out = vocabulary_lookup(ids, local, first, self.module.padding_idx)
         return f_bar(out, self.axis) if self.dim is None else g_bar(out, self.axis, self.dim)
@@ -400,6 +359,6 @@ class VocabularyParallel(Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh.size())
-        _distribute(self, module, "weight", device_mesh, Shard(0))
+        distribute(self, module, "weight", device_mesh, Shard(0))
         module.forward = _VocabularyForward(module, Axis.of(device_mesh), self.dim)
         return module

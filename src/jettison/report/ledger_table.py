@@ -61,8 +61,8 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "model", f"{report.model}, {format_count(report.parameters)} parameters, recompute {report.recompute}"
     else:
         yield "model", _model(report, asked)
-        yield "layout", _layout(asked.run.layout)
-        yield "batch", _batch(asked)
+        yield "layout", layout_text(asked.run.layout)
+        yield "batch", batch_text(asked)
         yield "training", _training(asked)
         yield "recompute", _recompute(report, asked)
     if len(report.stages) == 1:
@@ -96,7 +96,8 @@ def _model(report: LedgerReport, asked: Resolved) -> str:
     return f"{report.model}, {format_count(report.parameters)} parameters, {sizes}"
 
 
-def _layout(layout: Layout) -> str:
+def layout_text(layout: Layout) -> str:
+    """How the ranks are laid out, in a line."""
     parts = [f"tp {layout.tp}{' with sp' if layout.sp else ''}" if layout.tp > 1 else ""]
     parts += [f"{axis} {size}" if size > 1 else "" for axis, size in (("cp", layout.cp), ("pp", layout.pp))]
     parts.append(f"dp {layout.dp}" if layout.dp > 1 else "")
@@ -109,7 +110,8 @@ def _layout(layout: Layout) -> str:
     return text + (f", ZeRO {layout.zero}" if layout.zero else "")
 
 
-def _batch(asked: Resolved) -> str:
+def batch_text(asked: Resolved) -> str:
+    """The batch, in a line that says which of it nobody asked for."""
     run = asked.run
     total = run.micro_batch * run.micro_batches * run.layout.dp
 

@@ -52,7 +52,7 @@ class ActiveFrame(Frame):
         if wanted and self.boxes is not None:
             for leaf, tensor in enumerate(tree_leaves(output)):
                 n = wanted.get((call, leaf))
-                if n is not None and _is(tensor, self.recipe.trace.made[self.recipe.boxes[n]]):
+                if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
                     self.boxes[n].fill(tensor)
 
 

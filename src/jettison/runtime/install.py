@@ -28,7 +28,9 @@ def install(
         segments: runs of block names; within a run only the first block holds its input.
         checked: the programs ran on these very tensors, so that the first run need not be compared with them.
     """
-    regions = {name: PlannedForward(model.get_submodule(name), name, how, model=model) for name, how in treatments.items()}
+    regions = {
+        name: PlannedForward(model.get_submodule(name), name, how, model=model) for name, how in treatments.items()
+    }
     _link(regions, traced, segments)
     for call in traced.calls:
         cls = traced.classes[call.class_key]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.ledger.program import Source
-from jettison.trace.capture import Call, RegionTrace, Tap, TensorRef
+from jettison.trace.capture import RegionTrace, Tap, TensorRef
 from jettison.trace.opinfo import is_collective
 
 
@@ -82,6 +83,11 @@ class Recipe:
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
     recomputed_ops: tuple[int, ...] = field(default=())
 
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes held between forward and backward."""
+        return self.trace.program.kept_bytes(self.kept)
+
     @property
     def drops(self) -> int:
         """Slots that are not kept."""
@@ -135,7 +141,7 @@ def compile_recipe(
     steps = {}
     source_refs = _source_refs(trace, box_of)
     for i in again:
-        steps[i] = _step(trace.calls[i], program.ops[i].inputs, source_refs, makers, counts)
+        steps[i] = _step(trace, i, source_refs, makers, counts)
     closures = _box_closures(program.ops, again, makers, box_of)
     recipe = Recipe(
         trace=trace, kept=kept, slots=[], steps=steps, makers=makers, counts=counts, boxes=boxes, box_of=box_of,
@@ -171,7 +177,7 @@ def _slot_action(
     source_refs: dict[int, TensorRef], filled: set[int],
 ) -> SlotAction:  # fmt: skip
     if buffer in recipe.links:
-        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=ref)
+        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=_within(recipe.trace, ref))
     if buffer in recipe.makers:
         source = source_refs.get(buffer)
         return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=None if source == ref else ref)
@@ -200,17 +206,15 @@ def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, Tensor
 
 
 def _step(
-    call: Call,
-    inputs: tuple[int, ...],
-    source_refs: dict[int, TensorRef],
-    makers: dict[int, int],
-    counts: dict[int, int],
+    trace: RegionTrace, index: int, source_refs: dict[int, TensorRef], makers: dict[int, int], counts: dict[int, int]
 ) -> Step:
+    call = trace.calls[index]
     leaves, spec = tree_flatten((call.args, call.kwargs))
     tensors = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, TensorRef):
-            tensors.append((position, leaf.buffer, None if source_refs.get(leaf.buffer) == leaf else leaf))
+            view = None if source_refs.get(leaf.buffer) == leaf else _within(trace, leaf)
+            tensors.append((position, leaf.buffer, view))
     written = []
     for old, new in call.written:
         position = next(p for p, b, _ in tensors if b == old)
@@ -220,11 +224,11 @@ def _step(
         for position, ref in enumerate(call.outputs)
         if ref is not None and ref.buffer in makers and counts[ref.buffer] > 0
     ]
-    consumes = tuple(b for b in inputs if b in counts)
+    consumes = tuple(b for b in trace.program.ops[index].inputs if b in counts)
     simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
     return Step(
-        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device, simple,
-        is_collective(call.func),
+        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device,
+        simple, is_collective(call.func),
     )  # fmt: skip
 
 
@@ -244,12 +248,28 @@ def _box_closures(
     return {i: tuple(sorted(found)) for i, found in closure.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Within(TensorRef):
+    """A view of an argument: ``offset`` counts from where the argument begins, which differs from call to call."""
+
+
+def _within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
+    given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
+    if given is None:
+        return ref
+    start = given.offset * given.dtype.itemsize // ref.dtype.itemsize
+    return _Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap)
+
+
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     """The view ``ref`` of the storage that ``tensor`` lies in."""
+    offset = ref.offset
+    if type(ref) is _Within:
+        offset += tensor.storage_offset() * tensor.element_size() // ref.dtype.itemsize
     if tensor.dtype is not ref.dtype:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
-    tensor = tensor.as_strided(ref.size, ref.stride, ref.offset)
+    tensor = tensor.as_strided(ref.size, ref.stride, offset)
     return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
 
 

@@ -19,16 +19,17 @@ from jettison.errors import TraceError
 from jettison.ledger.program import Program
 from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
-from jettison.runtime.frame import Diverged, Handle, Held, owners_of, unpack
+from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
 from jettison.runtime.recipe import Recipe, compile_recipe
-from jettison.runtime.report import RegionReport
+from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.verify import SequenceCheck
 from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
 from jettison.trace.sharded import unwatched
 from jettison.trace.signature import ModuleGuard, call_signature, global_signature
+from jettison.trace.wrapped import plain, wrapping
 
 GIVE_UP_AFTER = 8  # recordings of one region before it is left to torch.utils.checkpoint
 
@@ -42,6 +43,27 @@ class Prepared:
     checked: bool = False
     calls: int = 0
     graph: Print | None = None  # of the first run, which was checked call by call
+
+
+class Seen:
+    """A tensor without holding it, to be known again when it comes by as itself or as an alias (FSDP makes one)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = weakref.ref(plain(tensor).untyped_storage())
+        self.how = self._how(tensor)
+
+    def is_like(self, tensor: Any) -> bool:
+        """Whether this is the same memory, seen in the same way and not written to since."""
+        return (
+            isinstance(tensor, Tensor)
+            and self.storage() is plain(tensor).untyped_storage()
+            and self.how == self._how(tensor)
+        )
+
+    @staticmethod
+    def _how(tensor: Tensor) -> tuple[Any, ...]:
+        inner = plain(tensor)
+        return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), tensor._version
 
 
 @dataclass(kw_only=True)
@@ -89,8 +111,9 @@ class PlannedForward:
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.quiet = False  # falls back without a warning
         self.link: Link | None = None
-        # output leaf -> the output (weak), its version, its recipe
-        self.pending: dict[int, tuple[Any, int, Handle]] = {}
+        # output leaf -> how to know it again, its recipe
+        self.pending: dict[int, tuple[Seen, Handle]] = {}
+        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +173,11 @@ class PlannedForward:
         """Calls of this signature are known to have no program."""
         self.guard = self.guard or ModuleGuard(self.module)
         self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+
+    def live(self) -> Live:
+        """What is between its forward and its backward now."""
+        frames = list(self.frames)
+        return Live(calls=len(frames), nbytes=sum(frame.recipe.kept_bytes for frame in frames))
 
     def nested_done(self, output: Any) -> None:
         """A stand-in for a nested region has run inside this one."""
@@ -273,14 +301,12 @@ class PlannedForward:
         finally:
             stack.pop()
         frame.leave()
+        self.frames.add(frame)
         self._compare_graph(prepared, frame, leaves, output)
         prepared.checked = True
         if frame.handed:
             tensors = tree_leaves(output)
-            self.pending = {
-                leaf: (weakref.ref(tensors[leaf]), tensors[leaf]._version, handle)
-                for leaf, handle in frame.handed.items()
-            }
+            self.pending = {leaf: (Seen(tensors[leaf]), handle) for leaf, handle in frame.handed.items()}
             frame.handed = {}
         return output
 
@@ -310,8 +336,8 @@ class PlannedForward:
         found = {}
         for position, leaf in self.link.inputs:
             if leaf in pending:
-                output, version, handle = pending[leaf]
-                if output() is leaves[position] and leaves[position]._version == version:
+                output, handle = pending[leaf]
+                if output.is_like(leaves[position]):
                     found[position] = handle
         return found
 

@@ -20,6 +20,14 @@ class SlotReport:
     action: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Live:
+    """Calls of a region whose backward is not over, and the bytes that their recipes keep meanwhile."""
+
+    calls: int
+    nbytes: int
+
+
 @dataclass(kw_only=True)
 class RegionReport:
     """What a region did so far."""
@@ -52,7 +60,7 @@ class RegionReport:
             slots_kept=kinds.count("keep"),
             slots_dropped=kinds.count("drop"),
             slots_parameter=kinds.count("parameter"),
-            kept_bytes=recipe.trace.program.kept_bytes(recipe.kept) if recipe else 0,
+            kept_bytes=recipe.kept_bytes if recipe else 0,
             recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
             slots=_slot_reports(recipe) if recipe else (),
         )

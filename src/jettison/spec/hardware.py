@@ -59,6 +59,7 @@ class Reached:
 
     Args:
         matmul: of FLOP/s, by the largest products, hot: what a device holds up for hours, not for a second.
+        matmul_fp8: the same for products of fp8.
         attention: of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip.
         attention_backward: the same for its backward, which computes the scores again.
         memory: of memory bandwidth, by a kernel that streams.
@@ -69,6 +70,7 @@ class Reached:
     """
 
     matmul: float = 0.8
+    matmul_fp8: float = 0.7
     attention: float = 0.5
     attention_backward: float = 0.42
     memory: float = 0.85

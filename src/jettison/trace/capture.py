@@ -90,7 +90,7 @@ class RegionTrace:
     sequence: list[tuple[Any, bool]] = field(default_factory=list)
     initial_state: int | None = None  # buffer of the random state at the start, if the region draws
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
-    made: dict[int, TensorRef] = field(default_factory=dict)  # buffer of a nested call -> what it returned
+    given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
 
     @property
@@ -113,7 +113,7 @@ class Recorder:
         self.inputs: dict[int, int] = {}
         self.names: dict[int, str] = {}
         self.blocks: dict[int, tuple[int, int]] = {}
-        self.made: dict[int, TensorRef] = {}
+        self.given: dict[int, TensorRef] = {}
         self.path: list[str] = []
         # asked here: while autocast casts an argument it counts as switched off
         self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -137,12 +137,12 @@ class Recorder:
         return self.path[-1] if self.path else ""
 
     def _input(self, tensor: Tensor, position: int) -> None:
-        tensor = plain(tensor)
-        key = _storage_key(tensor)
+        key = storage_of(tensor)
         if key in self._current or key in self._named:
             return
-        b = self._new_buffer(tensor, Source.INPUT, name=str(position), keepable=True)
+        b = self._new_buffer(plain(tensor), Source.INPUT, name=str(position), keepable=True)
         self.inputs[b] = position
+        self.given[b] = self.ref(tensor)
 
     def _new_buffer(self, tensor: Tensor, source: Source, **more: Any) -> int:
         storage = tensor.untyped_storage()
@@ -174,7 +174,7 @@ class Recorder:
         if storage_of(tensor) not in self._current:
             b = self._new_buffer(plain(tensor), Source.BLOCK, name=f"{call}.{leaf}", keepable=True)
             self.blocks[b] = (call, leaf)
-            self.made[b] = self.ref(tensor)
+            self.given[b] = self.ref(tensor)
         self.state_broken = True
 
     def saved(self, tensor: Tensor) -> None:
@@ -297,7 +297,7 @@ class Recorder:
         return RegionTrace(
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
-            initial_state=self.initial_state, blocks=self.blocks, made=self.made,
+            initial_state=self.initial_state, blocks=self.blocks, given=self.given,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
         )  # fmt: skip
 

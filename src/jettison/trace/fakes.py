@@ -60,10 +60,8 @@ def fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     memo: dict[int, Any] = {id(state): state for state in states(model)}
     copies: list[tuple[nn.Module, nn.Module]] = []
     for module in sharded_modules(model):
-        place = next(module.parameters()).device if device is None else device
-        for held, whole in whole_parameters(module, lambda t, place=place: FakeTensor(mode, t, torch.device(place))):
-            memo[id(held)] = whole
-        kind = plain_class(module)
+        memo.update((id(held), whole) for held, whole in whole_parameters(module, faker.of_meta))
+        kind: Any = plain_class(module)
         copies.append((module, kind.__new__(kind)))
         memo[id(module)] = copies[-1][1]
     for tensor in _tensors_of(model):
@@ -105,6 +103,11 @@ class _Faker:
         if isinstance(tensor, nn.Parameter):
             return _as_parameter(tensor, fake)
         return fake.requires_grad_(tensor.requires_grad)
+
+    def of_meta(self, meta: Tensor, device: torch.device) -> Tensor:
+        """A fake tensor of a meta tensor's shape."""
+        fake: Tensor = FakeTensor(self._mode, meta, self._device or device)
+        return fake
 
     def _meta(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -20,9 +20,9 @@ from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
 from jettison.trace.observe import is_real, observed_trace
+from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
-from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.values import tracing
 from jettison.trace.wrapped import plain, storage_of
 

@@ -22,7 +22,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from jettison.errors import TraceError
 
-
 _FORMS = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
 
 
@@ -40,11 +39,13 @@ def plain_class(module: Any) -> type:
     return found
 
 
-def whole_parameters(module: Any, fake: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, nn.Parameter]]:
+def whole_parameters(
+    module: Any, fake: Callable[[Tensor, torch.device], Tensor]
+) -> Iterator[tuple[Tensor, nn.Parameter]]:
     """For every form in which a module of FSDP's holds a parameter, the whole one that its forward sees.
 
     Args:
-        fake: makes a tensor without memory like the given one, which is on ``meta``.
+        fake: makes a tensor without memory, for a device, like the given one, which is on ``meta``.
 
     Raises:
         TraceError: a parameter gathers in a way of its own, as quantised ones do.
@@ -55,7 +56,7 @@ def whole_parameters(module: Any, fake: Callable[[Tensor], Tensor]) -> Iterator[
         dtype = sharded.sharded_param.dtype
         if dtype.is_floating_point:
             dtype = sharded.mp_policy.param_dtype or dtype
-        whole = fake(torch.empty(sharded._orig_size, dtype=dtype, device="meta"))
+        whole = fake(torch.empty(sharded._orig_size, dtype=dtype, device="meta"), sharded.device)
         if sharded._unsharded_dtensor_spec is not None:  # tensor parallel inside
             from torch.distributed.tensor import DTensor
 

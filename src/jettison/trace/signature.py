@@ -21,19 +21,34 @@ def leaf_signature(leaf: Any) -> Any:
     """A tensor by its metadata, a plain value by itself, anything else by its type."""
     if isinstance(leaf, Tensor):
         inner = plain(leaf)
-        return (
-            inner.shape, inner.stride(), leaf.dtype, leaf.requires_grad, inner.storage_offset(), leaf.device.type,
-            wrapping(leaf),
-        )  # fmt: skip
+        return inner.shape, inner.stride(), leaf.dtype, leaf.requires_grad, leaf.device.type, wrapping(leaf)
     if isinstance(leaf, _SCALARS):
         return type(leaf), leaf
     return type(leaf)
 
 
 def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The flat leaves of a call, and its hashable signature (positional and keyword structure included)."""
+    """The flat leaves of a call, and its hashable signature (positional and keyword structure included).
+
+    Where in its memory an argument lies does not matter (micro-batches are parts of one batch), but how those that
+    share memory lie to each other does.
+    """
     leaves, spec = tree_flatten((args, kwargs))
-    return leaves, (spec, tuple(map(leaf_signature, leaves)))
+    return leaves, (spec, tuple(map(leaf_signature, leaves)), _sharing(leaves))
+
+
+def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
+    """(position, position of the first argument in the same memory, bytes between the two)."""
+    first: dict[int, tuple[int, int]] = {}
+    found = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            inner = plain(leaf)
+            at = inner.storage_offset() * inner.element_size()
+            other, start = first.setdefault(inner.untyped_storage()._cdata, (position, at))
+            if other != position:
+                found.append((position, other, at - start))
+    return tuple(found)
 
 
 def global_signature() -> tuple[Any, ...]:

@@ -47,6 +47,11 @@ def _kind(cls: type) -> _Kind:
     return _Kind.PLAIN
 
 
+def _kind_of(tensor: Any) -> _Kind:
+    cls: Any = type(tensor)
+    return _kind(cls)
+
+
 def desugars(types: Any) -> bool:
     """Whether a dispatch mode must leave a call to the wrappers among its arguments, to see what they do inside."""
     return any(_kind(cls) is not _Kind.PLAIN for cls in types)
@@ -54,21 +59,21 @@ def desugars(types: Any) -> bool:
 
 def plain(tensor: Any) -> Any:
     """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not."""
-    while (kind := _kind(type(tensor))) is not _Kind.PLAIN:
+    while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
         tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.elem
     return tensor
 
 
 def arrived(tensor: Any) -> Any:
     """As `plain`, after waiting for what is still under way."""
-    while (kind := _kind(type(tensor))) is not _Kind.PLAIN:
+    while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
         tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.trigger_wait()
     return tensor
 
 
 def wrapping(tensor: Any) -> Wrapping | None:
     """How to wrap `plain(tensor)` again; None where nothing needs to be."""
-    return Wrapping(tensor._spec) if _kind(type(tensor)) is _Kind.DISTRIBUTED else None
+    return Wrapping(tensor._spec) if _kind_of(tensor) is _Kind.DISTRIBUTED else None
 
 
 def storage_of(tensor: Tensor) -> int:

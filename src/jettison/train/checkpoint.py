@@ -50,9 +50,10 @@ class SaveFailed(JettisonError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What a checkpoint says beside its tensors. ``step`` is the number of steps done."""
+    """What a checkpoint says beside its tensors. ``step`` is the number of steps done, of ``steps`` altogether."""
 
     step: int
+    steps: int
     seed: int
     global_batch: int
     seq: int
@@ -61,7 +62,7 @@ class RunState:
     layout: str
 
     def require_same_run(self, other: RunState, where: Path) -> None:
-        """Would resuming from ``other`` continue with the data that would have come next?
+        """Would resuming from ``other`` continue with what would have come next?
 
         Raises:
             UsageError: no.
@@ -73,6 +74,8 @@ class RunState:
                     f"checkpoint {where} was made with {name} {theirs}, the recipe has {mine}: its data would not "
                     "continue where it stopped. Use the same, or another checkpoint folder"
                 )
+        if other.step > self.steps:
+            raise UsageError(f"checkpoint {where} is of step {other.step}; the recipe has {self.steps} steps")
 
 
 @dataclass(kw_only=True)
@@ -103,13 +106,13 @@ class Checkpoints:
         """The newest complete checkpoint. What an interrupted save has left is removed."""
         return self.world.from_leader(self._find)
 
-    def load(self, path: Path, tensors: Mapping[str, Tensor]) -> RunState:
+    def load(self, path: Path, tensors: Mapping[str, Tensor], run: RunState) -> RunState:
         """Read into these tensors, whatever layout they were saved from.
 
         Raises:
-            UsageError: the checkpoint does not fit, or cannot be read.
+            UsageError: the checkpoint is of another run than this, does not fit, or cannot be read.
         """
-        state = self.world.together(lambda: _read_state(path))
+        state = self.world.together(lambda: _state_for(run, path))
         try:
             dcp.load(dict(tensors), storage_reader=_Reader(path), process_group=self.world.control)
         except _ERRORS as error:
@@ -274,6 +277,12 @@ def _read_state(path: Path) -> RunState:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"checkpoint {path}: {_RUN} cannot be read: {error}") from error
+
+
+def _state_for(run: RunState, path: Path) -> RunState:
+    state = _read_state(path)
+    run.require_same_run(state, path)
+    return state
 
 
 def _reason(error: BaseException) -> str:

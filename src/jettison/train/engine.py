@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.errors import TraceError, UsageError
 from jettison.trace.model import LossFn, call_model, loss_of
+from jettison.train.places import Places
 from jettison.train.tools import Built
 
 Phase = Callable[[str], AbstractContextManager[None]]
@@ -47,15 +48,16 @@ class WholeModel:
     micro-batch.
     """
 
-    def __init__(self, built: Built, *, autocast: bool, device: torch.device) -> None:
+    def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:
         self.parts: Sequence[nn.Module] = (built.model,)
+        self._places = places
         self._built = built
         self._run: nn.Module = built.model
         self._autocast = autocast
         self._device = device
 
     def over_replicas(self, group: torch.distributed.ProcessGroup) -> None:
-        """Average gradients over these ranks, each of which has the whole model."""
+        """Average gradients over these ranks, each of which has the whole model; call it after planning."""
         ids = [self._device.index] if self._device.type == "cuda" else None
         self._run = DistributedDataParallel(
             self.parts[0], device_ids=ids, process_group=group, gradient_as_bucket_view=True
@@ -66,12 +68,14 @@ class WholeModel:
         losses = []
         for number, batch in enumerate(batches):
             with self._synchronising(number == len(batches) - 1):
-                torch.manual_seed(batch.seed)
+                self._places.seed(batch.seed)
                 with phase("forward"), self.context():
                     loss = self._loss(batch) / len(batches)
                 with phase("backward"):
                     loss.backward()
             losses.append(loss.detach())
+        with phase("backward"):
+            self._places.complete(list(self.parts[0].parameters()))
         return torch.stack(losses).sum()
 
     def settle(self) -> None:

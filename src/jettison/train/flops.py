@@ -6,30 +6,28 @@ multiply-add is 2, attention counts in full whatever its mask hides, and only ma
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from jettison.formula.region import embedding_region, head_region, layer_region
+from jettison.cost.flops import PASSES, forward_flops
+from jettison.cost.utilisation import utilisation
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 from jettison.train.recipe import LogSection
 
-_PASSES = 3
-"""A backward multiplies twice where a forward does once: for the gradient of the input and of the weight."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """FLOPs of one step over all ranks, and the peak FLOP/s of all devices together; None: not known.
+    """FLOPs of one step over all ranks, and the peak FLOP/s of one device; None: not known.
 
     Args:
         model_flops: what the model needs.
         recomputed_flops: what is computed again on top.
     """
 
-    model_flops: int | None
-    recomputed_flops: int = 0
+    model_flops: float | None
+    recomputed_flops: float = 0.0
+    devices: int = 1
     peak_flops_per_second: float | None = None
 
     def mfu(self, seconds: float) -> float | None:
@@ -40,23 +38,21 @@ class StepWork:
         """Hardware FLOPs utilisation."""
         return self._share(None if self.model_flops is None else self.model_flops + self.recomputed_flops, seconds)
 
-    def _share(self, flops: int | None, seconds: float) -> float | None:
-        if flops is None or self.peak_flops_per_second is None:
+    def _share(self, flops: float | None, seconds: float) -> float | None:
+        peak = self.peak_flops_per_second
+        if flops is None or peak is None:
             return None
-        return flops / seconds / self.peak_flops_per_second
+        return utilisation(flops, seconds=seconds, devices=self.devices, peak_flops_per_second=peak)
 
 
-def spec_flops(spec: ModelSpec, *, sequences: int, seq: int) -> int:
+def spec_flops(spec: ModelSpec, *, sequences: int, seq: int) -> float:
     """FLOPs of training on this many sequences, without recompute, by the closed form."""
-    scene = Run(model=spec, seq=seq).scene
-    forward = embedding_region(scene).flops + head_region(scene).flops
-    forward += sum(layer_region(scene, kind).flops * n for kind, n in Counter(spec.layers).items())
-    return _PASSES * sequences * forward
+    return PASSES * sequences * forward_flops(Run(model=spec, seq=seq))
 
 
-def traced_flops(forward_flops: int, *, micro_batches: int) -> int:
+def traced_flops(forward: int, *, micro_batches: int) -> float:
     """The same from a trace of one micro-batch's forward."""
-    return _PASSES * micro_batches * forward_flops
+    return float(PASSES * micro_batches * forward)
 
 
 def peak_flops_per_second(log: LogSection, precision: str) -> float | None:

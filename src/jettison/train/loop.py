@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -36,11 +36,17 @@ class RankLost(JettisonError, RuntimeError):
 
 
 def train(
-    recipe: TrainRecipe, tools: Tools, *, must_resume: bool = False, say: Say = silent, warn: Say = silent
+    make: Callable[[], TrainRecipe],
+    tools: Tools,
+    *,
+    must_resume: bool = False,
+    say: Say = silent,
+    warn: Say = silent,
 ) -> TrainResult:
     """Run a recipe to its end, to a signal, or from where its checkpoint folder says.
 
     Args:
+        make: reads the recipe, once the ranks can say together what is wrong with it.
         must_resume: there has to be a checkpoint; otherwise one is taken where there is one.
         say: progress, of the leading rank.
         warn: what went wrong and did not end the run, of the leading rank.
@@ -54,7 +60,7 @@ def train(
     with joined() as world, StopRequest() as stop:
         if not world.leads:
             say = warn = silent
-        session = prepare(recipe, world, tools, must_resume=must_resume, say=say, warn=warn)
+        session = prepare(world.together(make), world, tools, must_resume=must_resume, say=say, warn=warn)
         run = _Run(session, stop, say, warn)
         try:
             return run.to_the_end()

@@ -1,7 +1,9 @@
-"""Peak bytes of each phase of a step: from the allocator on a GPU, from the profiler on a CPU.
+"""Peak bytes of each phase of a step: from the allocator on a GPU, from the profiler or a counter on a CPU.
 
-On a CPU the profiler slows a step down and only the first steps are measured. Allocations are replayed in time order,
-from the bytes of what was alive before the step.
+On a CPU either of them slows a step down and only the first steps are measured. One process alone has its allocations
+profiled and replayed in time order, from the bytes of what was alive before the step. Where ranks talk over gloo, its
+threads let go of tensors too, which the profiler does not see: there `AllocationCounter` follows every storage to its
+death, and what kernels take and give back inside one call is not in the figures.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from jettison.measure.memory import unique_bytes
+from jettison.measure.memory import AllocationCounter, unique_bytes
 from jettison.measure.peak import ALLOCATION_EVENT
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
@@ -40,12 +44,16 @@ class PhasePeaks:
 class MemoryMeter:
     """Measures steps: `step` around each, `phase` around the parts of it."""
 
-    def __init__(self, device: torch.device, steps_on_cpu: int, alive: Callable[[], list[Tensor]]) -> None:
+    def __init__(
+        self, device: torch.device, steps_on_cpu: int, alive: Callable[[], list[Tensor]], *, alone: bool = True
+    ) -> None:
+        """``alive``: what exists before a step. ``alone``: no other rank."""
         self._device = device
         self._left = steps_on_cpu
         self._alive = alive
+        self._alone = alone
         self._phases: dict[str, int] | None = None
-        self._profiling = False
+        self._counter: _Counter | None = None
 
     @property
     def measuring(self) -> bool:
@@ -55,21 +63,10 @@ class MemoryMeter:
     @contextmanager
     def step(self) -> Iterator[Callable[[], PhasePeaks | None]]:
         """One step; the function that it gives has the peaks once the step is over, None where it was not measured."""
-        self._phases = {} if self.measuring else None
-        found = self._phases
-        if self._device.type == "cuda" or found is None:
+        found: dict[str, int] | None = {} if self.measuring else None
+        self._phases = found
+        with self._watching():
             yield lambda: PhasePeaks(phases=found) if found else None
-            return
-        self._left -= 1
-        gc.collect()
-        static_bytes = unique_bytes(self._alive())
-        self._profiling = True
-        try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                yield lambda: PhasePeaks(phases=found) if found else None
-        finally:
-            self._profiling = False
-        found.update(_replayed(profiler.profiler.kineto_results, static_bytes))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,14 +76,51 @@ class MemoryMeter:
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
-            peak = torch.cuda.max_memory_allocated(self._device)
-            self._phases[name] = max(peak, self._phases.get(name, 0))
+            self._note(name, torch.cuda.max_memory_allocated(self._device))
+        elif self._counter is not None:
+            self._counter.reset_peak()
+            yield
+            self._note(name, self._counter.peak_bytes)
         else:
-            with record_function(_MARK + name) if self._profiling else nullcontext():
+            with record_function(_MARK + name):
                 yield
 
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        if self._phases is None or self._device.type == "cuda":
+            yield
+            return
+        self._left -= 1
+        gc.collect()
+        if self._alone:
+            static_bytes = unique_bytes(self._alive())
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                yield
+            for name, peak in _replayed(profiler.profiler.kineto_results, static_bytes):
+                self._note(name, peak)
+            return
+        self._counter = _Counter(self._alive())
+        try:
+            with self._counter:
+                yield
+        finally:
+            self._counter = None
 
-def _replayed(results: Any, static_bytes: int) -> dict[str, int]:
+    def _note(self, name: str, peak: int) -> None:
+        assert self._phases is not None
+        self._phases[name] = max(peak, self._phases.get(name, 0))
+
+
+class _Counter(AllocationCounter):
+    """Counts what wrappers are made of, and not the wrappers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # it comes again, with the tensors inside
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, int]]:
     """The highest level within each marked stretch of time."""
     marks: list[tuple[int, int, str]] = []
     changes: list[tuple[int, int]] = []
@@ -97,12 +131,9 @@ def _replayed(results: Any, static_bytes: int) -> dict[str, int]:
                 changes.append((event.start_ns(), event.nbytes()))
         elif name.startswith(_MARK):
             marks.append((event.start_ns(), event.end_ns(), name.removeprefix(_MARK)))
-    marks.sort()
     changes.sort(key=lambda change: change[0])
-    peaks: dict[str, int] = {}
-    live = static_bytes
-    index = 0
-    for start, end, name in marks:
+    live, index = static_bytes, 0
+    for start, end, name in sorted(marks):
         while index < len(changes) and changes[index][0] < start:
             live += changes[index][1]
             index += 1
@@ -111,5 +142,4 @@ def _replayed(results: Any, static_bytes: int) -> dict[str, int]:
             live += changes[index][1]
             highest = max(highest, live)
             index += 1
-        peaks[name] = max(highest, peaks.get(name, 0))
-    return peaks
+        yield name, highest

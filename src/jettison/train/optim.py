@@ -75,10 +75,9 @@ def total_norm(found: Sequence[Tensor], stages: dist.ProcessGroup | None = None)
         found: this rank's gradients; sharded ones are DTensors, which know where the rest is.
         stages: ranks that hold other parameters of the model: the stages of a pipeline.
     """
-    squares = [torch.nn.utils.get_total_norm(group).square() for group in _alike(found)]
-    device = found[0].device if found else torch.device("cpu")
-    local = [s.full_tensor() if isinstance(s, DTensor) else s for s in squares]
-    total = torch.stack([s.to(device, torch.float64) for s in local]).sum() if local else torch.zeros((), device=device)
+    norms = [torch.nn.utils.get_total_norm(group) for group in _alike(found)]
+    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    total = torch.stack([n.double().square() for n in whole]).sum()
     if stages is not None:
         dist.all_reduce(total, group=stages)
     return total.sqrt()

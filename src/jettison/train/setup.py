@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import UsageError
@@ -20,6 +21,7 @@ from jettison.train.flops import StepWork, peak_flops_per_second, spec_flops, tr
 from jettison.train.memory import MemoryMeter
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.order import Order, derived_seed
+from jettison.train.places import Places
 from jettison.train.recipe import TrainRecipe
 from jettison.train.tools import Built, Planned, Rehearsal, Say, Tools
 from jettison.train.world import World
@@ -57,8 +59,8 @@ class Session:
         """What a checkpoint says."""
         batch, layout = self.recipe.batch, self.layout
         return RunState(
-            step=self.step, seed=self.recipe.seed, global_batch=batch.global_batch, seq=batch.seq,
-            data=self.batches.corpus.digest, world=self.world.size,
+            step=self.step, steps=self.recipe.steps, seed=self.recipe.seed, global_batch=batch.global_batch,
+            seq=batch.seq, data=self.batches.corpus.digest, world=self.world.size,
             layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
         )  # fmt: skip
 
@@ -70,16 +72,16 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
     """
-    layout = recipe.layout.over(world.size)
-    accumulation = recipe.batch.accumulation(layout.dp)
-    _supported(layout, recipe)
+    layout, accumulation = world.together(lambda: _layout(recipe, world.size))
     say("reading the data")
     batches = world.together(lambda: _batches(recipe))
     say("building the model")
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: tools.build(recipe.model, seq=recipe.batch.seq, device=world.device))
-    batches.corpus.check_vocabulary(built.spec.vocab if built.spec else None)
-    engine = WholeModel(built, autocast=recipe.precision == "bf16-autocast", device=world.device)
+    world.together(lambda: batches.corpus.check_vocabulary(built.spec.vocab if built.spec else None))
+    places = Places.of(layout, world)
+    world.together(lambda: places.shard(built.model))
+    engine = WholeModel(built, places, autocast=recipe.precision == "bf16-autocast", device=world.device)
     optimizer = make_optimizer(recipe.optimizer, built.model.parameters())
     held = layout.dp > 1 or accumulation > 1
     rehearsal = Rehearsal(
@@ -91,22 +93,27 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
         planned = _plan(recipe, world, tools, rehearsal, say)
     if planned is not None:
         total = world.sum(planned.recomputed_flops)[0] * accumulation
-        work = StepWork(**asdict(work) | {"recomputed_flops": int(total)})
+        work = replace(work, recomputed_flops=total)
     if layout.dp > 1:
-        engine.over_replicas(dist.group.WORLD)
+        engine.over_replicas(places.group("dp"))
     session = Session(
-        recipe=recipe, world=world, layout=layout, accumulation=accumulation, data_rank=world.rank, batches=batches,
-        engine=engine, optimizer=optimizer, planned=planned, work=work,
-        meter=MemoryMeter(world.device, recipe.log.memory_steps, _alive(engine, optimizer, layout.dp > 1)),
+        recipe=recipe, world=world, layout=layout, accumulation=accumulation, data_rank=places.data_rank,
+        batches=batches, engine=engine, optimizer=optimizer, planned=planned, work=work,
+        meter=MemoryMeter(
+            world.device, recipe.log.memory_steps, _alive(engine, optimizer, layout.dp > 1), alone=world.size == 1
+        ),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
     )  # fmt: skip
     _resume(session, must_resume=must_resume, say=say)
     return session
 
 
-def _supported(layout: Layout, recipe: TrainRecipe) -> None:
-    if layout.tp > 1 or layout.pp > 1 or layout.zero or recipe.precision == "bf16":
+def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
+    """The layout, and the micro-batches of a step on one data-parallel rank."""
+    layout = recipe.layout.over(ranks)
+    if (layout.tp > 1 and layout.dp > 1) or layout.pp > 1 or layout.zero or recipe.precision == "bf16":
         raise UsageError("layout: only data parallelism is there so far")
+    return layout, recipe.batch.accumulation(layout.dp)
 
 
 def _batches(recipe: TrainRecipe) -> Batches:
@@ -128,28 +135,30 @@ def _work(
 ) -> StepWork:
     peak = peak_flops_per_second(recipe.log, recipe.precision)
     if built.spec is not None:
-        flops: int | None = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
+        flops: float | None = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
     else:
         forward = tools.forward_flops(rehearsal) if peak is not None else None
         flops = None if forward is None else traced_flops(forward, micro_batches=accumulation * layout.dp)
-    return StepWork(model_flops=flops, peak_flops_per_second=None if peak is None else peak * layout.world)
+    return StepWork(model_flops=flops, devices=layout.world, peak_flops_per_second=peak)
 
 
 def _resume(session: Session, *, must_resume: bool, say: Say) -> None:
     checkpoints = session.checkpoints
-    found = checkpoints.find() if checkpoints is not None else None
+    found = session.world.together(lambda: _found(checkpoints, session.recipe, must_resume=must_resume))
     if found is None or checkpoints is None:
-        if must_resume:
-            where = session.recipe.checkpoint.folder or "no folder: the recipe has no checkpoint.folder"
-            raise UsageError(f"--resume: there is no checkpoint in {where}")
         return
     say(f"resuming from {found}")
     ensure_state(session.optimizer)
-    state = checkpoints.load(found, session.tensors())
-    session.state().require_same_run(state, found)
-    if state.step > session.recipe.steps:
-        raise UsageError(f"checkpoint {found} is of step {state.step}; the recipe has {session.recipe.steps} steps")
+    state = checkpoints.load(found, session.tensors(), session.state())
     session.step = state.step
+
+
+def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume: bool) -> Path | None:
+    found = checkpoints.find() if checkpoints is not None else None
+    if found is None and must_resume:
+        where = recipe.checkpoint.folder or "no folder: the recipe has no checkpoint.folder"
+        raise UsageError(f"--resume: there is no checkpoint in {where}")
+    return found
 
 
 def _gradient_bytes(model: nn.Module) -> int:
@@ -168,7 +177,8 @@ def _alive(engine: Engine, optimizer: torch.optim.Optimizer, buckets: bool) -> C
         gradients = [p.grad for p in parameters if p.grad is not None]
         if buckets and not gradients:
             gradients = [torch.empty_like(p, device="meta") for p in parameters if p.requires_grad]
-        return [*parameters, *buffers, *state, *gradients]
+        found = [*parameters, *buffers, *state, *gradients]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
 
     return alive
 

@@ -51,10 +51,15 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is to be done, as text that travels between ranks: a plan document, or a policy word."""
+    """What is to be done, as text that travels between ranks: a plan document, or a policy word.
+
+    Args:
+        likeness: of the model that the plan was made for here and now; None for a plan from a file.
+    """
 
     plan: str | None = None
     policy: str | None = None
+    likeness: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

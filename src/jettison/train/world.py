@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import distributed as dist
 
 _T = TypeVar("_T")
+_AGREED: Final = "raised_by_every_rank"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,7 +54,7 @@ class World:
                 box[1] = error
         dist.broadcast_object_list(box, src=0, group=self.control)
         if box[1] is not None:
-            raise box[1]
+            raise _agreed(box[1])
         value: _T = box[0]
         return value
 
@@ -67,13 +68,23 @@ class World:
             error = caught
         failed = [found for found in self.gather(error) if found is not None]
         if error is not None or failed:
-            raise error or failed[0]
+            raise _agreed(error or failed[0])
         return box[0]
 
     def _reduced(self, values: tuple[float, ...], how: Any) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, how, group=self.control)
         return tensor.tolist()
+
+
+def said_by_leader(error: Exception) -> bool:
+    """Did every rank raise this error, so that one of them may speak for all?"""
+    return getattr(error, _AGREED, False)
+
+
+def _agreed(error: Exception) -> Exception:
+    setattr(error, _AGREED, True)
+    return error
 
 
 @contextmanager

@@ -1,0 +1,258 @@
+"""Predicted throughput next to published one: writes docs/accuracy_time.md.
+
+    python -m benchmarks.throughput
+
+No number of a row was fitted. What a row needs beyond its columns is a rule of its source, in `RULES`, and what the
+hardware reaches is in the hardware files. llm-foundry's rows come from its benchmark page; those in
+`llm_foundry_throughput.csv` are not among the published runs, and most were predicted before they were looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+
+from jettison.cost.execution import Execution, execution_of
+from jettison.cost.flops import Counting
+from jettison.forecast.request import RunRequest, resolve
+from jettison.forecast.time import Estimate, estimate
+from jettison.spec.config import parse_config
+from jettison.spec.hardware import hardware
+from jettison.spec.kernels import PYTORCH
+from jettison.spec.model import ModelSpec
+from jettison.spec.presets import preset
+from jettison.spec.run import Run
+
+FACTS = Path(__file__).parent.parent / "tests" / "facts"
+PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
+TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
+GPUS = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-80gb", "H100-96GB": "h100-96gb", "H100": "h100-96gb"}
+"""An H100 in torchtitan's own pull requests is Meta's."""
+MPT = {
+    "mpt-1b": (2048, 24, 16), "mpt-3b": (2560, 32, 20), "mpt-7b": (4096, 32, 32), "mpt-13b": (5120, 40, 40),
+    "mpt-30b": (7168, 48, 56), "mpt-70b": (8192, 80, 64),
+}  # fmt: skip
+"""Hidden size, layers and heads. The page's parameter counts say that these are GPTs with biases and learned positions,
+tied embeddings and 50,368 tokens, not MPT with ALiBi: 13 h biases and norms a layer, s h positions."""
+ACCUMULATED = {
+    ("mpt-70b", 2048): 4, ("mpt-30b", 2048): 3, ("mpt-13b", 2048): 1, ("mpt-13b", 1024): 3, ("mpt-7b", 2048): 1,
+    ("mpt-7b", 4096): 2,
+}  # fmt: skip
+"""Micro-batches in a step, as the page has them for the rows that the published runs list."""
+NANOTRON_TOKENS = 1 << 20
+"""In a step: what nanotron's scaling_benchmarks.py sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One published throughput and the run that stands for it."""
+
+    source: str
+    gpu: str
+    columns: Mapping[str, str]
+    run: Run
+    execution: Execution
+    published: float
+    listed: bool  # in published_runs.csv
+
+    @property
+    def found(self) -> Estimate:
+        """What the run takes, as predicted."""
+        return estimate(self.run, hardware(GPUS[self.gpu]), execution=self.execution)
+
+    @property
+    def error(self) -> float:
+        """Relative, of the predicted throughput."""
+        return self.found.tokens_per_second_per_gpu / self.published - 1
+
+    @property
+    def name(self) -> str:
+        """The run in a few words."""
+        column = self.columns
+        more = " ".join(word for word in (column["recompute"], column.get("extras", "")) if word)
+        where = f"{column['gpus']} x {self.gpu}, {column.get('layout', 'fsdp')}"
+        return f"{column['model']}, {where}, s = {self.run.seq}, b = {self.run.micro_batch}, {more}"
+
+
+def mpt(name: str, seq: int) -> ModelSpec:
+    """A model of llm-foundry's benchmarks, with as many positions as a sequence has tokens."""
+    hidden, layers, heads = MPT[name]
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": 50368, "n_positions": seq}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_function": "gelu"}
+    return parse_config({"model_type": "gpt2", **sizes, **off}, name=name)
+
+
+def _layout(text: str, gpus: int) -> dict[str, int]:
+    """The words of a layout column, such as fsdp4-tp2, as fields of a request."""
+    found = {axis: int(size) for axis, size in re.findall(r"([a-z]+)(\d+)", text)}
+    if text == "fsdp":
+        found["fsdp"] = gpus
+    sharded = "fsdp" in found
+    found["dp"] = found.pop("fsdp", found.get("dp", 1))
+    return found | ({"zero": 3} if sharded else {})
+
+
+# one rule for each source ---------------------------------------------------------------------------------------------
+
+
+def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
+    """FSDP2, fp32 weights cast for each use, per-op checkpointing that recomputes every second product, norms written
+    out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe."""
+    recompute = {"selective-op": "selective-op-alternate"}.get(row["recompute"], row["recompute"])
+    request = RunRequest(
+        seq=int(row["sequence"] or 8192), micro_batch=int(row["micro_batch"] or 1), recompute=recompute,
+        precision="fp8" if "float8" in row["extras"] else "bf16-autocast", **_layout(row["layout"], int(row["gpus"])),
+    )  # fmt: skip
+    run = resolve(preset(row["model"]), request).run
+    run = replace(run, kernels=replace(run.kernels, fused_norm=False))
+    how = execution_of(run)
+    return run, how.compiled() if "compile" in row["extras"] else how
+
+
+def _foundry(row: Mapping[str, str]) -> tuple[Run, Execution]:
+    """FSDP with mixed precision; the Triton kernel of the first FlashAttention, which its successor outruns 1.3 to 2
+    times (arXiv 2307.08691 §4.1); an AdamW of single operations."""
+    seq = int(row["sequence"])
+    times = int(row["micro_batches"]) if "micro_batches" in row else ACCUMULATED[row["model"], seq]
+    request = RunRequest(
+        seq=seq, micro_batch=int(row["micro_batch"]), micro_batches=times, precision="bf16-autocast",
+        recompute=row["recompute"], dp=int(row["gpus"]), zero=3, attention="flash", kernels=PYTORCH.name,
+    )  # fmt: skip
+    run = resolve(mpt(row["model"], seq), request).run
+    return run, replace(execution_of(run), attention=0.55, fused_optimizer=False)
+
+
+def _nanotron(row: Mapping[str, str]) -> tuple[Run, Execution]:
+    """bf16 with fp32 gradients added up beside it, a million tokens a step. Its pipeline gives the stage of the head
+    fewer layers, ours does not."""
+    layout = _layout(row["layout"], int(row["gpus"]))
+    seq, micro_batch = int(row["sequence"]), int(row["micro_batch"])
+    request = RunRequest(
+        seq=seq, micro_batch=micro_batch, micro_batches=NANOTRON_TOKENS // (seq * micro_batch * layout["dp"]),
+        precision="bf16-grad32", recompute=row["recompute"],
+        **layout | ({"zero": 1} if row["extras"] == "zero1" else {}),
+    )  # fmt: skip
+    run = resolve(preset(row["model"]), request).run
+    return run, execution_of(run)
+
+
+RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = MappingProxyType(
+    {"torchtitan": _torchtitan, "llm-foundry": _foundry, "ultrascale": _nanotron}
+)
+"""By the first word of a source."""
+
+
+def rows() -> list[Timed]:
+    """Every published throughput of a described run on a known GPU: those listed first, then llm-foundry's others."""
+    return [*_read("published_runs.csv"), *_read("llm_foundry_throughput.csv")]
+
+
+def _read(name: str) -> Iterator[Timed]:
+    with (FACTS / name).open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            source = row.get("source", "llm-foundry benchmarking")
+            known = row["gpu"] in GPUS and "first step" not in row.get("extras", "")
+            if known and row["tokens_per_second_per_gpu"]:
+                run, execution = RULES[source.split()[0]](row)
+                yield Timed(
+                    source=source, gpu=row["gpu"], columns=row, run=run, execution=execution,
+                    published=float(row["tokens_per_second_per_gpu"]), listed="source" in row,
+                )  # fmt: skip
+
+
+# the page -------------------------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """The whole page."""
+    found = rows()
+    listed, others = [row for row in found if row.listed], [row for row in found if not row.listed]
+    words = {
+        "listed": _table(listed), "others": _table(others),
+        "listed_summary": _summary(listed), "others_summary": _summary(others),
+        "table5": _table5(),
+    }  # fmt: skip
+    return TEMPLATE.read_text(encoding="utf-8").format_map(words)
+
+
+def _table(chosen: list[Timed]) -> str:
+    lines = [
+        "| run | source | published tokens/s/GPU | predicted | error | MFU by 6N + 12Lhs |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in chosen:
+        found = row.found
+        lines.append(
+            f"| {row.name} | {row.source} | {row.published:,.0f} | {found.tokens_per_second_per_gpu:,.0f} | "
+            f"{_signed(row.error)} | {100 * found.mfu_by(Counting.PALM):.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def _summary(chosen: list[Timed]) -> str:
+    errors = sorted(abs(row.error) for row in chosen)
+    within = sum(error <= 0.12 for error in errors)
+    return (
+        f"{len(errors)} rows: median absolute error {100 * median(errors):.1f} %, {within} of them within 12 %, "
+        f"worst {100 * errors[-1]:.0f} %."
+    )
+
+
+def paper_runs() -> Iterator[tuple[str, Run, float]]:
+    """Table 5 of arXiv 2205.05198: a name, the run, and the published seconds of an iteration."""
+    with (FACTS / "korthikanti2022_configs.csv").open(encoding="utf-8") as file:
+        configs = list(csv.DictReader(file))
+    with (FACTS / "korthikanti2022_table5.csv").open(encoding="utf-8") as file:
+        seconds = {row["model"]: row for row in csv.DictReader(file)}
+    for row in configs:
+        published = seconds[row["model"]]
+        for recompute, sp, column in (
+            ("full", False, "iteration_full_s"),
+            ("selective", True, "iteration_selective_sp_s"),
+        ):
+            run = paper_run(row, recompute=recompute, sp=sp)
+            yield f"{row['model']}, {recompute}{' + sp' if sp else ''}", run, float(published[column])
+
+
+def paper_run(config: Mapping[str, str], *, recompute: str, sp: bool) -> Run:
+    """A GPT of the paper's Table 3 in its layout."""
+    micro_batch = int(config["micro_batch"])
+    request = RunRequest(
+        seq=2048, micro_batch=micro_batch, micro_batches=int(config["global_batch"]) // micro_batch, sp=sp,
+        tp=int(config["tensor_parallel"]), pp=int(config["pipeline_parallel"]),
+        virtual_stages=int(config["virtual_stages"]), recompute=recompute,
+    )  # fmt: skip
+    return resolve(preset(f"gpt-{config['model'].lower()}"), request).run
+
+
+def _table5() -> str:
+    lines = [
+        "| run | published s | predicted s | error | compute | communication | bubble | recompute | other |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    device = hardware("a100-80gb")
+    for name, run, published in paper_runs():
+        found = estimate(run, device)
+        parts = found.breakdown
+        shares = [parts.compute, parts.communication, parts.bubble, parts.recompute, parts.other]
+        lines.append(
+            f"| {name} | {published:.2f} | {found.step_seconds:.2f} | {_signed(found.step_seconds / published - 1)} | "
+            + " | ".join(f"{100 * part / found.step_seconds:.1f} %" for part in shares)
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def _signed(value: float) -> str:
+    """A share as a percentage with a sign."""
+    return f"{100 * value:+.1f} %".replace("-", "−")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE.name}: {len(rows())} rows")

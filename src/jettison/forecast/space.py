@@ -1,0 +1,266 @@
+"""What `search` looks through: every way to train a model on so many devices that its axes allow.
+
+A setup is a layout and how the global batch is cut; a plan is what happens to activations. A candidate is one of each.
+Data-parallel ranks are what tensor, pipeline and context parallelism leave, and accumulation is what data parallelism
+and the micro-batch leave: N = t x p x cp x dp and B = dp x b x n, all whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Final
+
+from jettison.errors import UsageError
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.model import Moe
+from jettison.spec.run import Mode, Recompute, Run
+
+INTERLEAVED: Final = "interleaved"
+"""The schedule 1f1b with virtual stages."""
+SCHEDULES: Final = (str(Schedule.ONE_F_ONE_B), INTERLEAVED)
+"""Searched unless others are asked for."""
+EVERY: Final = "every"
+"""`every:K` for each K above 1 that divides a stage's layers."""
+PLANS: Final = ("none", "selective", "selective-op", "full", EVERY, str(Mode.AUTO))
+"""Searched unless others are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axes:
+    """The values that each axis may take; None: all that divide.
+
+    Args:
+        tp: left out, up to a node.
+        sp: beside every tp above 1.
+        schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
+        plans: recompute modes; `every` and `auto` among them.
+        offload: False: what stays is on the device; True: on the host.
+
+    Raises:
+        UsageError: a schedule that there is not.
+    """
+
+    tp: tuple[int, ...] | None = None
+    sp: bool = True
+    pp: tuple[int, ...] | None = None
+    virtual_stages: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] = SCHEDULES
+    cp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    micro_batch: tuple[int, ...] | None = None
+    plans: tuple[str, ...] = PLANS
+    offload: tuple[bool, ...] = (False,)
+
+    def __post_init__(self) -> None:
+        known = (*Schedule, INTERLEAVED)
+        for word in self.schedules:
+            if word not in known:
+                raise UsageError(f"got --schedule {word!r}; expected some of {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A layout, and the batch as it is cut for one data-parallel rank."""
+
+    layout: Layout
+    micro_batch: int
+    micro_batches: int
+
+    @property
+    def text(self) -> str:
+        """All of it, as flags."""
+        lay = self.layout
+        words = [f"--tp {lay.tp}", "--no-sp" if lay.tp > 1 and not lay.sp else "", f"--pp {lay.pp}"]
+        words += [f"--virtual-stages {lay.virtual_stages}"] if lay.virtual_stages > 1 else []
+        words += [f"--schedule {lay.schedule}"] if lay.schedule is not Schedule.ONE_F_ONE_B else []
+        words += [f"--{name} {size}" for name, size in (("cp", lay.cp), ("ep", lay.ep)) if size > 1]
+        words += [f"--dp {lay.dp}"] + ([f"--zero {lay.zero}"] if lay.zero else [])
+        words += [f"--micro-batch {self.micro_batch}", f"--micro-batches {self.micro_batches}"]
+        return " ".join(word for word in words if word)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A setup and a plan.
+
+    Args:
+        budget_bytes: what a planner was asked to fit; None where the mode says everything.
+    """
+
+    setup: Setup
+    recompute: Recompute
+    budget_bytes: int | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it, as flags."""
+        offload = " --offload" if self.recompute.offload else ""
+        budget = f" --budget {self.budget_bytes}B" if self.budget_bytes is not None else ""
+        return f"{self.setup.text} --recompute {self.recompute}{offload}{budget}"
+
+    def run(self, template: Run) -> Run:
+        """The run that it is."""
+        return setup_run(self.setup, template, self.recompute)
+
+
+def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
+    """A setup's run: everything else is as in the template. Without a mode, nothing is computed again."""
+    return replace(
+        template, layout=setup.layout, micro_batch=setup.micro_batch, micro_batches=setup.micro_batches,
+        recompute=recompute or Recompute(),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All candidates for a model, a number of devices and a global batch.
+
+    Args:
+        template: the run's model, sequence, precision, kernels and so on; its layout's flags that are no axes hold.
+        node: devices of a node.
+
+    Raises:
+        UsageError: a number below one.
+    """
+
+    template: Run
+    gpus: int
+    global_batch: int
+    node: int
+    axes: Axes = field(default_factory=Axes)
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "global_batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    f"got --{name.replace('_', '-')} {getattr(self, name)}; expected a whole number of 1 or more"
+                )
+
+    @cached_property
+    def setups(self) -> tuple[Setup, ...]:
+        """In a fixed order.
+
+        Raises:
+            UsageError: there are none; the message says why.
+        """
+        refused: Counter[str] = Counter()
+        found = tuple(self._setups(refused))
+        if not found:
+            why = refused.most_common(1)[0][0] if refused else "tp x pp x cp x dp never comes to that number"
+            raise UsageError(f"no layout of {self.gpus} GPUs takes a global batch of {self.global_batch}: {why}")
+        return found
+
+    def plans(self, setup: Setup) -> tuple[Recompute, ...]:
+        """The modes to try, the planner aside, in a fixed order."""
+        return self._plans[max(setup.layout.layers_per_chunk(self.template.model.depth))]
+
+    @property
+    def asks_planner(self) -> bool:
+        """Is its choice among the plans?"""
+        return str(Mode.AUTO) in self.axes.plans
+
+    @cached_property
+    def size(self) -> int:
+        """Candidates."""
+        return sum(len(self.plans(setup)) + self.asks_planner for setup in self.setups)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _plans(self) -> dict[int, tuple[Recompute, ...]]:
+        depth = self.template.model.depth
+        return {layers: tuple(self._modes(layers)) for layers in range(1, depth + 1)}
+
+    def _modes(self, layers: int) -> Iterator[Recompute]:
+        known = set()
+        for offload in self.axes.offload:
+            for word in self.axes.plans:
+                words = [f"every:{k}" for k in _divisors(layers)[1:]] if word == EVERY else [word]
+                for each in words:
+                    mode = Recompute.parse(each, layers=self.template.model.depth, offload=offload)
+                    if mode.mode is not Mode.AUTO and mode not in known:
+                        known.add(mode)
+                        yield mode
+
+    def _setups(self, refused: Counter[str]) -> Iterator[Setup]:
+        for layout in self._layouts(refused):
+            if self.global_batch % layout.dp:
+                refused[f"{layout.dp} data-parallel ranks do not divide the batch"] += 1
+                continue
+            each = self.global_batch // layout.dp
+            for micro_batch in _among(_divisors(each), self.axes.micro_batch):
+                count = each // micro_batch
+                if layout.virtual_stages > 1 and count % layout.pp:
+                    refused[f"interleaving takes a multiple of {layout.pp} micro-batches, not {count}"] += 1
+                    continue
+                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count)
+            if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
+                refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
+
+    def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
+        axes, template = self.axes, self.template
+        flags = {"gathered_inputs": template.layout.gathered_inputs}
+        flags |= {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
+        for tp, pp, cp, dp in self._meshes(refused):
+            for ep in self._expert_ranks(dp * cp):
+                for virtual, schedule in self._orders(pp):
+                    for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # alone, none of them shards
+                        try:
+                            layout = Layout(
+                                tp=tp, sp=axes.sp and tp > 1, cp=cp, ep=ep, pp=pp, dp=dp, zero=zero,
+                                virtual_stages=virtual, schedule=schedule, **flags,
+                            )  # fmt: skip
+                            layout.check(template.model, seq=template.seq)
+                        except UsageError as error:
+                            refused[str(error)] += 1
+                            break
+                        yield layout
+
+    def _meshes(self, refused: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
+        """tp, pp, cp and dp whose product is the number of devices."""
+        axes = self.axes
+        for tp in _among(_divisors(self.gpus), axes.tp):
+            if axes.tp is None and tp > self.node:
+                break
+            for pp in _among(_divisors(self.gpus // tp), axes.pp):
+                for cp in _among(_divisors(self.gpus // tp // pp), axes.cp):
+                    dp = self.gpus // tp // pp // cp
+                    if axes.dp is None or dp in axes.dp:
+                        yield tp, pp, cp, dp
+        for name, asked in (("tp", axes.tp), ("pp", axes.pp), ("cp", axes.cp), ("dp", axes.dp)):
+            refused.update(f"--{name} {v} does not divide {self.gpus}" for v in asked or () if self.gpus % v)
+
+    def _expert_ranks(self, ranks: int) -> Iterable[int]:
+        experts = [layer.mlp.experts for layer in self.template.model.kinds if isinstance(layer.mlp, Moe)]
+        if self.axes.ep is not None:
+            return self.axes.ep
+        return [ep for ep in _divisors(ranks) if not any(count % ep for count in experts)] if experts else (1,)
+
+    def _orders(self, pp: int) -> Iterator[tuple[int, Schedule]]:
+        """Virtual stages, and the schedule that goes with them."""
+        wanted, depth = self.axes.virtual_stages, self.template.model.depth
+        if pp == 1:
+            if wanted is None or 1 in wanted:
+                yield 1, Schedule.ONE_F_ONE_B
+            return
+        for word in self.axes.schedules:
+            if word == INTERLEAVED:
+                most = (depth + 2) // pp  # the embedding and the head may count as a layer each
+                counts = range(2, most + 1) if wanted is None else [v for v in wanted if v > 1]
+                yield from ((v, Schedule.ONE_F_ONE_B) for v in counts)
+            elif wanted is None or 1 in wanted:
+                yield 1, Schedule(word)
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def _among(values: Iterable[int], wanted: tuple[int, ...] | None) -> list[int]:
+    return [value for value in values if wanted is None or value in wanted]

@@ -1,0 +1,288 @@
+"""Memory against compute against communication: what a step's time goes into, and what else could be chosen.
+
+NOTE [ Recompute or offload ]
+A tensor that is saved can be computed again, which takes the device `again` seconds; or it goes to the host during the
+forward and comes back during the backward. A link's bandwidth is of one direction, and the two ways lie in different
+passes, so each way takes bytes / bandwidth whatever the other direction could do; bandwidths that add both directions
+halve these times, wrongly. Offloading is free of cost as long as each way hides behind the pass that it lies in. Beyond
+that, both ways together cost 2 bytes / bandwidth, and break even with computing again where the link reaches
+2 bytes / again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from jettison.cost.collective import host_seconds
+from jettison.cost.execution import Execution, execution_of
+from jettison.cost.region import Class, class_seconds, steps_seconds
+from jettison.errors import UsageError
+from jettison.forecast.allowance import available_bytes
+from jettison.forecast.run import Forecast, forecast
+from jettison.forecast.stage_time import Timing, computed_share
+from jettison.forecast.time import Estimate, estimate
+from jettison.formula.region import HELD, Region, layer_region
+from jettison.spec.hardware import Hardware
+from jettison.spec.run import Mode, Recompute, Run
+from jettison.units import format_bytes, format_percent, format_seconds
+
+SMALLEST: Final = 0.005
+"""Tensors with less than this share of a layer's bytes are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """A way to the host, in bytes a second in one direction, for one device."""
+
+    name: str
+    bytes_per_second: int
+
+
+LINKS: Final = (
+    Link(name="PCIe 4.0 x16", bytes_per_second=32 * 10**9),
+    Link(name="PCIe 5.0 x16", bytes_per_second=64 * 10**9),
+    Link(name="NVLink-C2C shared by two (GB200)", bytes_per_second=225 * 10**9),
+    Link(name="NVLink-C2C (GH200)", bytes_per_second=450 * 10**9),
+)
+"""Peaks of the PCI Express base specification, and of NVIDIA's GH200 and GB200 briefs: 900 GB/s are both directions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """The run under one way of keeping or not keeping activations. ``fits``: the device, with its allowance."""
+
+    recompute: str
+    current: bool
+    step_seconds: float
+    peak_bytes: int
+    fits: bool
+    mfu: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trade:
+    """One saved tensor of a layer.
+
+    Args:
+        again_seconds: to compute it from what else is saved; None: it may not be.
+        moved_seconds: one way to the host over the link at hand; None: there is none.
+        break_even_bytes_per_second: a link in one direction that costs as much as computing again, if nothing hides.
+    """
+
+    role: str
+    path: str
+    nbytes: int
+    again_seconds: float | None
+    moved_seconds: float | None
+    break_even_bytes_per_second: float | None
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """Those of `LINKS` over which moving it, unhidden, is quicker than computing it again."""
+        limit = self.break_even_bytes_per_second
+        return tuple(link.name for link in LINKS if limit is not None and link.bytes_per_second > limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """All that a layer saves, sent away and fetched back."""
+
+    layer_bytes: int
+    one_way_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def hides(self) -> bool:
+        """Is each way shorter than the pass that it lies in?"""
+        return self.one_way_seconds <= min(self.forward_seconds, self.backward_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trilemma:
+    """What a step's time goes into, and the alternatives."""
+
+    estimate: Estimate
+    kinds: tuple[tuple[Class, float], ...]  # of the busiest stage's compute
+    options: tuple[Option, ...]
+    trades: tuple[Trade, ...]
+    offload: Offload | None
+    sentences: tuple[str, ...]
+
+
+def explain(found: Estimate) -> Trilemma:
+    """Everything that `--explain` adds to an estimate."""
+    run, hardware = found.run, found.hardware
+    options = tuple(_options(found))
+    offload = _offload(run, hardware, found.execution)
+    return Trilemma(
+        estimate=found,
+        kinds=_kinds(found),
+        options=options,
+        trades=tuple(trades(run, hardware, found.execution)),
+        offload=offload,
+        sentences=tuple(_sentences(found, options, offload)),
+    )
+
+
+def _kinds(found: Estimate) -> tuple[tuple[Class, float], ...]:
+    run, layout = found.run, found.run.layout
+    timing = Timing(run=run, hardware=found.hardware, execution=found.execution)
+    sizes = layout.layers_per_chunk(run.model.depth)
+    totals = dict.fromkeys(Class, 0.0)
+    for place in range(found.busiest, len(sizes), layout.pp):
+        start = sum(sizes[:place])
+        ends = {"first": place == 0, "last": place == len(sizes) - 1}
+        for item in timing.items(start, start + sizes[place], 0, None, **ends):
+            seconds = class_seconds(
+                item.region, found.hardware, found.execution, run.precision, layout.within_stage, item.visible
+            )
+            for kind in Class:
+                totals[kind] += item.count * run.micro_batches * seconds[kind]
+    return tuple(totals.items())
+
+
+# alternatives ---------------------------------------------------------------------------------------------------------
+
+
+def _options(found: Estimate) -> Iterator[Option]:
+    """None, selective, full and offloading, and the run as it is."""
+    run = found.run
+    modes = [Recompute(mode=mode) for mode in (Mode.NONE, Mode.SELECTIVE, Mode.FULL)]
+    if found.hardware.host_bytes_per_second is not None:
+        modes.append(Recompute(offload=True))
+    current = run.recompute
+    for mode in modes if current in modes else [current, *modes]:
+        other = replace(run, recompute=mode)
+        timed = found if mode == current else estimate(other, found.hardware, execution=found.execution)
+        peak = forecast(other).peak_bytes
+        yield Option(
+            recompute=f"{mode} + offload" if mode.offload else str(mode), current=mode == current,
+            step_seconds=timed.step_seconds, peak_bytes=peak, mfu=timed.mfu,
+            fits=peak <= available_bytes(found.hardware, other),
+        )  # fmt: skip
+
+
+def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> Iterator[Trade]:
+    """The saved tensors of the run's most frequent layer, largest first, each against all others being kept."""
+    how = execution or execution_of(run)
+    layer = max(run.model.kinds, key=run.model.layers.count)
+    region = layer_region(run.scene, layer)
+    visible = computed_share(layer, run.seq, run.kernels.tensor_masks)
+    program, smallest = region.program, SMALLEST * region.saved_bytes
+    seen: set[int] = set()
+    rows = []
+    for slot in program.slots:
+        buffer = program.buffers[slot.buffer]
+        if slot.buffer in seen or buffer.free or buffer.nbytes < smallest:
+            continue
+        seen.add(slot.buffer)
+        rows.append(_trade(run, hardware, how, region, slot.buffer, visible))
+    yield from sorted(rows, key=lambda row: -row.nbytes)
+
+
+def _trade(
+    run: Run, hardware: Hardware, execution: Execution, region: Region, buffer: int, visible: float
+) -> Trade:  # fmt: skip
+    nbytes = region.program.buffers[buffer].nbytes
+    closure = region.program.closure(buffer)
+    again = None
+    if closure.anchor is None and closure.ops:
+        again = steps_seconds(
+            region, frozenset(closure.ops), hardware, execution, run.precision, run.layout.within_stage, visible
+        )
+    role, path = _called(region, buffer)
+    return Trade(
+        role=role, path=path, nbytes=nbytes, again_seconds=again,
+        moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
+        break_even_bytes_per_second=2 * nbytes / again if again else None,
+    )  # fmt: skip
+
+
+def _called(region: Region, buffer: int) -> tuple[str, str]:
+    """What people call a saved tensor (several names, where several tensors share a storage), and where it is read."""
+    storages = {index: storage for storage, index in region.buffers.items()}
+    found = [
+        (saved.role, step.path)
+        for step in region.tape.steps
+        for saved in step.saved
+        if saved.value.storage == storages[buffer] and saved.role
+    ]
+    return (", ".join(dict.fromkeys(role for role, _ in found)), found[0][1]) if found else (HELD, "")
+
+
+def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | None:
+    if hardware.host_bytes_per_second is None:
+        return None
+    plain = replace(run, recompute=Recompute())
+    timing = Timing(run=plain, hardware=hardware, execution=execution)
+    item = timing.items(0, 1, 0, None, first=False, last=False)[0]
+    nbytes = item.region.saved_bytes
+    return Offload(
+        layer_bytes=nbytes, one_way_seconds=host_seconds(nbytes, hardware),
+        forward_seconds=item.seconds.forward.seconds, backward_seconds=item.seconds.backward.seconds,
+    )  # fmt: skip
+
+
+# arXiv 2205.05198 Appendix C ------------------------------------------------------------------------------------------
+
+
+def microbatch_level(run: Run, hardware: Hardware) -> Estimate:
+    """The run with as many micro-batches of each stage kept whole as fit: the others compute again, as asked for.
+
+    A stage holds so many micro-batches at once; those that its memory has room for keep everything, in a window that
+    moves with the schedule. Where all of them fit, the stage computes nothing again.
+
+    Raises:
+        UsageError: the run computes nothing again, or does not fit as it is.
+    """
+    if run.recompute.mode is Mode.NONE:
+        raise UsageError("got --recompute none; keeping some micro-batches whole needs a mode that keeps others less")
+    limit = available_bytes(hardware, run)
+    less, whole = forecast(run), forecast(replace(run, recompute=Recompute()))
+    if less.peak_bytes > limit:
+        raise UsageError(f"the run peaks at {format_bytes(less.peak_bytes)} and {hardware.name} has {limit} bytes")
+    return estimate(run, hardware, repeats=[1 - share for share in _kept_whole(less, whole, limit)])
+
+
+def _kept_whole(less: Forecast, whole: Forecast, limit: int) -> Iterator[float]:
+    """By stage, the share of its micro-batches in flight that may keep everything."""
+    for small, large in zip(less.stages, whole.stages, strict=True):
+        more = large.peak.nbytes - small.peak.nbytes
+        room = limit - small.peak.nbytes
+        slots = small.in_flight * len(small.groups)
+        yield min(1.0, int(slots * room / more) / slots) if more > 0 else 1.0
+
+
+# in words -------------------------------------------------------------------------------------------------------------
+
+
+def _sentences(found: Estimate, options: tuple[Option, ...], offload: Offload | None) -> Iterator[str]:
+    parts = found.breakdown
+    named = {
+        "compute": parts.compute, "communication": parts.communication, "the pipeline's bubble": parts.bubble,
+        "recompute": parts.recompute, "the optimizer and dispatch": parts.other,
+    }  # fmt: skip
+    largest = max((name for name in named if name != "compute"), key=lambda name: named[name])
+    yield (
+        f"Of a step of {format_seconds(found.step_seconds)}, {format_percent(parts.compute / found.step_seconds)} is "
+        f"compute; the largest other part is {largest}, {format_seconds(named[largest])}."
+    )
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        yield "None of these ways to keep activations fits the device."
+    else:
+        best = min(fitting, key=lambda option: option.step_seconds)
+        yield (
+            f"The quickest of those that fit is {best.recompute}, {format_seconds(best.step_seconds)} a step at a peak "
+            f"of {format_bytes(best.peak_bytes)}."
+        )
+    if offload is not None:
+        hides = "hides behind both passes" if offload.hides else "does not hide"
+        yield (
+            f"A layer saves {format_bytes(offload.layer_bytes)}: one way to the host takes "
+            f"{format_seconds(offload.one_way_seconds)}, beside a forward of {format_seconds(offload.forward_seconds)} "
+            f"and a backward of {format_seconds(offload.backward_seconds)}: offloading all of it {hides}."
+        )

@@ -1,0 +1,54 @@
+"""Parameters as DTensors, what a forward reads of them, and where their gradients go.
+
+NOTE [ Gradients of replicated parameters ]
+A norm on a shard of the sequence sees a part of the tokens, so its weight's gradient on each rank is a part of a sum.
+It stays one: a DTensor with the placement Partial, which is right for whoever reads it as a DTensor (optimizers, FSDP2,
+``full_tensor()``), and which sums over micro-batches without communication. `reduce_partial_gradients` makes all of
+them whole in one all-reduce; call it before clipping and the optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from jettison.errors import UsageError
+from jettison.parallel.regions import Axis, all_reduce
+
+
+def distribute(style: ParallelStyle, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Put a DTensor in the place of a module's parameter, where it has one."""
+    parameter = getattr(module, name, None)
+    if parameter is None or isinstance(parameter, DTensor):
+        return
+    made = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+    setattr(module, name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+
+def local_part(parameter: Tensor | None, *, partial: bool = False) -> Tensor | None:
+    """This rank's part, differentiable; ``partial``: its gradient is a part of a sum over the ranks."""
+    if parameter is None or not isinstance(parameter, DTensor):
+        return parameter
+    local: Tensor = parameter.to_local(grad_placements=(Partial(),) if partial else None)
+    return local
+
+
+def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Make Partial gradients whole: one all-reduce for each mesh and dtype. Does nothing where there are none."""
+    groups: dict[tuple[DeviceMesh, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            groups.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
+    for (mesh, _), members in groups.items():
+        if mesh.ndim != 1:  # along with FSDP, which reduces them itself
+            raise UsageError(f"got a partial gradient on a mesh of {mesh.ndim} axes; expected one on the tp axis alone")
+        locals_ = [p.grad.to_local() for p in members]
+        whole = all_reduce(torch.cat([t.reshape(-1) for t in locals_]), Axis.of(mesh), 0)
+        for parameter, part, local in zip(members, whole.split([t.numel() for t in locals_]), locals_, strict=True):
+            parameter.grad = DTensor.from_local(part.view_as(local), mesh, [Replicate()], run_check=False)

@@ -1,0 +1,262 @@
+"""What `jettison estimate` says: a document for programs, tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jettison.cost.execution import execution_of
+from jettison.cost.flops import Counting
+from jettison.errors import UsageError
+from jettison.forecast.allowance import available_bytes
+from jettison.forecast.request import Resolved, RunRequest, model_spec, resolve
+from jettison.forecast.run import Forecast, forecast
+from jettison.forecast.stage_time import Chosen, StageSeconds
+from jettison.forecast.time import Estimate, estimate
+from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text
+from jettison.report.parts import exact, facts_table, titled
+from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.run import Mode, Run
+from jettison.units import format_bytes, format_flops, format_percent, format_seconds
+
+if TYPE_CHECKING:  # asked for rarely
+    from jettison.forecast.trilemma import Option, Trade, Trilemma
+
+SCHEMA = "jettison.estimate/1"
+PARTS = ("compute", "communication", "bubble", "recompute", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateReport:
+    """An estimate, the peak of the same run, and what `--explain` adds."""
+
+    model: str
+    asked: Resolved
+    found: Estimate
+    memory: Forecast
+    available_bytes: int
+    trilemma: Trilemma | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Does the peak leave the device its allowance?"""
+        return self.memory.peak_bytes <= self.available_bytes
+
+    @property
+    def warnings(self) -> Iterator[str]:
+        """What a reader should know before believing it."""
+        if not self.fits:
+            yield (
+                f"this run does not fit {self.found.hardware.name}: its peak of {format_bytes(self.memory.peak_bytes)} "
+                f"is more than the {format_bytes(self.available_bytes)} left for tensors"
+            )
+        if self.found.hardware.reached_source.startswith("estimated"):
+            yield f"how much of its peaks {self.found.hardware.name} reaches is estimated, not measured"
+
+    def document(self) -> dict[str, Any]:
+        """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
+        found, run = self.found, self.found.run
+        document: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "gpu": found.hardware.name,
+            "gpus": run.layout.world,
+            "recompute": str(run.recompute),
+            "fusion": str(found.execution.fusion),
+            "step_seconds": found.step_seconds,
+            "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
+            "mfu": found.mfu,
+            "hfu": found.hfu,
+            "mfu_by": {str(counting): found.mfu_by(counting) for counting in Counting},
+            "model_flops": found.model_flops(),
+            "hardware_flops": found.hardware_flops,
+            "breakdown": {f"{name}_seconds": getattr(found.breakdown, name) for name in PARTS},
+            "busiest_stage": found.busiest,
+            "stages": [_stage(found, index) for index in range(len(found.stages))],
+            "peak_bytes": self.memory.peak_bytes,
+            "available_bytes": self.available_bytes,
+            "fits": self.fits,
+            "reached": asdict(found.hardware.reached),
+            "reached_source": found.hardware.reached_source,
+        }
+        if self.trilemma is not None:
+            document |= _explanation(self.trilemma)
+        return document
+
+    def table(self) -> RenderableType:
+        """For people."""
+        tables: list[RenderableType] = [facts_table(list(_facts(self))), _parts_table(self.found)]
+        if len(self.found.stages) > 1:
+            tables.append(_stages_table(self.found))
+        if self.trilemma is not None:
+            tables += _explanation_tables(self.trilemma)
+        return Group(*(part for table in tables for part in ("", table)))
+
+
+def estimate_report(
+    model: str, request: RunRequest, *, gpu: str, compiled: bool = False, explain: bool = False
+) -> EstimateReport:
+    """What a step of a described run takes on a GPU.
+
+    Args:
+        compiled: under torch.compile.
+        explain: where the time goes, and what else could be chosen, too.
+
+    Raises:
+        UsageError: no such model or GPU, a run that makes no sense, or a figure that the GPU's file lacks.
+        Infeasible: recompute was left to a planner, and no plan fits.
+    """
+    asked, device = resolve(model_spec(model), request), hardware(gpu)
+    run = asked.run
+    if explain and run.recompute.mode is Mode.AUTO:
+        raise UsageError("--explain compares recompute modes; give another than auto")
+    how = execution_of(run).compiled() if compiled else execution_of(run)
+    memory, chosen = _memory(run, device)
+    found = estimate(run, device, execution=how, chosen=chosen)
+    return EstimateReport(
+        model=model, asked=asked, found=found, memory=memory, available_bytes=available_bytes(device, run),
+        trilemma=_explain(found) if explain else None,
+    )  # fmt: skip
+
+
+def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
+    if run.recompute.mode is not Mode.AUTO:
+        return forecast(run), None
+    from jettison.forecast.auto import choose  # the planner takes its time to load
+
+    found = choose(run, available_bytes(device, run)).forecast
+    return found, [part.chosen for part in found.parts if part.is_layer]
+
+
+def _explain(found: Estimate) -> Trilemma:
+    from jettison.forecast.trilemma import explain
+
+    return explain(found)
+
+
+# for programs ---------------------------------------------------------------------------------------------------------
+
+
+def _stage(found: Estimate, index: int) -> dict[str, Any]:
+    stage = found.stages[index]
+    total = stage.total
+    return {
+        "stage": index,
+        "busy_seconds": found.replay.busy[index],
+        "bubble_seconds": found.replay.bubble[index],
+        "forward_seconds": sum(stage.forward),
+        "backward_seconds": sum(stage.backward),
+        "recompute_seconds": total.again.seconds,
+        "end_seconds": stage.end,
+        "optimizer_seconds": stage.optimizer,
+    }
+
+
+def _explanation(trilemma: Trilemma) -> dict[str, Any]:
+    from jettison.forecast.trilemma import LINKS
+
+    return {
+        "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in trilemma.kinds],
+        "options": [asdict(option) for option in trilemma.options],
+        "links": [asdict(link) for link in LINKS],
+        "trades": [asdict(trade) | {"links": list(trade.links)} for trade in trilemma.trades],
+        "offload": None if trilemma.offload is None else asdict(trilemma.offload) | {"hides": trilemma.offload.hides},
+        "sentences": list(trilemma.sentences),
+    }
+
+
+# for people -----------------------------------------------------------------------------------------------------------
+
+
+def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
+    found, run = report.found, report.found.run
+    yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
+    yield "layout", layout_text(run.layout)
+    yield "batch", batch_text(report.asked)
+    yield (
+        "recompute",
+        f"{run.recompute}{', offloaded' if run.recompute.offload else ''}; fusion {found.execution.fusion}",
+    )
+    yield "step", format_seconds(found.step_seconds)
+    yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
+    palm = found.mfu_by(Counting.PALM)
+    yield "MFU", f"{format_percent(found.mfu)} ({format_percent(palm)} by 6N + 12Lhs); HFU {format_percent(found.hfu)}"
+    yield "model FLOPs", f"{format_flops(found.model_flops())} a step; {format_flops(found.hardware_flops)} run"
+    verdict = "fits" if report.fits else "DOES NOT FIT"
+    yield "peak", f"{exact(report.memory.peak_bytes)}: {verdict} in {format_bytes(report.available_bytes)}"
+
+
+def _parts_table(found: Estimate) -> Table:
+    of = f" of stage {found.busiest}" if len(found.stages) > 1 else ""
+    table = titled(f"Where the time{of} goes", ("part",), ("seconds", "share"))
+    for name in PARTS:
+        seconds = getattr(found.breakdown, name)
+        table.add_row(name, format_seconds(seconds), format_percent(seconds / found.step_seconds))
+    table.add_section()
+    table.add_row("step", format_seconds(found.step_seconds), "")
+    return table
+
+
+def _stages_table(found: Estimate) -> Table:
+    right = ("forward", "backward", "of it again", "busy", "bubble", "optimizer")
+    table = titled("Pipeline stages: one micro-batch, and a whole step", ("stage",), right)
+    rows = [(_cells(found, i), i) for i in range(len(found.stages))]
+    groups = [[i for _, i in same] for _, same in groupby(rows, key=lambda row: row[0])]
+    half = MOST_STAGES // 2
+    shown = groups if len(groups) <= MOST_STAGES else groups[:half] + groups[-half:]
+    for members in shown:
+        name = str(members[0]) if len(members) == 1 else f"{members[0]} to {members[-1]}"
+        table.add_row(name, *_cells(found, members[0]), style="bold" if found.busiest in members else "")
+    return table
+
+
+def _cells(found: Estimate, index: int) -> tuple[str, ...]:
+    stage: StageSeconds = found.stages[index]
+    seconds = (sum(stage.forward), sum(stage.backward), stage.total.again.seconds)
+    step = (found.replay.busy[index], found.replay.bubble[index], stage.optimizer)
+    return tuple(map(format_seconds, (*seconds, *step)))
+
+
+def _explanation_tables(trilemma: Trilemma) -> Iterator[RenderableType]:
+    kinds = titled("What the compute is", ("kernels",), ("seconds", "share"))
+    whole = sum(seconds for _, seconds in trilemma.kinds) or 1.0
+    for kind, seconds in trilemma.kinds:
+        kinds.add_row(str(kind), format_seconds(seconds), format_percent(seconds / whole))
+    yield kinds
+    yield _options_table(trilemma.options)
+    yield _trades_table(trilemma.trades)
+    yield Group(*(Text(line) for line in trilemma.sentences))
+
+
+def _options_table(options: tuple[Option, ...]) -> Table:
+    table = titled("Ways to keep activations", ("recompute",), ("step", "against none", "MFU", "peak", "fits"))
+    plain = next(option.step_seconds for option in options if option.recompute == "none")
+    for option in options:
+        name = f"{option.recompute} (as it is)" if option.current else option.recompute
+        table.add_row(
+            name, format_seconds(option.step_seconds), f"{option.step_seconds / plain - 1:+.1%}",
+            format_percent(option.mfu), format_bytes(option.peak_bytes), "yes" if option.fits else "no",
+            style="bold" if option.current else "",
+        )  # fmt: skip
+    return table
+
+
+def _trades_table(trades: tuple[Trade, ...]) -> Table:
+    right = ("bytes", "again", "one way to the host", "break-even link")
+    table = titled("What a layer saves: computed again or moved", ("tensor", "read by"), right)
+    table.add_column("moving is quicker over")
+    for trade in trades:
+        again = "never" if trade.again_seconds is None else format_seconds(trade.again_seconds)
+        moved = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)
+        limit = trade.break_even_bytes_per_second
+        even = "" if limit is None else f"{limit / 1e9:,.0f} GB/s"
+        links = f"{trade.links[0]} and quicker" if trade.links else "none"
+        links = "any" if trade.again_seconds is None else links
+        table.add_row(trade.role, trade.path, format_bytes(trade.nbytes), again, moved, even, links)
+    return table

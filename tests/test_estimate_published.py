@@ -1,0 +1,169 @@
+"""Predicted step times next to published ones. No constant belongs to a row: see `docs/accuracy_time.md`."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from statistics import mean, median
+
+import pytest
+from benchmarks import throughput
+from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
+
+from jettison.cost.execution import MEGATRON
+from jettison.cost.recompute import everything, repeated, to_the_end
+from jettison.cost.region import region_seconds
+from jettison.forecast.time import estimate
+from jettison.forecast.trilemma import microbatch_level
+from jettison.forecast.units import kept_by
+from jettison.formula.region import layer_region
+from jettison.spec.hardware import hardware
+
+A100 = hardware("a100-80gb")
+ROWS = rows()
+with (FACTS / "korthikanti2022_configs.csv").open(encoding="utf-8") as file:
+    CONFIGS = {row["model"]: row for row in csv.DictReader(file)}
+with (FACTS / "korthikanti2022_table4_layer_22B_ms.csv").open(encoding="utf-8") as file:
+    TABLE4 = {row["case"]: row for row in csv.DictReader(file)}
+
+
+# arXiv 2205.05198 -----------------------------------------------------------------------------------------------------
+
+
+def test_table_5() -> None:
+    """All eight iterations: mean error at most 5 %, worst at most 9 %."""
+    errors = {name: estimate(run, A100).step_seconds / published - 1 for name, run, published in paper_runs()}
+    assert len(errors) == 8
+    sizes = [abs(error) for error in errors.values()]
+    assert mean(sizes) <= 0.05, errors
+    assert max(sizes) <= 0.09, errors
+
+
+def test_530b_over_2240_devices() -> None:
+    """§6.3: 8 replicas, 39.15 s, gradients reduced after the last backward."""
+    run = paper_run(CONFIGS["530B"], recompute="selective", sp=True)
+    wider = replace(run, layout=replace(run.layout, dp=8))
+    found = estimate(wider, A100, execution=replace(MEGATRON, hides_data=False)).step_seconds
+    assert found == pytest.approx(39.15, rel=0.09)
+    assert found > estimate(wider, A100).step_seconds > estimate(run, A100).step_seconds
+
+
+CASES = {
+    "no_recompute": ("none", False),
+    "sequence_parallel": ("none", True),
+    "full": ("full", False),
+    "selective": ("selective", False),
+    "selective+sequence_parallel": ("selective", True),
+}
+
+
+def layer_ms(case: str) -> tuple[float, float]:
+    """Forward and backward of one layer of 22B."""
+    recompute, sp = CASES[case]
+    run = paper_run(CONFIGS["22B"], recompute=recompute, sp=sp)
+    region = layer_region(run.scene, run.model.layers[0])
+    again = {
+        "none": frozenset(),
+        "full": everything(region),
+        "selective": to_the_end(region, kept_by(region, "selective")),
+    }[recompute]
+    found = region_seconds(region, again, A100, MEGATRON, run.precision, run.layout.within_stage, 0.5)
+    return found.forward.seconds * 1e3, found.backward.seconds * 1e3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_table_4_times(case: str) -> None:
+    forward, backward = layer_ms(case)
+    assert forward == pytest.approx(float(TABLE4[case]["forward_ms"]), rel=0.05)
+    assert backward == pytest.approx(float(TABLE4[case]["backward_ms"]), rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("case", "points"), [("sequence_parallel", 1), ("full", 3), ("selective", 2), ("selective+sequence_parallel", 2)]
+)
+def test_table_4_overheads(case: str, points: float) -> None:
+    overhead = 100 * (sum(layer_ms(case)) / sum(layer_ms("no_recompute")) - 1)
+    assert overhead == pytest.approx(float(TABLE4[case]["overhead_percent"]), abs=points)
+
+
+def test_a_checkpointed_core_runs_to_its_end() -> None:
+    """Megatron's checkpoint repeats the product that ends the core, though no backward reads its result."""
+    run = paper_run(CONFIGS["22B"], recompute="selective", sp=False)
+    region = layer_region(run.scene, run.model.layers[0])
+    kept = kept_by(region, "selective")
+    more = to_the_end(region, kept) - repeated(region, kept)
+    assert [region.tape.steps[i].name for i in more] == ["aten.bmm.default"]
+
+
+def test_appendix_c() -> None:
+    """Published: +0.7 points of MFU for 175B and +0.4 for 530B. Within a point, and the larger gain for the former."""
+    gains = {}
+    for model in ("175B", "530B"):
+        run = paper_run(CONFIGS[model], recompute="selective", sp=True)
+        gains[model] = 100 * (microbatch_level(run, A100).mfu - estimate(run, A100).mfu)
+    assert gains["175B"] == pytest.approx(0.7, abs=0.9)
+    assert gains["530B"] == pytest.approx(0.4, abs=0.6)
+    assert gains["175B"] > gains["530B"] > 0
+
+
+# published runs -------------------------------------------------------------------------------------------------------
+
+
+def test_published_throughput() -> None:
+    """Median absolute error at most 12 % over the rows that are listed, and over those that are not."""
+    for listed in (True, False):
+        errors = [abs(row.error) for row in ROWS if row.listed is listed]
+        assert len(errors) >= 20
+        assert median(errors) <= 0.12
+    assert median(abs(row.error) for row in ROWS if row.gpu == "A100-80GB") <= 0.08
+
+
+FAR = ("fsdp2-cp4", "fsdp1-cp8")
+"""Attention in pieces: see the page."""
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r.listed], ids=lambda row: row.name)
+def test_no_listed_row_is_far_off_without_a_reason(row: throughput.Timed) -> None:
+    assert abs(row.error) <= (0.65 if row.columns["layout"] in FAR else 0.25)
+
+
+def test_every_published_throughput_has_a_row() -> None:
+    with (FACTS / "published_runs.csv").open(encoding="utf-8") as file:
+        stated = [row for row in csv.DictReader(file) if row["tokens_per_second_per_gpu"]]
+    known = [row for row in stated if row["gpu"] != "unstated" and "first step" not in row["extras"]]
+    assert len(known) == sum(row.listed for row in ROWS)
+
+
+@pytest.mark.parametrize("name", ["mpt-7b", "mpt-13b", "mpt-30b", "mpt-70b", "mpt-3b", "mpt-1b"])
+def test_llm_foundrys_models_have_the_parameters_that_its_page_states(name: str) -> None:
+    """At 2048 positions; they are not those of MPT with ALiBi and without biases."""
+    from jettison.formula.parameters import parameter_count
+
+    stated = {
+        "mpt-1b": 1315950592, "mpt-3b": 2651837440, "mpt-7b": 6658859008, "mpt-13b": 12853954560,
+        "mpt-30b": 29975214080, "mpt-70b": 64862437376,
+    }  # fmt: skip
+    assert parameter_count(throughput.mpt(name, 2048)) == stated[name]
+
+
+def test_compiling_helps_as_much_as_it_did() -> None:
+    """torchtitan's tables 1 and 3: 15.7 % and 16.2 % more."""
+    for gpus in ("8", "128"):
+        eager, compiled = (
+            next(
+                row
+                for row in ROWS
+                if row.source == "torchtitan benchmarks 2024-12"
+                and row.columns["gpus"] == gpus
+                and row.columns["sequence"] == "8192"
+                and row.columns["extras"] == extras
+                and row.columns["model"] == "llama3-8b"
+            )
+            for extras in ("", "compile")
+        )
+        predicted = compiled.found.tokens_per_second_per_gpu / eager.found.tokens_per_second_per_gpu
+        assert predicted == pytest.approx(compiled.published / eager.published, abs=0.03)
+
+
+def test_the_page_is_what_its_generator_writes() -> None:
+    assert throughput.PAGE.read_text(encoding="utf-8") == throughput.page(), "run python -m benchmarks.throughput"
