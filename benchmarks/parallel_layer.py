@@ -2,8 +2,8 @@
 
     python -m benchmarks.parallel_layer
 
-Starts 2 and then 4 gloo ranks and counts on them; what stands for 8 ranks is the ledger's. `tests/test_parallel_layer.py`
-makes the same measurements and compares them with the ledger, to the byte.
+Starts 2 and then 4 gloo ranks and counts on them; what stands for 8 ranks is the ledger's.
+`tests/test_parallel_layer.py` makes the same measurements and compares them with the ledger, to the byte.
 """
 
 from __future__ import annotations
@@ -216,8 +216,12 @@ def page(measured: dict[int, list[dict[str, Any]]]) -> str:
             kinds = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
             cells = [f"{found.get(f'{kind} {direction}', 0) / WHOLE:g}" for kind in kinds]
             sent.append(f"| {row.name} | {direction} | " + " | ".join(cells) + " |")
+    without_core = replace(ROWS["stock"], recompute="selective")
+    shares = [f"{100 * values[t]['selective'] / without_core.ledger_bytes(t):.1f} % at t = {t}" for t in values]
     text = Template(TEMPLATE.read_text("utf-8"))
-    return text.substitute(bytes="\n".join(lines), sent="\n".join(sent), s=S, b=B, h=H, a=A)
+    return text.substitute(
+        bytes="\n".join(lines), sent="\n".join(sent), shares=", ".join(shares), s=S, b=B, h=H, a=A
+    )  # fmt: skip
 
 
 def main(arguments: list[str]) -> None:
@@ -232,6 +236,7 @@ def main(arguments: list[str]) -> None:
     (Path(arguments[0]) / f"{distributed.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
+    os._exit(0)  # as tests/ranks.py does, and why
 
 
 if __name__ == "__main__":

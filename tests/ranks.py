@@ -5,13 +5,15 @@
 
     found = run_ranks(check, 4, {"x": 1})  # [{"rank": 0, "sum": 2}, ...], in the order of the ranks
 
-Starting four ranks takes seconds: let one launch do many checks. `launch_ranks` is for runs that are meant to fail.
+Starting four ranks takes seconds: let one launch do many checks, and one fixture of `Launches` serve several files.
+`launch_ranks` is for runs that are meant to fail.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import json
 import os
@@ -40,8 +42,8 @@ class Finished:
 
     @property
     def tail(self) -> str:
-        """The end of what all ranks wrote."""
-        return self.output[-8000:]
+        """The end of what all ranks wrote, without the launcher's own traceback."""
+        return self.output.split('\nTraceback (most recent call last):\n  File "<frozen runpy>"')[0][-8000:]
 
 
 def run_ranks(
@@ -62,6 +64,33 @@ def run_ranks(
     assert done.returncode == 0, f"{target} on {nproc} ranks {how}:\n{done.tail}"
     assert None not in done.results, f"{target}: ranks without a result in {done.results}:\n{done.tail}"
     return done.results
+
+
+class Launches:
+    """What a function returned on so many ranks: ``launches[4]`` starts them, once for all tests and workers.
+
+    Workers of pytest-xdist share the results of a session through files; the one that comes second waits.
+    """
+
+    def __init__(self, session: Path, target: Callable[[Any], Any], *, timeout: float = 120) -> None:
+        self.folder = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
+        self.target = target
+        self.timeout = timeout
+        self._known: dict[int, list[Any]] = {}
+
+    def __getitem__(self, nproc: int) -> list[Any]:
+        if nproc not in self._known:
+            self._known[nproc] = self._once(nproc)
+        return self._known[nproc]
+
+    def _once(self, nproc: int) -> list[Any]:
+        file = self.folder / f"{self.target.__module__}.{self.target.__qualname__}.{nproc}.json"
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                file.write_text(json.dumps(run_ranks(self.target, nproc, timeout=self.timeout)), encoding="utf-8")
+            found: list[Any] = json.loads(file.read_text("utf-8"))
+        return found
 
 
 def launch_ranks(
@@ -120,11 +149,13 @@ def _main(module: str, function: str, args: str) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
-    try:
-        report(getattr(importlib.import_module(module), function)(json.loads(args)))
-        distributed.barrier()  # nobody leaves while others still talk
-    finally:
-        distributed.destroy_process_group()
+    report(getattr(importlib.import_module(module), function)(json.loads(args)))
+    distributed.barrier()  # nobody leaves while others still talk
+    distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads may still be ending, and then the interpreter's way out is an abort: once in some 50 launches
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import parallel_layer  # noqa: E402
-from benchmarks.parallel_layer import ROWS, WHOLE, A, B, H, S, measure, page  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from benchmarks import parallel_layer
+from benchmarks.parallel_layer import ROWS, WHOLE, A, B, H, S, measure, page
+
+from ranks import run_ranks
 
 SIZES = (1, 2, 4)
 STATISTICS = 4 * 2 * S * B

@@ -237,7 +237,6 @@ def test_a_step_takes_as_long_as_its_replay(played: tuple[int, list[tuple[Case, 
     timed = [(case, found) for case, found in results if case["seconds"][0] != NOTHING]
     assert {case["name"] for case, _ in timed} == set(TORCH)
     off = {case["name"]: measured(found) / predicted(case, ranks).makespan - 1 for case, found in timed}
-    print(ranks, off)
     assert all(abs(error) < WITHIN for error in off.values()), off
 
 
@@ -248,5 +247,4 @@ def test_stages_as_long_as_their_mean_would_not_do(played: tuple[int, list[tuple
     for case, found in timed:
         mean = tuple(sum(part) / len(part) for part in zip(*case["seconds"], strict=True))
         even = case | {"seconds": [mean] * len(case["seconds"])}
-        print(ranks, case["name"], measured(found) / predicted(even, ranks).makespan)
         assert measured(found) > (1 + WITHIN) * predicted(even, ranks).makespan, case["name"]

@@ -256,8 +256,9 @@ def test_frozen_parameters(policy: str) -> None:
 def test_a_module_used_twice_in_one_forward(policy: str) -> None:
     shared = Block(0.5)
     model, plain, x = pair(Model(lambda: shared))
-    with jettison.apply(model, policy, batch=(x,)):
+    with jettison.apply(model, policy, batch=(x,)) as handle:
         assert_same_step(model, plain, x)
+        assert any(report.slots_dropped for report in handle.report())
 
 
 # what stays allocated -------------------------------------------------------------------------------------------------

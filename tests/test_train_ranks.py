@@ -162,6 +162,23 @@ def test_tensor_parallel_ranks_under_a_budget(tmp_path: Path) -> None:
         assert values == pytest.approx(expected[step], rel=2e-4)
 
 
+def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> None:
+    """Pipeline beside tensor parallelism, then FSDP beside it, each with a policy of its own, from one checkpoint."""
+    model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
+    batch = BatchSection(global_batch=8, micro_batch=2, seq=64)
+    train(replace(recipe(tmp_path / "alone", steps=6), model=model, batch=batch))
+    pipeline, sharded = LayoutSection(pp=2, tp=2, schedule="zero-bubble"), LayoutSection(tp=2, zero=3)
+    for steps, layout, policy in ((3, pipeline, "full"), (6, sharded, "selective")):
+        made = replace(recipe(tmp_path, steps=steps), model=model, batch=batch, layout=layout)
+        code, out = finished(replace(made, plan=PlanSection(policy=policy)), tmp_path, ranks=4)
+        assert code == 0, out
+    assert "resumed at 3" in out
+    expected, found = curve(tmp_path / "alone"), curve(tmp_path)
+    assert list(found) == list(range(1, 7))
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=1e-4)
+
+
 def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
     """Both ranks finish the same step and save, though only the launcher was told."""
     made = replace(recipe(tmp_path, steps=10_000), checkpoint=CheckpointSection(folder=str(tmp_path / "ck")))

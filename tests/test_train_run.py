@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from jettison.api.training import train
-from jettison.errors import Infeasible, UsageError
+from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.spec.presets import preset
 from jettison.train.flops import StepWork, peak_flops_per_second, spec_flops
 from jettison.train.log import RunLog
 from jettison.train.loop import RankLost
 from jettison.train.memory import MemoryMeter
-from jettison.train.optim import clip, ensure_state, gradients, make_optimizer, total_norm
+from jettison.train.optim import clip, ensure_state, make_optimizer, total_norm
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -190,6 +190,20 @@ def test_a_budget_holds_and_changes_no_bit(tmp_path: Path) -> None:
     assert result.first_step_peaks.peak_bytes < peaks.peak_bytes  # the optimizer has no state yet
 
 
+def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path) -> None:
+    first = train(gpt(tmp_path / "first", plan=PlanSection(budget=f"{smallest_budget(tmp_path)}B")))
+    file = tmp_path / "first" / "log" / "plan.json"
+    again = train(gpt(tmp_path / "again", plan=PlanSection(file=str(file))))
+    assert curve(tmp_path / "again") == curve(tmp_path / "first")
+    assert again.predicted_peak_bytes == first.predicted_peak_bytes
+    other = ModelSection(architecture="gpt", layers=2, hidden=64, heads=4, code="huggingface")
+    for wrong in (other, ModelSection(factory="train_models:tiny")):
+        with pytest.raises(PlanMismatch):
+            train(gpt(tmp_path / "wrong", model=wrong, plan=PlanSection(file=str(file))))
+    with pytest.raises(UsageError, match=r"plan.file: .* cannot be read"):
+        train(gpt(tmp_path / "wrong", plan=PlanSection(file=str(tmp_path / "no.json"))))
+
+
 def smallest_budget(folder: Path) -> int:
     with pytest.raises(Infeasible) as error:
         train(gpt(folder / "none", plan=PlanSection(budget="1kB")))
@@ -248,8 +262,8 @@ def test_the_norm_and_the_clipping_are_those_of_torch() -> None:
     other.load_state_dict(one.state_dict())
     for model in (one, other):
         (model(torch.arange(14.0).reshape(2, 7)) ** 2).sum().backward()
-    norm = total_norm(gradients(one.parameters()))
-    clip(gradients(one.parameters()), norm, 0.25)
+    norm = total_norm(one.parameters())
+    clip(one.parameters(), norm, 0.25)
     expected = nn.utils.clip_grad_norm_(other.parameters(), 0.25)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):

@@ -17,7 +17,7 @@ import torch
 
 from jettison.cost import CPU, CUDA, Rates, op_seconds
 from jettison.errors import Infeasible
-from jettison.ledger.program import Program
+from jettison.ledger.program import Program, Source
 from jettison.measure.observe import observe_block
 from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
 from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_step
@@ -152,7 +152,7 @@ class Planner:
         calls = self.trace.calls
         if len({c.name for c in calls}) < len(calls):
             return  # a block that is called twice has one treatment, not a place in one run
-        full = {key: self._full_option(key) for key in options if not self.trace.classes[key].opaque}
+        full = {key: self._full_option(key) for key in options if self._ends_in_what_can_be_computed(key)}
         longest = 2 * isqrt(len(calls))
         for size in (n for n in SEGMENT_SIZES if n <= longest):
             for start in range(len(calls) - size + 1):
@@ -172,6 +172,14 @@ class Planner:
                     seconds=members[-1][0].seconds
                     + sum(again + 2 * saved / rates.bytes_per_second for _, saved, again in members[:-1]),
                 )  # fmt: skip
+
+    def _ends_in_what_can_be_computed(self, key: str) -> bool:
+        cls = self.trace.classes[key]
+        if cls.opaque:
+            return False
+        program = cls.trace.program
+        kept = Full().kept(program) | {b.index for b in program.buffers if b.source is Source.INPUT}
+        return all(program.can_compute(b, kept) for b in program.outputs)
 
     def _full_option(self, key: str) -> tuple[RegionOption, int, float]:
         """Only the input held: levels, bytes that plain autograd saves, and seconds with the output computed again

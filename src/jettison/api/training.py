@@ -12,7 +12,7 @@ from torch import nn
 
 from jettison.api.huggingface import ConfigRequest, build
 from jettison.api.huggingface import read_config as read_hub_config
-from jettison.api.planner import Planner
+from jettison.api.planner import Planner, fingerprint
 from jettison.api.request import _call
 from jettison.api.verbs import Applied, _agreed, _apply_plan, apply
 from jettison.errors import Infeasible, PlanMismatch, TraceError, UsageError
@@ -85,10 +85,7 @@ class _Tools:
     def decide(self, rehearsal: Rehearsal, section: PlanSection, say: Say) -> Decision:
         """Plan, on this rank alone."""
         if section.file is not None:
-            try:
-                return Decision(plan=Path(section.file).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"plan.file: {section.file} cannot be read: {error}") from None
+            return _from_file(Path(section.file), rehearsal)
         if section.policy is not None:
             return Decision(policy=section.policy)
         assert section.budget is not None
@@ -97,21 +94,20 @@ class _Tools:
 
     def apply(self, rehearsal: Rehearsal, decision: Decision) -> Planned:
         """The decision, on this rank's module."""
-        how: dict[str, Any] = {"model": rehearsal.model, "batch": rehearsal.batch, "loss_fn": rehearsal.loss_fn}
         if decision.plan is None:
-            applied = apply(policy=decision.policy, **how)
+            applied = apply(rehearsal.model, decision.policy, batch=rehearsal.batch, loss_fn=rehearsal.loss_fn)
             return Planned(recomputed_flops=_recomputed_flops(applied))
         plan = Plan.from_json(decision.plan)
-        applied = _apply_own(rehearsal, plan, decision.likeness) if decision.likeness else apply(plan=plan, **how)
+        applied = _apply_own(rehearsal, plan, decision.likeness)
         return Planned(
-            recomputed_flops=_recomputed_flops(applied), plan_hash=plan.hash,
+            recomputed_flops=_recomputed_flops(applied), plan=decision.plan, plan_hash=plan.hash,
             predicted_peak_bytes=plan.predicted.peak_bytes + rehearsal.reserve_bytes,
         )  # fmt: skip
 
-    def forward_flops(self, rehearsal: Rehearsal) -> int | None:
+    def forward_flops(self, built: Built, batch: Any) -> int | None:
         """From a trace on fake tensors."""
         try:
-            traced = _trace(rehearsal)
+            traced = trace_model(built.model, batch, loss_fn=built.loss_fn)
         except TraceError:
             return None
         programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
@@ -227,6 +223,18 @@ def _planned(rehearsal: Rehearsal, budget_bytes: int, say: Say) -> tuple[Plan, s
             minimum_budget_bytes=error.minimum_budget_bytes + reserve, budget_bytes=budget_bytes,
             reason=f"{error.reason} {more}".strip(),
         ) from None  # fmt: skip
+
+
+def _from_file(path: Path, rehearsal: Rehearsal) -> Decision:
+    """A plan that was made before, for this model as it is on this rank."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"plan.file: {path} cannot be read: {error}") from None
+    traced = _trace(rehearsal)
+    digests = {call.name: traced.program(call).digest() for call in traced.calls}
+    Plan.from_json(text).require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
+    return Decision(plan=text, likeness=_likeness(traced))
 
 
 def _likeness(traced: ModelTrace) -> str:

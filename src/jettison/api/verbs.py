@@ -227,7 +227,7 @@ def apply(
             return _agreed(_apply_plan(model, traced, plan), agreement)
         assert policy is not None
         treatments, segments = treatments_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
-        _warn_pointless(traced, treatments)
+        _warn_pointless(traced, treatments, policy)
         return _agreed(Applied(regions=install(model, traced, treatments, KeepAll(), segments)), agreement)
 
 
@@ -266,8 +266,14 @@ def treatments_of(policy: Policy, names: list[str]) -> tuple[dict[str, Treatment
     return dict.fromkeys(names, _treatment(policy)), []
 
 
-def _warn_pointless(traced: ModelTrace, treatments: Mapping[str, Treatment]) -> None:
-    """Selective recomputation drops attention scores; fused attention never stored any."""
+def _warn_pointless(traced: ModelTrace, treatments: Mapping[str, Treatment], word: object) -> None:
+    """Policies are about blocks. Selective recomputation drops attention scores; fused attention never stored any."""
+    if not treatments and word != "none":
+        warnings.warn(
+            f"policy {word!r} changes nothing here: {type(traced.twin).__name__} has no repeated blocks. "
+            "Name what to treat as blocks with regions=[...], or use a memory budget",
+            stacklevel=3,
+        )
     chosen = [c for c in traced.calls if treatments[c.name].word == "selective"]
     if chosen and not any(attention_core(traced.program(c)) for c in chosen):
         warnings.warn(

@@ -1,12 +1,20 @@
-"""What `jettison doctor` says: versions, cores, memory, accelerators."""
+"""What `jettison doctor` says: versions, cores, memory, accelerators; with --calibrate, what they reach."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from jettison.errors import UsageError
 from jettison.units import format_bytes
+
+if TYPE_CHECKING:
+    from jettison.measure.calibrate import Calibration
 
 PACKAGES = ("jettison", "torch", "transformers", "numpy", "pydantic", "cyclopts", "rich", "highspy")
 
@@ -42,3 +50,83 @@ def _accelerators() -> list[tuple[str, str]]:
         properties = torch.cuda.get_device_properties(index)
         names.append((f"cuda:{index}", f"{properties.name}, {format_bytes(properties.total_memory)}"))
     return names
+
+
+# calibration ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_without_calibrate(**given: object) -> None:
+    """Flags that mean nothing without --calibrate.
+
+    Raises:
+        UsageError: one of them was given.
+    """
+    for name, value in given.items():
+        if value not in (None, False, 0):
+            raise UsageError(f"got --{name} without --calibrate; give both, or neither")
+
+
+def refuse_name(out: Path | None) -> None:
+    """A hardware file is known by its ending.
+
+    Raises:
+        UsageError: it has another.
+    """
+    if out is not None and out.suffix != ".toml":
+        raise UsageError(f"got --out {out}; expected a name that ends in .toml, so that --gpu takes it as a file")
+
+
+def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[str], None]) -> Calibration:
+    """Measure this machine.
+
+    Raises:
+        UsageError: torch is not installed, or there is no such device.
+    """
+    say("loading torch")
+    try:
+        from jettison.measure.calibrate import calibrate
+    except ImportError as error:
+        raise UsageError(f"--calibrate needs torch ({error}): pip install 'jettison[torch]'") from None
+    return calibrate(device, short=quick, ranks=ranks, say=say)
+
+
+def busy() -> str | None:
+    """What to say where others use the machine: figures would be of what they leave."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= 0.5 * cores:
+        return None
+    return f"note: {load:.1f} processes were running on {cores} cores; figures will be of a busy machine"
+
+
+def figures(found: Calibration) -> list[tuple[str, str]]:
+    """(name, value) pairs for people."""
+    h = found.hardware
+    rows = [("device", h.name), ("memory", f"{format_bytes(h.usable_bytes)} of {format_bytes(h.memory_bytes)} usable")]
+    rates = asdict(h.flops_per_second)
+    rows += [(f"{dtype} products", f"{rate / 1e12:.4g} TFLOP/s") for dtype, rate in rates.items() if rate is not None]
+    reached = h.reached
+    rows += [
+        ("estimates count on", f"{reached.matmul:.0%} of it for products, {reached.attention:.0%} for attention, "
+         f"{reached.attention_backward:.0%} for its backward"),
+        ("products off by", f"{found.error:.0%} (median of {len(found.comparisons)})"),
+    ]  # fmt: skip
+    if h.memory_bytes_per_second is not None:
+        width = h.memory_bytes_per_second / 1e9
+        rows.append(("memory bandwidth", f"{width:.4g} GB/s, {reached.memory:.0%} of it in a training step"))
+    for name, value in (("host link", h.host_bytes_per_second), ("link between ranks", h.link_bytes_per_second)):
+        if value is not None:
+            rows.append((name, f"{value / 1e9:.4g} GB/s"))
+    rows.append(("a kernel costs", f"{h.delays.kernel * 1e6:.3g} µs beside its work"))
+    return [*rows, ("measured in", f"{found.took_seconds:.0f} s")]
+
+
+def calibration_document(found: Calibration) -> dict[str, Any]:
+    """Plain data, every product included."""
+    compared = [
+        {**asdict(c.product), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
+    ]
+    return {
+        "schema": "jettison.calibration/1", "hardware": asdict(found.hardware), "took_seconds": found.took_seconds,
+        "products": compared,
+    }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jettison.cli.output import deliver, json_text, refuse_to_overwrite
 from jettison.errors import Infeasible, JettisonError, ProofFailed, UsageError
 from jettison.forecast.limit import limit_of
 from jettison.forecast.request import TRACED, RunRequest, is_live, refuse_for_trace
+from jettison.forecast.search_request import SearchRequest
 from jettison.report.console import hint, progress, show
 from jettison.report.summary import LedgerReport
 from jettison.spec.presets import PRESETS
@@ -52,6 +54,7 @@ app = App(
 
 
 NOTHING_ASKED = RunRequest()
+NOTHING_FIXED = SearchRequest()
 
 
 @app.command
@@ -176,6 +179,51 @@ def plan(
     deliver(report.document, report.table, form=form, out=out)
 
 
+@app.command
+def search(
+    model: Annotated[str, Parameter(help="A preset such as llama3-70b, a config.json or its folder.")],
+    /,
+    *,
+    gpus: Annotated[int, Parameter(help="Devices to train on.")],
+    gpu: Annotated[str, Parameter(help="Which they are, such as h100-80gb, or a hardware file.")],
+    global_batch: Annotated[int, Parameter(help="Sequences in a step, on all devices.")],
+    request: Annotated[SearchRequest, Parameter(name="*")] = NOTHING_FIXED,
+    budget: Annotated[str | None, Parameter(help="Peak bytes of a device, if less than it has: 60GiB.")] = None,
+    top: Annotated[int, Parameter(help="Layouts to list.")] = 10,
+    jobs: Annotated[int | None, Parameter(help="Processes: as many as there are cores.")] = None,
+    state: Annotated[Path | None, Parameter(help="Go on from this file, and write what is worked out to it.")] = None,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """The fastest layout, batch and recompute plan together, why it wins, and what more memory or devices would buy.
+
+    All combinations of the axes that are not fixed are candidates; nothing that fits and is faster is missed. Exit code
+    3 where nothing fits.
+    """
+    refuse_to_overwrite(out, force=force)
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
+    from jettison.forecast.search import NothingFits
+    from jettison.report.search import nothing_document, search_report
+
+    with progress() as say:
+        try:
+            report = search_report(
+                model, request, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, state=state,
+                jobs=len(os.sched_getaffinity(0)) if jobs is None else jobs, progress=say,
+            )  # fmt: skip
+        except NothingFits as error:
+            if form == "json":
+                print(json_text(nothing_document(model, gpus, gpu, error)), end="")
+            raise
+        except KeyboardInterrupt:
+            if state is not None:
+                hint(f"what was worked out is in {state}: the same command goes on from there")
+            raise
+    deliver(report.document, report.table, form=form, out=out)
+
+
 def _traced_plan(model: str, request: RunRequest, budget: str) -> PlanReport:
     with progress() as say:
         say("loading torch")
@@ -258,20 +306,53 @@ def train(
         except JettisonError as error:
             if leads or not said_by_leader(error):
                 raise
+            time.sleep(2)  # torchrun ends all ranks when the first one leaves: let the leading one speak
             sys.exit(error.exit_code)
     if leads:
         deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
 
 
 @app.command
-def doctor(*, form: Format = "human") -> None:
-    """Versions and devices."""
-    from jettison.cli.doctor import facts
+def doctor(
+    *,
+    calibrate: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Measure what this machine reaches (needs torch).")
+    ] = False,
+    quick: Annotated[
+        bool, Parameter(negative="", show_default=False, help="With --calibrate: fewer shapes, some 15 seconds.")
+    ] = False,
+    device: Annotated[str | None, Parameter(help="With --calibrate: cpu or cuda:N instead of the first GPU.")] = None,
+    ranks: Annotated[int, Parameter(show_default=False, help="With --calibrate: time collectives of N ranks.")] = 0,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
+    force: Force = False,
+) -> None:
+    """Versions and devices; with --calibrate, a hardware file for this machine, on stdout or in --out."""
+    from jettison.cli import doctor as report
     from jettison.report.tables import doctor_table
 
-    found = facts()
-    document = {"schema": "jettison.doctor/1", **dict(found)}
-    deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
+    if not calibrate:
+        report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
+        found = report.facts()
+        document = {"schema": "jettison.doctor/1", **dict(found)}
+        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
+        return
+    report.refuse_name(out)
+    refuse_to_overwrite(out, force=force)
+    if (note := report.busy()) is not None:
+        hint(note)
+    with progress() as say:
+        measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
+    from jettison.measure.calibrate import hardware_toml
+
+    if out is not None:
+        out.write_text(hardware_toml(measured), encoding="utf-8")
+        hint(f"wrote {out}")
+    if form == "human" and out is None:
+        sys.stdout.write(hardware_toml(measured))
+        return
+    table = report.figures(measured)
+    deliver(lambda: report.calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -19,9 +19,11 @@ from typing import Final, TypeVar
 from jettison import __version__
 from jettison.errors import Infeasible
 from jettison.forecast.auto import AutoForecast, choose, layer_policies
-from jettison.forecast.bounds import Bound, bound, least_seconds, planner_bytes, static_bytes
+from jettison.forecast.bounds import Bound, bound, least_seconds, static_bytes
 from jettison.forecast.figures import Figures, Seconds
 from jettison.forecast.journal import Journal
+from jettison.forecast.peak import peak_bytes
+from jettison.forecast.planner_bound import planner_seconds
 from jettison.forecast.run import Forecast, forecast
 from jettison.forecast.space import Candidate, Setup, setup_run
 from jettison.forecast.time import Estimate, estimate
@@ -100,6 +102,10 @@ class Bench:
         self._bounds.update((_bounded(setup), bound) for setup, bound in zip(missing, found, strict=True))
         return [self._bounds[key] for key in keys]
 
+    def planner_bounds(self, setups: Sequence[Setup], limits: Sequence[int]) -> list[float | None]:
+        """What a planner's choice takes, at least; None where none fits."""
+        return self._map(_planner_bound, list(zip(setups, limits, strict=True)), key=lambda asked: _scene(asked[0]))
+
     def figures(self, tasks: Sequence[Task]) -> list[Figures]:
         """What the candidates need and take."""
         keys = [self._key(task.candidate) for task in tasks]
@@ -128,7 +134,7 @@ class Bench:
                 self.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_start,
                 initargs=(self.question,),
             )  # fmt: skip
-        order = sorted(range(len(items)), key=lambda i: key(items[i]))  # type: ignore[arg-type,return-value]
+        order = sorted(range(len(items)), key=lambda i: key(items[i]))
         size = -(-len(items) // (self.jobs * CHUNKS)) or 1
         chunks = [order[i : i + size] for i in range(0, len(order), size)]
         parts = self._pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
@@ -178,26 +184,29 @@ def _bound(question: Question, setup: Setup) -> Bound:
     return bound(setup_run(setup, question.template), question.hardware)
 
 
+def _planner_bound(question: Question, asked: tuple[Setup, int]) -> float | None:
+    setup, limit_bytes = asked
+    run = setup_run(setup, question.template, Recompute(mode=Mode.AUTO))
+    return planner_seconds(forecast(run), estimate(run, question.hardware), limit_bytes)
+
+
 def _work(question: Question, task: Task) -> Figures:
     candidate = task.candidate
     run = candidate.run(question.template)
     if candidate.budget_bytes is not None:
         return _planned(run, question.hardware, candidate.budget_bytes)
     found = forecast(run)
-    fits = task.limit_bytes is None or found.peak_bytes <= task.limit_bytes
+    peak = peak_bytes(found)
+    fits = task.limit_bytes is None or peak <= task.limit_bytes
     return Figures(
-        peak_bytes=found.peak_bytes, static_bytes=static_bytes(found), host_bytes=_host_bytes(run),
+        peak_bytes=peak, static_bytes=static_bytes(found), host_bytes=_host_bytes(run),
         seconds=_seconds(estimate(run, question.hardware)) if fits else None,
     )  # fmt: skip
 
 
 def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
-    """The planner's choice; where there is none, the fewest bytes that it could have done with."""
-    plain = forecast(replace(run, recompute=Recompute(mode=Mode.AUTO)))
-    static = static_bytes(plain)
-    least = planner_bytes(plain)
-    if least > budget_bytes:
-        return Figures(peak_bytes=least, static_bytes=static)
+    """The planner's choice; where there is none, bytes that it could have done with."""
+    static = static_bytes(forecast(run))
     try:
         choice = choose(run, budget_bytes)
     except Infeasible as error:
@@ -205,7 +214,7 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
     kept = {part.name: part.chosen for part in choice.forecast.parts}
     chosen = [kept[name] for name in run.model.layer_names]
     return Figures(
-        peak_bytes=choice.forecast.peak_bytes, static_bytes=static, policies=tuple(_policies(choice)),
+        peak_bytes=peak_bytes(choice.forecast), static_bytes=static, policies=tuple(_policies(choice)),
         seconds=_seconds(estimate(choice.forecast.run, hardware, chosen=chosen)),
     )  # fmt: skip
 

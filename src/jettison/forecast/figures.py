@@ -1,10 +1,12 @@
-"""What is known of one candidate of a search, small enough to be sent and written by the thousand."""
+"""What is known of one candidate of a search."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from jettison.forecast.space import Candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,3 +68,47 @@ def figures_of(document: Mapping[str, Any]) -> Figures:
         host_bytes=int(document["host_bytes"]), policies=tuple(map(str, document["policies"])),
         seconds=None if seconds is None else Seconds(**{f.name: float(seconds[f.name]) for f in fields(Seconds)}),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A candidate that was worked out.
+
+    Args:
+        number: of its setup in the space, and of its plan.
+        limit_bytes: for its tensors, on a device.
+        host_limit_bytes: for what it offloads; None: not stated.
+    """
+
+    candidate: Candidate
+    figures: Figures
+    number: tuple[int, int]
+    limit_bytes: int
+    host_limit_bytes: int | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Its peak."""
+        return self.figures.peak_bytes
+
+    @property
+    def lacks(self) -> int:
+        """Bytes, of the device or of the host; 0 or less where it fits."""
+        of_host = 0 if self.host_limit_bytes is None else self.figures.host_bytes - self.host_limit_bytes
+        return max(self.figures.peak_bytes - self.limit_bytes, of_host)
+
+    @property
+    def fits(self) -> bool:
+        """Is there room for it, and was it timed?"""
+        return self.lacks <= 0 and self.figures.seconds is not None
+
+    @property
+    def seconds(self) -> Seconds:
+        """Of one that fits."""
+        assert self.figures.seconds is not None
+        return self.figures.seconds
+
+    @property
+    def rank(self) -> tuple[float, int, tuple[int, int]]:
+        """The smaller, the better."""
+        return self.seconds.step, self.figures.peak_bytes, self.number

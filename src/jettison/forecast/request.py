@@ -53,7 +53,7 @@ class RunRequest:
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
         optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
-        recompute: none, selective, selective-op, selective-op-alternate, full, every:K, block:N, interval:K, sqrt, auto.
+        recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
         kernels: megatron, pytorch or huggingface: whose code runs.
         loss: upcast, vocab-parallel, fused or chunked.

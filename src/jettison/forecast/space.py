@@ -72,8 +72,8 @@ class Setup:
     micro_batches: int
 
     @property
-    def text(self) -> str:
-        """All of it, as flags."""
+    def flags(self) -> str:
+        """As it is typed."""
         lay = self.layout
         words = [f"--tp {lay.tp}", "--no-sp" if lay.tp > 1 and not lay.sp else "", f"--pp {lay.pp}"]
         words += [f"--virtual-stages {lay.virtual_stages}"] if lay.virtual_stages > 1 else []
@@ -97,11 +97,14 @@ class Candidate:
     budget_bytes: int | None = None
 
     @property
+    def flags(self) -> str:
+        """What to give `ledger` and `estimate` for it."""
+        return f"{self.setup.flags} --recompute {self.recompute}{' --offload' if self.recompute.offload else ''}"
+
+    @property
     def text(self) -> str:
-        """All of it, as flags."""
-        offload = " --offload" if self.recompute.offload else ""
-        budget = f" --budget {self.budget_bytes}B" if self.budget_bytes is not None else ""
-        return f"{self.setup.text} --recompute {self.recompute}{offload}{budget}"
+        """All that tells it from others of its question."""
+        return f"{self.flags} {self.setup.layout} {self.budget_bytes}"
 
     def run(self, template: Run) -> Run:
         """The run that it is."""
@@ -151,7 +154,7 @@ class Space:
         refused: Counter[str] = Counter()
         found = tuple(self._setups(refused))
         if not found:
-            why = refused.most_common(1)[0][0] if refused else "tp x pp x cp x dp never comes to that number"
+            why = refused.most_common(1)[0][0] if refused else "no combination of what was asked for divides them"
             raise UsageError(f"no layout of {self.gpus} GPUs takes a global batch of {self.global_batch}: {why}")
         return found
 
@@ -238,7 +241,7 @@ class Space:
     def _expert_ranks(self, ranks: int) -> Iterable[int]:
         experts = [layer.mlp.experts for layer in self.template.model.kinds if isinstance(layer.mlp, Moe)]
         if self.axes.ep is not None:
-            return self.axes.ep
+            return [ep for ep in self.axes.ep if ranks % ep == 0]
         return [ep for ep in _divisors(ranks) if not any(count % ep for count in experts)] if experts else (1,)
 
     def _orders(self, pp: int) -> Iterator[tuple[int, Schedule]]:

@@ -152,6 +152,20 @@ class Program:
                 stack.extend(op.inputs)
         return tuple(sorted(again))
 
+    def can_compute(self, wanted: int, kept: frozenset[int]) -> bool:
+        """Whether a buffer can be had from ``kept`` ones and free ones, without an op that may not run again."""
+        stack, seen = [wanted], {wanted}
+        while stack:
+            buffer = self.buffers[stack.pop()]
+            if buffer.index in kept or buffer.free:
+                continue
+            if buffer.producer is None or self.ops[buffer.producer].anchor is not None:
+                return False
+            fresh = [b for b in self.ops[buffer.producer].inputs if b not in seen]
+            seen.update(fresh)
+            stack.extend(fresh)
+        return True
+
     def closure(self, wanted: int) -> Closure:
         """What it takes to compute buffer ``wanted`` again; nothing for an argument, which no op computes."""
         saved = self.saved_buffers() - {wanted}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -101,10 +102,20 @@ def held_bytes(forward: Callable[[], Tensor], *, apart: Iterable[Tensor] = ()) -
     with seen:
         loss = forward()
     gc.collect()
+    _settle(seen)
     alive = {s._cdata: s for ref in seen.seen.values() if (s := ref()) is not None}
     alive |= {s._cdata: s for s in _storages(_python_tensors()) if s._cdata not in before}  # what no op has touched
     skip = {s._cdata for s in _storages([loss, *apart])}
     return sum(s.nbytes() for key, s in alive.items() if key not in skip and s.nbytes() > 8)
+
+
+def _settle(seen: _Seen, *, rounds: int = 20, seconds: float = 0.01) -> None:
+    """Wait until no more is let go of: a thread that has done a transfer drops its tensors a moment later."""
+    before, unchanged = -1, 0
+    while unchanged < rounds:
+        now = sum(ref() is not None for ref in seen.seen.values())
+        before, unchanged = now, unchanged + 1 if now == before else 0
+        time.sleep(seconds)
 
 
 def _python_tensors() -> list[Tensor]:

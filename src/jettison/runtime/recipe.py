@@ -106,7 +106,8 @@ def compile_recipe(
     Args:
         kept: buffers held between forward and backward. Free buffers (parameters, shared inputs) need not be named.
         linked: leaf positions of inputs that the block before computes again instead of this one holding them.
-        handed: output leaves that the block after asks for in the same way.
+        handed: output leaves that the block after asks for in the same way. Those that cannot be computed again are
+            left out, and the block after holds them.
 
     Raises:
         ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
@@ -121,6 +122,7 @@ def compile_recipe(
         and (ref.buffer in link_buffers or program.buffers[ref.buffer].producer is not None)
     }
     kept = kept - link_buffers
+    asked = {leaf: ref for leaf, ref in asked.items() if program.can_compute(ref.buffer, kept | link_buffers)}
     again = program.recompute_set(kept | link_buffers, also=frozenset(ref.buffer for ref in asked.values()))
     makers = {b: i for i in again for b in program.ops[i].outputs}
     for b in kept:

@@ -27,7 +27,7 @@ from jettison.runtime.verify import SequenceCheck
 from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
-from jettison.trace.sharded import unwatched
+from jettison.trace.sharded import precision_of, unwatched
 from jettison.trace.signature import ModuleGuard, call_signature, global_signature
 from jettison.trace.wrapped import plain, wrapping
 
@@ -113,6 +113,7 @@ class PlannedForward:
         self.link: Link | None = None
         # output leaf -> how to know it again, its recipe
         self.pending: dict[int, tuple[Seen, Handle]] = {}
+        self.precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         module.forward = self
 
@@ -140,6 +141,9 @@ class PlannedForward:
             self._forget()
         key = (signature, global_signature())
         prepared = self.prepared.get(key)
+        if prepared is not None and not prepared.checked and precision_of(self.module) != self.precision:
+            self._forget()  # FSDP came after the recording, with casts of its own
+            prepared = None
         if prepared is None:
             prepared = self._prepare(key, args, kwargs)
         return self._run(prepared, key, leaves, args, kwargs)
@@ -166,6 +170,7 @@ class PlannedForward:
         tensors.
         """
         self.guard = self.guard or ModuleGuard(self.module)
+        self.precision = precision_of(self.module)
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
         self._store(key, trace).checked = checked
 
@@ -216,6 +221,7 @@ class PlannedForward:
 
     def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         self.recordings += 1
+        self.precision = precision_of(self.module)
         if self.recordings > GIVE_UP_AFTER * 4:
             return self._fall_back(key, f"recorded {self.recordings} times: it changes from call to call")
         try:

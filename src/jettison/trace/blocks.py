@@ -17,7 +17,8 @@ def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[
     """Dotted names of the modules to plan as regions, in the order in which the model names them.
 
     Explicit ``regions`` (names) win; then classes marked with `jettison.checkpointable`; then the members of the
-    outermost `ModuleList` or `Sequential` that hold at least two composite modules of one class.
+    outermost `ModuleList`, `Sequential`, or `ModuleDict` with numbers for keys, that hold at least two composite
+    modules of one class.
 
     Raises:
         UsageError: a name in ``regions`` is not a module of the model, or two regions contain one another.
@@ -35,14 +36,31 @@ def find_blocks(model: nn.Module, regions: Iterable[str] | None = None) -> list[
         return _outermost(marked)
     found: list[str] = []
     for name, module in modules.items():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and _is_stack(module):
+        if _is_list(module) and _is_stack(module):
             prefix = f"{name}." if name else ""
             found.extend(prefix + child for child, m in module.named_children() if _is_composite(m))
     return _outermost(found)
 
 
+def _is_list(container: nn.Module) -> bool:
+    if isinstance(container, nn.ModuleDict):  # of a model that is cut into pipeline stages, so that names stay
+        return all(key.isdigit() for key in container)
+    return isinstance(container, nn.ModuleList | nn.Sequential)
+
+
+def only_blocks(model: nn.Module) -> list[str]:
+    """Names of the composite modules that are alone in a list: the block of a pipeline stage that has but one."""
+    found = []
+    for name, module in model.named_modules():
+        members = [child for child, m in module.named_children() if _is_composite(m)]
+        if _is_list(module) and len(members) == 1 and not isinstance(module, nn.Sequential):
+            found.append(f"{name}.{members[0]}" if name else members[0])
+    return _outermost(found)
+
+
 def _is_stack(container: nn.Module) -> bool:
-    kinds = [type(child) for child in container.children() if _is_composite(child)]
+    members = [child for child in container._modules.values() if child is not None]  # one that repeats counts each time
+    kinds = [type(child) for child in members if _is_composite(child)]
     return len(kinds) >= 2 and len(set(kinds)) < len(kinds)
 
 

@@ -313,6 +313,9 @@ class CaptureMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if desugars(types):
+            if self.recorders and draws(func, args, kwargs) and not _on_cpu(args):
+                # DTensor shifts the generator's state around the op, where no recorder sees it
+                self.recorders[-1].state_broken = True
             return NotImplemented
         if not self.recorders or self.paused or is_bookkeeping(func) or infers_shapes():
             return func(*args, **kwargs)
@@ -339,6 +342,10 @@ class CaptureMode(TorchDispatchMode):
             self.recorders.pop()
             for hook in hooks:
                 hook.remove()
+
+
+def _on_cpu(args: Any) -> bool:
+    return all(t.device.type == "cpu" for t in tree_leaves(args) if isinstance(t, Tensor))
 
 
 def _watch_modules(recorder: Recorder) -> list[Any]:

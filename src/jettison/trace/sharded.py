@@ -90,6 +90,16 @@ def leave_casts(module: Any, twin: nn.Module) -> None:
             twin._forward_hooks[number] = Unwatched(after)
 
 
+def precision_of(model: nn.Module) -> tuple[Any, ...]:
+    """What FSDP casts in a model: its types by module. Empty where it casts nothing, as without FSDP."""
+    found = []
+    for module in sharded_modules(model):
+        policy = module._get_fsdp_state()._mp_policy
+        if policy.param_dtype is not None or policy.output_dtype is not None:
+            found.append((id(module), policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs))
+    return tuple(found)
+
+
 def cast_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as the model's own forward gets it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.errors import TraceError, UsageError
@@ -34,8 +35,35 @@ class Engine(Protocol):
     parts: Sequence[nn.Module]
     """This rank's share of the model, whose parameters are trained and saved."""
 
-    def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
-        """Leave the gradient of the mean loss over all ranks at the parameters; return this rank's mean, detached."""
+    @property
+    def tied(self) -> Collection[nn.Parameter]:
+        """Parameters of which another stage has a copy."""
+        ...
+
+    def names(self, name: str) -> str:
+        """A parameter's name in the whole model, from its name in a part."""
+        ...
+
+    def calls(self, rows: Tensor) -> Iterator[tuple[nn.Module, Any, LossFn | None]]:
+        """Each part, what it is called with for token rows like these, and how a scalar is made of its output."""
+        ...
+
+    def context(self) -> AbstractContextManager[object]:
+        """What a forward runs in."""
+        ...
+
+    def start(self, micro_batches: int) -> None:
+        """Get ready for steps of so many micro-batches; parts are planned and sharded by now.
+
+        Raises:
+            UsageError: there can be none.
+        """
+        ...
+
+    def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
+        """Leave the gradient of the mean loss over all ranks at the parameters; return this rank's mean, detached, if
+        this rank knows it.
+        """
         ...
 
     def settle(self) -> None:
@@ -44,8 +72,10 @@ class Engine(Protocol):
 
 
 class WholeModel:
-    """Every rank runs the model from end to end; gradients are averaged over data-parallel ranks at the last
-    micro-batch.
+    """Every rank runs the model from end to end; gradients are averaged over data-parallel ranks.
+
+    Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
+    twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves.
     """
 
     def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:
@@ -56,18 +86,32 @@ class WholeModel:
         self._autocast = autocast
         self._device = device
 
-    def over_replicas(self, group: torch.distributed.ProcessGroup) -> None:
-        """Average gradients over these ranks, each of which has the whole model; call it after planning."""
-        ids = [self._device.index] if self._device.type == "cuda" else None
-        self._run = DistributedDataParallel(
-            self.parts[0], device_ids=ids, process_group=group, gradient_as_bucket_view=True
-        )
+    @property
+    def tied(self) -> Collection[nn.Parameter]:
+        """There are no stages."""
+        return ()
+
+    def names(self, name: str) -> str:
+        """The part is the whole."""
+        return name
+
+    def calls(self, rows: Tensor) -> Iterator[tuple[nn.Module, Any, LossFn | None]]:
+        """One part."""
+        yield self._built.model, self._built.call(rows), self._built.loss_fn
+
+    def start(self, micro_batches: int) -> None:
+        """Have DistributedDataParallel average, where it is to."""
+        if self._places.averaging == "ddp":
+            ids = [self._device.index] if self._device.type == "cuda" else None
+            self._run = DistributedDataParallel(
+                self.parts[0], device_ids=ids, process_group=self._places.group("replica"), gradient_as_bucket_view=True
+            )
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
         """See `Engine`."""
         losses = []
         for number, batch in enumerate(batches):
-            with self._synchronising(number == len(batches) - 1):
+            with self._averaging(last=number == len(batches) - 1):
                 self._places.seed(batch.seed)
                 with phase("forward"), self.context():
                     loss = self._loss(batch) / len(batches)
@@ -75,7 +119,7 @@ class WholeModel:
                     loss.backward()
             losses.append(loss.detach())
         with phase("backward"):
-            self._places.complete(list(self.parts[0].parameters()))
+            self._places.complete(self.parts[0].parameters())
         return torch.stack(losses).sum()
 
     def settle(self) -> None:
@@ -84,15 +128,18 @@ class WholeModel:
             self._run.reducer._rebuild_buckets()
 
     def context(self) -> AbstractContextManager[object]:
-        """What a forward runs in."""
+        """Autocast, if asked for."""
         return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return checked_loss(call_model(self._run, self._built.call(batch.rows)), self._built.loss_fn)
 
-    def _synchronising(self, last: bool) -> AbstractContextManager[object]:
+    def _averaging(self, *, last: bool) -> AbstractContextManager[object]:
         if isinstance(self._run, DistributedDataParallel) and not last:
             return self._run.no_sync()
+        if isinstance(self._run, FSDPModule):
+            self._run.set_is_last_backward(last)
+            self._run.set_requires_gradient_sync(last or self._places.layout.zero == 3)
         return nullcontext()
 
 
@@ -108,7 +155,8 @@ def checked_loss(output: object, loss_fn: LossFn | None) -> Tensor:
         raise UsageError(f"model: called with input_ids and labels, it gave {error}") from error
 
 
-def named_parameters(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, by its name in the whole model."""
-    for part in parts:
-        yield from part.named_parameters()
+def named_parameters(engine: Engine) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of this rank once, by its name in the whole model."""
+    for part in engine.parts:
+        for name, parameter in part.named_parameters():
+            yield engine.names(name), parameter

@@ -2,7 +2,7 @@
 
 log.jsonl has the objects {"event": "start" | "step" | "checkpoint" | "end", ...}; those that start a run name the
 schema. A run that is resumed at a step drops the lines of later steps, which it does again: each step stands there
-once.
+once. Beside it, plan.json is the plan that the run follows, if any.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jettison.errors import UsageError
 
 SCHEMA: Final = "jettison.train/1"
 _FILE: Final = "log.jsonl"
+PLAN: Final = "plan.json"
 
 
 class RunLog:
@@ -40,15 +41,19 @@ class RunLog:
         self._failed = False
         self._board = _board(folder, resumed_step, warn) if tensorboard else None
 
+    def keep_plan(self, text: str) -> None:
+        """Leave the plan beside the log, for the next run and for whoever wants to know."""
+        self._attempt(lambda: (self.path.parent / PLAN).write_text(text, encoding="utf-8"))
+
     def write(self, event: str, **values: Any) -> None:
         """One line. A disk that is full does not end a run: it is said once."""
-        try:
-            self._file.write(json.dumps({"event": event, **finite(values)}, allow_nan=False) + "\n")
+        text = json.dumps({"event": event, **finite(values)}, allow_nan=False) + "\n"
+
+        def append() -> None:
+            self._file.write(text)
             self._file.flush()
-        except OSError as error:
-            if not self._failed:
-                self._warn(f"{self.path} cannot be written to: {error.strerror or error}; training goes on without it")
-            self._failed = True
+
+        self._attempt(append)
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Curves for TensorBoard."""
@@ -56,6 +61,14 @@ class RunLog:
             for name, value in values.items():
                 if value is not None:
                     self._board.add_scalar(name, value, step)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._failed:
+                self._warn(f"{self.path} cannot be written to: {error.strerror or error}; training goes on without it")
+            self._failed = True
 
     def close(self) -> None:
         """Everything is on its way to the disk."""
@@ -80,7 +93,7 @@ def _cut(path: Path, step: int) -> None:
             entry = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(entry, dict) or entry.get("step", 0) <= step:
+        if isinstance(entry, dict) and entry.get("step", 0) <= step:
             kept.append(line + "\n")
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(kept), encoding="utf-8")

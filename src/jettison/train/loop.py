@@ -18,7 +18,7 @@ from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import MicroBatch
 from jettison.train.log import SCHEMA, RunLog
 from jettison.train.memory import PhasePeaks
-from jettison.train.optim import clip, gradients, set_rate, total_norm
+from jettison.train.optim import clip, set_rate, total_norm
 from jettison.train.order import derived_seed
 from jettison.train.rates import learning_rate
 from jettison.train.recipe import TrainRecipe
@@ -109,6 +109,8 @@ class _Run:
         """Step after step, each followed by what hangs on it."""
         session, recipe = self.session, self.session.recipe
         self._write("start", **self._about())
+        if self.log is not None and session.planned is not None and session.planned.plan is not None:
+            self.log.keep_plan(session.planned.plan)
         interval = _Interval(started=time.perf_counter())
         stopped: str | None = None
         while session.step < recipe.steps and stopped is None:
@@ -137,19 +139,17 @@ class _Run:
 
     # a step ----------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> tuple[torch.Tensor, torch.Tensor, PhasePeaks | None]:
-        """Forward, backward, update. The loss is this rank's, and both tensors are still on the device."""
+    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor, PhasePeaks | None]:
+        """Forward, backward, update. The loss is this rank's, if it knows one; tensors are still on the device."""
         session, section = self.session, self.session.recipe.optimizer
         rate = learning_rate(section, session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
         with session.meter.step() as measured:
             loss = session.engine.forward_backward(self._batches(), session.meter.phase)
             with session.meter.phase("optimizer"):
-                found = gradients(session.parameters)
-                norm = total_norm(found, session.stages)
+                norm = total_norm(session.parameters, stages=session.layout.pp, copies=set(session.engine.tied))
                 if section.clip:
-                    clip(found, norm, section.clip)
-                del found
+                    clip(session.parameters, norm, section.clip)
                 session.optimizer.step()
                 session.optimizer.zero_grad(set_to_none=True)
         session.step += 1
@@ -192,9 +192,12 @@ class _Run:
         self.session.checkpoints.wait()
         self._agree_to_stop()
 
-    def _report(self, loss: torch.Tensor, norm: torch.Tensor, peaks: PhasePeaks | None, interval: _Interval) -> None:
+    def _report(
+        self, loss: torch.Tensor | None, norm: torch.Tensor, peaks: PhasePeaks | None, interval: _Interval
+    ) -> None:
         session = self.session
-        mean = self.world.sum(loss.item())[0] / self.world.size
+        total, knowing = self.world.sum(*((0.0, 0) if loss is None else (loss.item(), 1)))
+        mean = total / knowing
         seconds = (time.perf_counter() - interval.started) / interval.steps
         batch = session.recipe.batch
         tokens = batch.global_batch * batch.seq

@@ -1,9 +1,10 @@
 """Peak bytes of each phase of a step: from the allocator on a GPU, from the profiler or a counter on a CPU.
 
-On a CPU either of them slows a step down and only the first steps are measured. One process alone has its allocations
-profiled and replayed in time order, from the bytes of what was alive before the step. Where ranks talk over gloo, its
-threads let go of tensors too, which the profiler does not see: there `AllocationCounter` follows every storage to its
-death, and what kernels take and give back inside one call is not in the figures.
+On a CPU either of them slows a step down and only the first steps are measured. The profiler's allocations are replayed
+in time order, from the bytes of what was alive before the step. Where ranks talk over gloo, its threads let go of
+tensors too, which the profiler does not see. There `AllocationCounter` follows every storage to its death, and what
+kernels take and give back inside one call is not in the figures. Under FSDP2, which empties storages and does not drop
+them, the counter would see no end of them: there it is the profiler again, and its figures are upper bounds.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class MemoryMeter:
     """Measures steps: `step` around each, `phase` around the parts of it."""
 
     def __init__(
-        self, device: torch.device, steps_on_cpu: int, alive: Callable[[], list[Tensor]], *, alone: bool = True
+        self, device: torch.device, steps_on_cpu: int, alive: Callable[[], list[Tensor]], *, storages: bool = False
     ) -> None:
-        """``alive``: what exists before a step. ``alone``: no other rank."""
+        """``alive``: what exists before a step. ``storages``: follow these on a CPU, and not the allocator."""
         self._device = device
         self._left = steps_on_cpu
         self._alive = alive
-        self._alone = alone
+        self._storages = storages
         self._phases: dict[str, int] | None = None
         self._counter: _Counter | None = None
 
@@ -92,7 +93,7 @@ class MemoryMeter:
             return
         self._left -= 1
         gc.collect()
-        if self._alone:
+        if not self._storages:
             static_bytes = unique_bytes(self._alive())
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
                 yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -63,38 +63,46 @@ def saved_tensors(
     return out
 
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Those that there are."""
-    return [p.grad for p in parameters if p.grad is not None]
+def total_norm(parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: Collection[nn.Parameter] = ()) -> Tensor:
+    """The 2-norm of the whole gradient, wherever its parts lie: one sum over all ranks.
 
-
-def total_norm(found: Sequence[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of the whole gradient, wherever its parts lie.
+    Each rank adds the squares of what it holds, divided by how many ranks hold the same.
 
     Args:
-        found: this rank's gradients; sharded ones are DTensors, which know where the rest is.
-        stages: ranks that hold other parameters of the model: the stages of a pipeline.
+        stages: of a pipeline; ranks of different stages have different parameters.
+        copies: parameters that two stages have.
     """
-    norms = [torch.nn.utils.get_total_norm(group) for group in _alike(found)]
-    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    total = torch.stack([n.double().square() for n in whole]).sum()
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
+    ranks = dist.get_world_size() // stages if dist.is_initialized() else 1
+    held: dict[float, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike = ranks / _shards(parameter.grad) * (2 if parameter in copies else 1)
+            held.setdefault(alike, []).append(_local(parameter.grad))
+    norms = [torch.nn.utils.get_total_norm(group).double().square() / alike for alike, group in held.items()]
+    total = torch.stack(norms).sum()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
     return total.sqrt()
 
 
-def clip(found: Sequence[Tensor], norm: Tensor, largest: float) -> None:
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> None:
     """Scale gradients so that their norm is at most ``largest``."""
     scale = (largest / (norm + 1e-6)).clamp(max=1.0)
-    for group in _alike(found):
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in group]
-        torch._foreach_mul_(local, scale.to(local[0].device, local[0].dtype))
+    by_kind: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_kind.setdefault(parameter.grad.dtype, []).append(_local(parameter.grad))
+    for dtype, group in by_kind.items():
+        torch._foreach_mul_(group, scale.to(dtype))
 
 
-def _alike(found: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients in lists that one call can take: plain ones, and those sharded over one mesh in one way."""
-    lists: dict[Any, list[Tensor]] = {}
-    for gradient in found:
-        kind = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        lists.setdefault((kind, gradient.dtype), []).append(gradient)
-    yield from lists.values()
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shards(tensor: Tensor) -> int:
+    """Over how many ranks a tensor is spread."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return prod(size for placement, size in sizes if placement.is_shard())

@@ -2,67 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
+from jettison.parallel.fsdp import shard_blocks
 from jettison.spec.layout import Layout
 from jettison.train.world import World
 
-_AXES = ("pp", "dp", "tp")
-"""From the slowest link to the fastest: neighbours in rank share a tensor-parallel axis."""
+_AXES = ("pp", "replica", "shard", "tp")
+"""From the slowest link to the fastest. The two in the middle are data parallelism: ranks that have equal parameters,
+and ranks among which parameters are spread.
+"""
+
+Averaging = Literal["nothing", "ddp", "fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """A rank's place on each axis; without a mesh, alone."""
+    """A rank's place on each axis.
+
+    Args:
+        mixed: parameters are read as bf16 copies, which is FSDP2's to do.
+    """
 
     layout: Layout
-    mesh: DeviceMesh | None
+    mesh: DeviceMesh
+    mixed: bool
 
     @classmethod
-    def of(cls, layout: Layout, world: World) -> Places:
+    def of(cls, layout: Layout, world: World, *, mixed: bool) -> Places:
         """Lay the ranks out."""
-        if layout.world == 1:
-            return cls(layout=layout, mesh=None)
-        sizes = (layout.pp, layout.dp, layout.tp)
-        return cls(layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES))
+        replicas, shards = (1, layout.dp) if layout.zero else (layout.dp, 1)
+        sizes = (layout.pp, replicas, shards, layout.tp)
+        return cls(
+            layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES), mixed=mixed
+        )  # fmt: skip
+
+    @property
+    def averaging(self) -> Averaging:
+        """Who averages gradients. DistributedDataParallel takes plain parameters of one module only."""
+        if self.layout.zero or self.mixed:
+            return "fsdp"
+        if self.layout.dp == 1:
+            return "nothing"
+        return "fsdp" if self.layout.tp > 1 or self.layout.pp > 1 else "ddp"
 
     @property
     def data_rank(self) -> int:
         """Which share of the global batch is this rank's."""
-        return 0 if self.mesh is None else self.mesh["dp"].get_local_rank()
+        return self.mesh["replica"].get_local_rank() * self.mesh["shard"].size() + self.mesh["shard"].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks along an axis, of which there are several."""
-        assert self.mesh is not None
+        """The ranks along an axis."""
         return self.mesh[axis].get_group()
 
-    def shard(self, model: nn.Module) -> None:
-        """Tensor and sequence parallelism, in place.
+    def split_layers(self, model: nn.Module) -> None:
+        """Tensor and sequence parallelism, in place; before anything is planned.
 
         Raises:
             UnsupportedModule: no plan is known for this model.
             UsageError: it does not divide this way.
         """
         if self.layout.tp > 1:
-            assert self.mesh is not None
             apply_tensor_parallel(model, self.mesh["tp"], sequence_parallel=self.layout.sp)
+
+    def shard(self, model: nn.Module) -> None:
+        """FSDP2, in place, where the layout or the precision asks for it; parameters are other objects afterwards."""
+        if self.averaging != "fsdp":
+            return
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = self.mesh["shard"] if self.layout.zero else self.mesh["replica", "shard"]
+        options = {"mp_policy": policy} if self.mixed else {}
+        shard_blocks(model, mesh, reshard_after_forward=self.layout.zero == 3, **options)
 
     def seed(self, seed: int) -> None:
         """Seed what is drawn on a micro-batch: as one process would, or each tensor-parallel rank for its own part."""
         if self.layout.tp > 1:
-            assert self.mesh is not None
             seed_ranks(seed, self.mesh["tp"], sequence_parallel=self.layout.sp)
         else:
             torch.manual_seed(seed)
 
-    def complete(self, parameters: Sequence[nn.Parameter]) -> None:
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make gradients whole that every tensor-parallel rank has a part of."""
-        if self.layout.tp > 1:
+        if self.layout.tp > 1 and self.averaging != "fsdp":
             reduce_partial_gradients(parameters)

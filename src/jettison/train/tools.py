@@ -54,19 +54,20 @@ class Decision:
     """What is to be done, as text that travels between ranks: a plan document, or a policy word.
 
     Args:
-        likeness: of the model that the plan was made for here and now; None for a plan from a file.
+        likeness: what a rank's model has to be like for the plan.
     """
 
     plan: str | None = None
     policy: str | None = None
-    likeness: str | None = None
+    likeness: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What was done on this rank. Bytes are None for a policy, which predicts none."""
+    """What was done on this rank. For a policy there is no plan, and nothing is predicted."""
 
     recomputed_flops: int
+    plan: str | None = None
     plan_hash: str | None = None
     predicted_peak_bytes: int | None = None
 
@@ -86,7 +87,7 @@ class Tools(Protocol):
         """Do it to the module."""
         ...
 
-    def forward_flops(self, rehearsal: Rehearsal) -> int | None:
+    def forward_flops(self, built: Built, batch: Any) -> int | None:
         """FLOPs of one forward, from a trace; None where there can be none."""
         ...
 

@@ -1,0 +1,123 @@
+"""Plans on the stages of `torch.distributed.pipelining`.
+
+A stage's module is planned like a model, by what one micro-batch looks like where it arrives:
+
+    batch = received(x)                      # on the first stage, what the pipeline is given
+    jettison.apply(stage.submod, "full", batch=batch, loss_fn=stand_in_loss, regions=blocks_of(stage.submod))
+
+Micro-batches in flight, several chunks on a rank and backwards that are split in two need nothing else: every call of a
+region owns what its own backward will want (NOTE [ Ownership ] in runtime/recipe.py).
+
+Stages have plans of their own, so ranks of one pipeline need not agree; those of one stage's tensor parallelism do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from jettison.errors import UsageError
+from jettison.ledger.schedule import Step, Work
+from jettison.runtime.region import PlannedForward
+from jettison.trace.blocks import find_blocks, only_blocks
+
+_KINDS = {"F": (Work.FORWARD,), "I": (Work.BACKWARD,), "W": (Work.WEIGHT,)}
+_SILENT = frozenset({"UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"})
+
+
+def blocks_of(module: nn.Module) -> list[str]:
+    """Names of a stage's blocks. One block alone does not repeat, and would not be taken for one elsewhere."""
+    return find_blocks(module) or only_blocks(module)
+
+
+def received(*example: Tensor) -> tuple[Tensor, ...]:
+    """What a stage after the first is called with: tensors like these, which want a gradient."""
+    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in example)
+
+
+def stand_in_loss(output: Any) -> Tensor:
+    """A scalar of a stage's output, for a trace: the real loss is computed elsewhere, and what it saves is not ours.
+
+    Raises:
+        UsageError: nothing in the output wants a gradient.
+    """
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not found:
+        raise UsageError("a stage returned nothing that wants a gradient; give it a batch made by received()")
+    return sum((t.float().sum() for t in found[1:]), found[0].float().sum())
+
+
+def work_of(schedule: Any) -> tuple[Step, ...]:
+    """This rank's order of work, as `jettison.ledger.schedule` writes it, from one of torch's schedules.
+
+    Chunks are numbered in the order in which the rank holds its stages.
+
+    Raises:
+        UsageError: the schedule does something that has no place in such an order.
+    """
+    several = getattr(schedule, "_stages", None)
+    stages = several or [schedule._stage]
+    chunks = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
+    actions = [a for a in schedule.pipeline_order[stages[0].group_rank] if a is not None]
+    split = any(a.computation_type.value == "W" for a in actions)
+    steps: list[Step] = []
+    done: Counter[Work] = Counter()
+    for action in actions:
+        kind = action.computation_type.value
+        if kind in _SILENT:
+            continue
+        if kind == "B":
+            works: tuple[Work, ...] = (Work.BACKWARD, Work.WEIGHT) if split else (Work.BACKWARD,)
+        elif kind in _KINDS:
+            works = _KINDS[kind]
+        else:
+            raise UsageError(f"got {action} in {type(schedule).__name__}; expected forwards and backwards")
+        for work in works:  # torch 2.13 miscounts the last stage's forwards in 1F1B, where they simply follow another
+            micro_batch = action.microbatch_index if several else done[work]
+            done[work] += 1
+            steps.append(Step(work, micro_batch, chunks[action.stage_index]))
+    return tuple(steps)
+
+
+class InFlight:
+    """Watches the stages of a rank while a schedule runs, and keeps the most that was between forward and backward.
+
+    Args:
+        stages: by chunk, what `jettison.apply` returned for it (its ``regions``).
+
+    ``micro_batches`` counts micro-batch chunks, ``nbytes`` what their recipes keep; peaks of the rank, at one moment
+    each. A chunk of a split backward counts until the second half is over.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[PlannedForward]]) -> None:
+        self.stages = [list(regions) for regions in stages]
+        self.micro_batches = 0
+        self.nbytes = 0
+        self._hooks: list[Any] = []
+
+    def now(self) -> Iterator[tuple[int, int]]:
+        """Micro-batches and bytes of every chunk at this moment."""
+        for regions in self.stages:
+            live = [region.live() for region in regions]
+            yield max(one.calls for one in live), sum(one.nbytes for one in live)
+
+    def __enter__(self) -> InFlight:
+        for regions in self.stages:
+            root: nn.Module = regions[-1].module
+            self._hooks.append(root.register_forward_hook(self._look))
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _look(self, *_: Any) -> None:  # only forwards add anything
+        counts, nbytes = zip(*self.now(), strict=True)
+        self.micro_batches = max(self.micro_batches, sum(counts))
+        self.nbytes = max(self.nbytes, sum(nbytes))

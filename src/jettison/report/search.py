@@ -1,0 +1,318 @@
+"""What `jettison search` says: a document for programs; for people the fastest, why, and what more would buy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jettison.forecast.figures import Found, Seconds
+from jettison.forecast.hunt import REACH
+from jettison.forecast.journal import Journal
+from jettison.forecast.request import model_spec
+from jettison.forecast.search import Answer, More, NothingFits, search
+from jettison.forecast.search_request import SearchRequest
+from jettison.report.parts import facts_table, titled
+from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.run import Mode
+from jettison.units import format_bytes, format_count, format_percent, format_ratio, format_seconds, parse_bytes
+
+SCHEMA: Final = "jettison.search/1"
+SHOWN_ON_FRONT: Final = 12
+"""Rows of the front for people; the document has all."""
+STEP_OF_FRONT: Final = 0.02
+"""A row of the front for people takes less memory than the row before it by this share, at least."""
+MOST_STAGES: Final = 8
+"""Of a planner's choice, in words; the document has all."""
+WORTH_SAYING: Final = 0.002
+"""Of a step: smaller differences are not spelled out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchReport:
+    """An answer, and what was asked.
+
+    Args:
+        seconds: that the search took.
+    """
+
+    model: str
+    hardware: Hardware
+    answer: Answer
+    seconds: float
+
+    def document(self) -> dict[str, Any]:
+        """Schema ``jettison.search/1``; candidates are ranked, the fastest first."""
+        answer = self.answer
+        return {
+            **_asked(self.model, self.hardware, answer),
+            "feasible": True,
+            "candidates": [_candidate(found) for found in answer.ranked],
+            "front": [_candidate(found) for found in answer.front],
+            "front_reach": REACH,
+            "runner_up": [_loss(answer.best, found) for found in rivals(answer)],
+            "without_recompute": _candidate(answer.plain),
+            "more_memory": _more(answer.more_memory, answer.best),
+            "more_gpus": _more(answer.more_gpus, answer.best) if isinstance(answer.more_gpus, More) else None,
+            "explanation": list(sentences(answer)),
+            "evaluated": answer.evaluated,
+            "seconds": self.seconds,
+        }
+
+    def table(self) -> RenderableType:
+        """The fastest, why, and the front."""
+        answer = self.answer
+        space, template = answer.space, answer.space.template
+        facts = [
+            ("model", f"{self.model}, sequences of {template.seq}, global batch {space.global_batch}"),
+            ("devices", f"{space.gpus} x {self.hardware.name}, {format_bytes(answer.best.limit_bytes)} for tensors"),
+            ("searched", f"{space.size:,} plans of {len(space.setups):,} layouts and batches, of which "
+                         f"{answer.evaluated:,} were worked out now, in {format_seconds(self.seconds)}"),
+        ]  # fmt: skip
+        if self.hardware.reached_source.startswith("estimated"):
+            facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
+        ranking = _table(f"The fastest {len(answer.ranked)}, one plan each", answer.ranked)
+        front = _table("Less memory costs time", _thinned(answer.front))
+        return Group(facts_table(facts), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
+
+
+def search_report(
+    model: str,
+    request: SearchRequest,
+    *,
+    gpus: int,
+    gpu: str,
+    global_batch: int,
+    budget: str | None = None,
+    top: int = 10,
+    jobs: int = 1,
+    state: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> SearchReport:
+    """Search for the fastest way to train a preset or a config.json.
+
+    Args:
+        state: a file to go on from and to write to.
+
+    Raises:
+        NothingFits: no candidate fits.
+        UsageError: no such model or GPU, or a request that makes no sense.
+    """
+    device = hardware(gpu)
+    space = request.space(model_spec(model), device, gpus=gpus, global_batch=global_batch)
+    begin = time.perf_counter()
+    with nullcontext() if state is None else Journal(state) as journal:
+        answer = search(
+            space, device, budget_bytes=None if budget is None else parse_bytes(budget), top=top, jobs=jobs,
+            journal=journal, progress=progress,
+        )  # fmt: skip
+    return SearchReport(model=model, hardware=device, answer=answer, seconds=time.perf_counter() - begin)
+
+
+def nothing_document(model: str, gpus: int, gpu: str, error: NothingFits) -> dict[str, Any]:
+    """Where nothing fits: the closest candidate and the bytes that it lacks."""
+    return {
+        "schema": SCHEMA, "model": model, "gpus": gpus, "gpu": gpu, "feasible": False, "candidates": [],
+        "closest": _candidate(error.closest), "lacks_bytes": error.closest.lacks,
+    }  # fmt: skip
+
+
+def rivals(answer: Answer) -> Iterator[Found]:
+    """The second, and the first of those listed whose devices are divided otherwise, where that is another one."""
+    yield from answer.ranked[1:2]
+    mesh = _mesh(answer.best)
+    others = (found for found in answer.ranked[2:] if _mesh(found) != mesh)
+    if len(answer.ranked) > 1 and _mesh(answer.ranked[1]) == mesh:
+        yield from (found for found, _ in zip(others, range(1), strict=False))
+
+
+def sentences(answer: Answer) -> Iterator[str]:
+    """The answer in words."""
+    best = answer.best
+    shares = [f"{name} {format_percent(took / best.seconds.step)}" for name, took in _shares(best.seconds)]
+    yield f"The fastest, {best.candidate.flags}: {', '.join(shares)}."
+    yield from _recompute(answer)
+    for place, found in zip(
+        ("The runner-up", "The first that divides the devices otherwise"), rivals(answer), strict=False
+    ):
+        yield f"{place}, {found.candidate.flags}, loses {_difference(best, found)}."
+    yield _more_memory(answer)
+    yield _more_gpus(answer)
+
+
+def _recompute(answer: Answer) -> Iterator[str]:
+    best, plain = answer.best, answer.plain
+    if best.candidate.recompute.mode is Mode.NONE:
+        return
+    saved = best.seconds.step - plain.seconds.step
+    lacks = f"lacks {format_bytes(plain.lacks)}" if plain.lacks > 0 else "fits"
+    yield (
+        f"Without recompute it would take {format_seconds(plain.seconds.step)}, {format_seconds(saved)} less, and "
+        f"{lacks}: {format_bytes(plain.needed_bytes)}."
+    )
+    if best.figures.policies:
+        stages = "; ".join(f"stage {i}: {words}" for i, words in enumerate(best.figures.policies[:MOST_STAGES]))
+        more = "" if len(best.figures.policies) <= MOST_STAGES else "; ..."
+        yield (
+            f"The planner's layers, {stages}{more}. `jettison plan` with these flags and "
+            f"--budget {best.candidate.budget_bytes}B has all of them."
+        )
+
+
+def _more_memory(answer: Answer) -> str:
+    best, found = answer.best, answer.more_memory.best
+    share = format_percent(float(answer.more_memory.memory) - 1)
+    saved = best.seconds.step - found.seconds.step
+    if saved <= 0:
+        return f"{share} more memory would buy nothing: this stays the fastest."
+    return (
+        f"{share} more memory would buy {format_seconds(saved)} ({format_percent(saved / best.seconds.step)}), with "
+        f"{found.candidate.flags}."
+    )
+
+
+def _more_gpus(answer: Answer) -> str:
+    more, best = answer.more_gpus, answer.best
+    if isinstance(more, str):
+        return f"Nothing was found for more devices: {more}."
+    faster = best.seconds.step / more.best.seconds.step
+    linear = faster * answer.space.gpus / more.gpus
+    return (
+        f"{more.gpus} devices would take {format_seconds(more.best.seconds.step)} with {more.best.candidate.flags}: "
+        f"{format_ratio(faster)} as fast, {format_percent(linear)} of what as many more could give."
+    )
+
+
+def _difference(best: Found, other: Found) -> str:
+    """Seconds in words: what costs it more, and what less."""
+    lost = other.seconds.step - best.seconds.step
+    least = WORTH_SAYING * best.seconds.step
+    parts = other.seconds.parts
+    changes = sorted(((parts[name] - took, name) for name, took in best.seconds.parts.items()), reverse=True)
+    more = [f"{format_seconds(change)} more of {name}" for change, name in changes if change > least]
+    less = [f"{format_seconds(-change)} less of {name}" for change, name in reversed(changes) if change < -least]
+    words = ", but ".join(", ".join(words) for words in (more, less) if words)
+    return f"{format_seconds(lost)} ({format_percent(lost / best.seconds.step)}): {words or 'a little of everything'}"
+
+
+def _shares(seconds: Seconds) -> list[tuple[str, float]]:
+    return sorted(((n, t) for n, t in seconds.parts.items() if t > 0), key=lambda part: -part[1])
+
+
+def _mesh(found: Found) -> tuple[int, ...]:
+    layout = found.candidate.setup.layout
+    return layout.tp, layout.pp, layout.cp, layout.ep
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _table(title: str, rows: Sequence[Found]) -> Table:
+    """Axes that are 1 throughout have no column."""
+    layouts = [found.candidate.setup.layout for found in rows]
+    axes = [
+        (name, [value(layout) for layout in layouts])
+        for name, value in _AXES
+        if name in ("tp", "pp", "dp") or any(value(layout) not in ("1", "0", "") for layout in layouts)
+    ]
+    figures = ("batch", "step", "MFU", "tokens/s/GPU", "peak", "left")
+    table = titled(title, ("", "recompute"), (*(name for name, _ in axes), *figures))
+    for number, found in enumerate(rows):
+        setup, seconds = found.candidate.setup, found.seconds
+        table.add_row(
+            str(number + 1), _plan(found), *(values[number] for _, values in axes),
+            f"{setup.micro_batch} x {setup.micro_batches}", format_seconds(seconds.step), format_percent(seconds.mfu),
+            format_count(round(seconds.tokens_per_second_per_gpu)), format_bytes(found.needed_bytes),
+            format_bytes(found.limit_bytes - found.needed_bytes), style="bold" if number == 0 else "",
+        )  # fmt: skip
+    return table
+
+
+_AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
+    ("tp", lambda layout: str(layout.tp)),
+    ("pp", lambda layout: str(layout.pp)),
+    ("virtual", lambda layout: str(layout.virtual_stages)),
+    ("schedule", lambda layout: "" if layout.schedule is Schedule.ONE_F_ONE_B else str(layout.schedule)),
+    ("cp", lambda layout: str(layout.cp)),
+    ("ep", lambda layout: str(layout.ep)),
+    ("dp", lambda layout: str(layout.dp)),
+    ("zero", lambda layout: str(layout.zero)),
+)
+
+
+def _plan(found: Found) -> str:
+    recompute = found.candidate.recompute
+    return f"{recompute}, offloaded" if recompute.offload else str(recompute)
+
+
+def _thinned(front: Sequence[Found]) -> list[Found]:
+    """Rows far enough apart to be told from one another."""
+    kept: list[Found] = []
+    for found in front:
+        if not kept or found.needed_bytes < (1 - STEP_OF_FRONT) * kept[-1].needed_bytes:
+            kept.append(found)
+    return kept[:SHOWN_ON_FRONT]
+
+
+# documents ------------------------------------------------------------------------------------------------------------
+
+
+def _asked(model: str, device: Hardware, answer: Answer) -> dict[str, Any]:
+    space, template = answer.space, answer.space.template
+    return {
+        "schema": SCHEMA, "model": model, "gpus": space.gpus, "gpu": device.name, "global_batch": space.global_batch,
+        "seq": template.seq, "precision": template.precision.name, "optimizer": str(template.optimizer),
+        "kernels": template.kernels.name, "attention": str(template.kernels.attention),
+        "space": {"layouts": len(space.setups), "candidates": space.size},
+    }  # fmt: skip
+
+
+def _candidate(found: Found) -> dict[str, Any]:
+    setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
+    plan: dict[str, Any] = {"recompute": str(recompute), "offload": recompute.offload}
+    if figures.policies:
+        plan |= {"budget_bytes": found.candidate.budget_bytes, "stages": list(figures.policies)}
+    document = {
+        "layout": _layout(setup.layout), "micro_batch": setup.micro_batch, "micro_batches": setup.micro_batches,
+        "plan": plan, "peak_bytes": figures.peak_bytes, "available_bytes": found.limit_bytes, "fits": found.fits,
+        "flags": found.candidate.flags,
+    }  # fmt: skip
+    if recompute.offload:
+        document["host_bytes"] = figures.host_bytes
+    seconds = figures.seconds
+    if seconds is None:
+        return document
+    return document | {
+        "step_seconds": seconds.step, "mfu": seconds.mfu,
+        "tokens_per_second_per_gpu": seconds.tokens_per_second_per_gpu,
+        "breakdown": {f"{name}_seconds": took for name, took in seconds.parts.items()},
+    }  # fmt: skip
+
+
+def _layout(layout: Layout) -> dict[str, Any]:
+    names = ("tp", "sp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "world")
+    return {name: getattr(layout, name) for name in names} | {"schedule": str(layout.schedule)}
+
+
+def _loss(best: Found, other: Found) -> dict[str, Any]:
+    """What a rival takes more than the best, by part."""
+    more = {f"{name}_seconds": other.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
+    return {
+        "flags": other.candidate.flags, "lost_seconds": other.seconds.step - best.seconds.step, "more": more,
+        "words": _difference(best, other),
+    }  # fmt: skip
+
+
+def _more(more: More, best: Found) -> dict[str, Any]:
+    return {
+        "gpus": more.gpus, "memory": float(more.memory), "saved_seconds": best.seconds.step - more.best.seconds.step,
+        "candidate": _candidate(more.best),
+    }  # fmt: skip

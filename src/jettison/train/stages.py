@@ -1,0 +1,90 @@
+"""A reference model cut into the stages of a pipeline.
+
+Parts keep the names that they have in the whole model, so that checkpoints know them in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from jettison.errors import UsageError
+from jettison.parallel.reference import Gpt, Llama, LlamaConfig, causal_mask, mean_loss, rotary_tables
+from jettison.spec.layout import Layout
+
+
+class Stage(nn.Module):
+    """A run of layers; the first one starts from ids [b, s], the last one ends in logits."""
+
+    def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int) -> None:
+        super().__init__()
+        self.config = whole.config
+        self.seq = seq  # the stream may hold a shard of it
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(whole.layers)
+        self.is_gpt = isinstance(whole, Gpt)
+        if self.is_first:
+            self.tokens = whole.tokens
+        if self.is_first and isinstance(whole, Gpt):
+            self.positions, self.dropout = whole.positions, whole.dropout
+        self.layers = nn.ModuleDict({str(number): whole.layers[number] for number in layers})
+        if self.is_last:
+            self.norm, self.head = whole.norm, whole.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ids, or the stream of the stage before, to the stream, or logits."""
+        if self.is_first:
+            x = self._embedded(x)
+        config, seq = self.config, self.seq
+        beside = rotary_tables(seq, config, x) if isinstance(config, LlamaConfig) else causal_mask(seq, x)
+        for layer in self.layers.values():
+            x = layer(x, beside)
+        return self.head(self.norm(x)) if self.is_last else x
+
+    def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
+        """Of one micro-batch, on the last stage."""
+        return mean_loss(logits, labels_bs.t() if self.is_gpt else labels_bs)
+
+    def stream(self, micro_batch: int, seq: int, dtype: torch.dtype) -> Tensor:
+        """A tensor without values, like what one stage hands to the next."""
+        sizes = (seq, micro_batch) if self.is_gpt else (micro_batch, seq)
+        return torch.empty((*sizes, self.config.hidden), dtype=dtype, device="meta", requires_grad=True)
+
+    def logits(self, micro_batch: int, dtype: torch.dtype) -> Tensor:
+        """A tensor without values, like what the last stage returns."""
+        sizes = (self.seq, micro_batch) if self.is_gpt else (micro_batch, self.seq)
+        return torch.empty((*sizes, self.config.vocab), dtype=dtype, device="meta", requires_grad=True)
+
+    def _embedded(self, ids_bs: Tensor) -> Tensor:
+        if not self.is_gpt:
+            embedded: Tensor = self.tokens(ids_bs)
+            return embedded
+        places = torch.arange(self.seq, device=ids_bs.device).unsqueeze(1)
+        summed: Tensor = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
+        return summed
+
+
+def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[Stage]:
+    """The stages of one pipeline rank, in the order of the model: chunk c of it is on rank c mod pp.
+
+    Raises:
+        UsageError: the model is not one that can be cut, or its layers do not divide.
+    """
+    if not isinstance(whole, Gpt | Llama):
+        raise UsageError(
+            f"layout.pp: a {type(whole).__name__} cannot be cut into stages; expected a reference model: "
+            'model.architecture with code = "reference"'
+        )
+    return [
+        Stage(whole, layers, seq=seq)
+        for chunk, layers in enumerate(_chunks(whole, layout))
+        if chunk % layout.pp == rank
+    ]
+
+
+def _chunks(whole: Gpt | Llama, layout: Layout) -> Iterator[range]:
+    start = 0
+    for count in layout.layers_per_chunk(len(whole.layers)):
+        yield range(start, start + count)
+        start += count

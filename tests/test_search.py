@@ -1,0 +1,527 @@
+"""The search over layouts and plans: against brute force, against the paper's choice, and resumed."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from contextlib import redirect_stdout
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jettison.cli.main import run as cli
+from jettison.errors import Infeasible, UsageError
+from jettison.forecast.auto import choose
+from jettison.forecast.bounds import SHAVED, bound, least_seconds, static_bytes
+from jettison.forecast.evaluate import Bench, Question
+from jettison.forecast.hunt import REACH, Hunt, Room
+from jettison.forecast.journal import Journal
+from jettison.forecast.peak import peak_bytes
+from jettison.forecast.planner_bound import planner_seconds
+from jettison.forecast.request import model_spec
+from jettison.forecast.run import forecast
+from jettison.forecast.search import NothingFits, search
+from jettison.forecast.search_request import SearchRequest
+from jettison.forecast.space import Setup, Space, setup_run
+from jettison.forecast.time import estimate
+from jettison.report.search import SearchReport, search_report
+from jettison.spec.config import parse_config
+from jettison.spec.hardware import hardware
+from jettison.spec.model import ModelSpec
+from jettison.spec.run import Recompute
+from jettison.units import GIB
+
+A100 = hardware("a100-80gb")
+SHAPE = {
+    "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 4096, "max_position_embeddings": 1024,
+}  # fmt: skip
+LLAMA = parse_config({"model_type": "llama", "num_hidden_layers": 8, **SHAPE}, name="small-llama")
+TIED = parse_config(
+    {"model_type": "gpt2", "n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 4096, "n_positions": 1024},
+    name="small-gpt2",
+)
+EXPERTS = parse_config(
+    {"model_type": "mixtral", "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, **SHAPE},
+    name="small-mixtral",
+)
+WIDE = parse_config(
+    {
+        **SHAPE, "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_attention_heads": 32,
+    },
+    name="wide-llama",
+)  # fmt: skip
+"""Its products take so long that bounds are near what they bound."""
+MODELS = {model.name: model for model in (LLAMA, TIED, EXPERTS, WIDE)}
+
+
+def space(model: ModelSpec, gpus: int, batch: int, **fixed: object) -> Space:
+    fixed = {"seq": 512} | fixed
+    return SearchRequest(**fixed).space(model, A100, gpus=gpus, global_batch=batch)
+
+
+# brute force ----------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A candidate that fits."""
+
+    seconds: float
+    peak: int
+    setup: Setup
+    plan: str
+
+
+def brute_force(whole: Space, budget: int) -> list[Row]:
+    """Every setup with every plan, the planner's too, by the functions that `ledger` and `estimate` use."""
+    rows = []
+    for setup in whole.setups:
+        for plan in whole.plans(setup):
+            run = setup_run(setup, whole.template, plan)
+            peak = forecast(run).peak_bytes
+            if peak <= budget:
+                rows.append(Row(estimate(run, A100).step_seconds, peak, setup, f"{plan} {plan.offload}"))
+        if whole.asks_planner:
+            rows += planned(whole, setup, budget)
+    return rows
+
+
+def planned(whole: Space, setup: Setup, budget: int) -> list[Row]:
+    try:
+        choice = choose(setup_run(setup, whole.template), budget)
+    except Infeasible:
+        return []
+    kept = {part.name: part.chosen for part in choice.forecast.parts}
+    chosen = [kept[name] for name in whole.template.model.layer_names]
+    seconds = estimate(choice.forecast.run, A100, chosen=chosen).step_seconds
+    return [Row(seconds, choice.forecast.peak_bytes, setup, "auto")]
+
+
+def best_of_each(rows: list[Row]) -> list[float]:
+    """Seconds of the fastest plan of each setup, ascending."""
+    best: dict[Setup, float] = {}
+    for row in rows:
+        best[row.setup] = min(row.seconds, best.get(row.setup, row.seconds))
+    return sorted(best.values())
+
+
+def front_of(rows: list[Row]) -> list[tuple[float, int]]:
+    """Those that no other beats in both, up to the reach."""
+    points = sorted((row.seconds, row.peak) for row in rows)
+    front: list[tuple[float, int]] = []
+    for seconds, peak in points:
+        if seconds <= REACH * points[0][0] and (not front or peak < front[-1][1]):
+            front.append((seconds, peak))
+    return front
+
+
+def largest_and_least(whole: Space) -> tuple[int, int]:
+    """Peaks between which budgets decide something."""
+    peaks = [forecast(setup_run(setup, whole.template)).peak_bytes for setup in whole.setups]
+    full = Recompute.parse("full", layers=whole.template.model.depth)
+    least = min(forecast(setup_run(setup, whole.template, full)).peak_bytes for setup in whole.setups)
+    return max(peaks), least
+
+
+@settings(max_examples=16)
+@example(
+    name="small-llama", gpus=8, batch=8, share=0.1, offload=False, schedule="1f1b,interleaved,zero-bubble",
+    gradients="one-by-one",
+)  # fmt: skip
+@example(name="wide-llama", gpus=4, batch=16, share=0.05, offload=False, schedule=None, gradients="upfront")
+@example(name="wide-llama", gpus=4, batch=8, share=0.4, offload=True, schedule=None, gradients="one-by-one")
+@given(
+    name=st.sampled_from(sorted(MODELS)), gpus=st.sampled_from([2, 4]), batch=st.sampled_from([4, 8]),
+    share=st.floats(0, 1) | st.floats(0, 0.2), offload=st.booleans(),
+    schedule=st.sampled_from([None, "1f1b,zero-bubble", "interleaved,gpipe"]),
+    gradients=st.sampled_from(["one-by-one", "upfront"]),
+)  # fmt: skip
+def test_nothing_that_fits_is_faster_or_smaller(
+    name: str, gpus: int, batch: int, share: float, offload: bool, schedule: str | None, gradients: str
+) -> None:
+    """Plans that have a name: the whole list, and the whole front."""
+    fixed = {"schedule": schedule, "offload": offload, "gradients": gradients}
+    whole = space(MODELS[name], gpus, batch, recompute="none,selective,selective-op,full,every", **fixed)
+    most, least = largest_and_least(whole)
+    budget = int(least + share * (most - least))
+    rows = brute_force(whole, budget)
+    if not rows:
+        with pytest.raises(NothingFits):
+            search(whole, A100, budget_bytes=budget)
+        return
+    found = search(whole, A100, budget_bytes=budget, top=7)
+    assert [f.seconds.step for f in found.ranked] == best_of_each(rows)[:7]
+    assert [(f.seconds.step, f.needed_bytes) for f in found.front] == front_of(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "batch", "share"),
+    [
+        ("small-llama", 4, 8, 0.03), ("small-gpt2", 4, 4, 0.1), ("small-mixtral", 4, 8, 0.05),
+        ("wide-llama", 4, 8, 0.1), ("wide-llama", 4, 8, 0.3), ("wide-llama", 2, 16, 0.02),
+    ],
+)  # fmt: skip
+def test_the_planner_is_asked_wherever_it_could_win(name: str, gpus: int, batch: int, share: float) -> None:
+    whole = space(MODELS[name], gpus, batch, cp="1")
+    most, least = largest_and_least(whole)
+    budget = int(least + share * (most - least))
+    rows = brute_force(whole, budget)
+    found = search(whole, A100, budget_bytes=budget)
+    assert [f.seconds.step for f in found.ranked[:2]] == best_of_each(rows)[:2]
+    assert all(f.needed_bytes <= budget for f in (*found.ranked, *found.front))
+    assert any(row.plan == "auto" and row.seconds == found.best.seconds.step for row in rows)
+
+
+@settings(max_examples=15)
+@given(name=st.sampled_from(sorted(MODELS)), share=st.floats(0.0, 0.9), more=st.floats(1.0, 1.5))
+def test_more_memory_never_makes_the_best_slower(name: str, share: float, more: float) -> None:
+    whole = space(MODELS[name], 4, 8, cp="1", recompute="none,selective-op,full,every")
+    most, least = largest_and_least(whole)
+    budget = int(least + share * (most - least))
+    found, larger = (search(whole, A100, budget_bytes=int(b)) for b in (budget, more * budget))
+    assert larger.best.seconds.step <= found.best.seconds.step
+    assert found.more_memory.best.seconds.step <= found.best.seconds.step
+    assert found.more_memory.best.needed_bytes <= 1.1 * budget
+
+
+# bounds ---------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), gradients=st.sampled_from(["one-by-one", "upfront"]))
+def test_bounds_are_below_everything_that_they_bound(data: st.DataObject, name: str, gradients: str) -> None:
+    every = {"schedule": "1f1b,interleaved,zero-bubble,gpipe", "offload": True, "gradients": gradients}
+    whole = space(MODELS[name], 8, 16, recompute="none,selective,selective-op,full,every,block:2,interval:2", **every)
+    setup = data.draw(st.sampled_from(whole.setups))
+    depth = whole.template.model.depth
+    of_group, plain = bound(setup_run(setup, whole.template), A100), estimate(setup_run(setup, whole.template), A100)
+    for plan in whole.plans(setup):
+        found = forecast(setup_run(setup, whole.template, plan))
+        took = estimate(found.run, A100).step_seconds
+        assert of_group.seconds(setup, depth, plan) * (1 - SHAVED) <= took
+        assert least_seconds(plain) * (1 - SHAVED) <= took
+        assert of_group.nbytes(setup, depth, plan) <= found.peak_bytes
+        assert of_group.nbytes(setup, depth, plan) >= static_bytes(found) // 2 // setup.layout.pp
+        assert static_bytes(found) <= found.peak_bytes
+        assert peak_bytes(found) == found.peak_bytes  # the short way, and the timeline
+
+
+@settings(max_examples=25)
+@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1))
+def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, share: float) -> None:
+    whole = space(MODELS[name], 8, 16, schedule="1f1b,interleaved,zero-bubble,gpipe")
+    setup = data.draw(st.sampled_from(whole.setups))
+    plain = forecast(setup_run(setup, whole.template))
+    static = static_bytes(plain)
+    limit = int(static + share * (plain.peak_bytes - static))
+    least = planner_seconds(plain, estimate(plain.run, A100), limit)
+    for row in planned(whole, setup, limit):
+        assert least is not None
+        assert least * (1 - SHAVED) <= row.seconds
+
+
+# what people chose ----------------------------------------------------------------------------------------------------
+
+
+def fastest(whole: Space) -> Hunt:
+    hunt = Hunt(
+        space=whole, room=Room(hardware=A100), bench=Bench(Question(template=whole.template, hardware=A100)),
+        say=lambda _text: None,
+    )  # fmt: skip
+    hunt.run()
+    return hunt
+
+
+def test_gpt_175b_on_64_a100_takes_no_longer_than_as_its_authors_trained_it() -> None:
+    """arXiv 2205.05198 Table 3: t = 8, p = 8, m = 3, b = 1, batch 64; selective recompute and sequence parallelism."""
+    whole = SearchRequest().space(model_spec("gpt-175b"), A100, gpus=64, global_batch=64)
+    theirs = [
+        setup for setup in whole.setups
+        if (setup.layout.tp, setup.layout.pp, setup.layout.virtual_stages, setup.layout.cp) == (8, 8, 3, 1)
+        and setup.layout.sp and setup.micro_batch == 1 and setup.layout.zero == 0
+    ]  # fmt: skip
+    assert len(theirs) == 1
+    run = setup_run(theirs[0], whole.template, Recompute.parse("selective", layers=96))
+    best = fastest(replace(whole, axes=replace(whole.axes, plans=("none", "selective", "full")))).ranked[0]
+    assert best.seconds.step <= estimate(run, A100).step_seconds
+    assert best.fits
+
+
+def test_gpt_175b_in_its_authors_layout_is_given_their_plan() -> None:
+    fixed = SearchRequest(tp="8", pp="8", virtual_stages="3", cp="1", micro_batch="1", recompute="none,selective,full")
+    found = search(fixed.space(model_spec("gpt-175b"), A100, gpus=64, global_batch=64), A100)
+    assert str(found.best.candidate.recompute) == "selective"
+    assert found.best.candidate.setup.layout.sp
+    assert found.plain.lacks > 5 * GIB  # without recompute it does not fit
+    report = SearchReport(model="gpt-175b", hardware=A100, answer=found, seconds=0.0)
+    words = " ".join(report.document()["explanation"])
+    assert "Without recompute it would take" in words
+    assert "lacks" in words
+    assert "10.0 % more memory would buy" in words
+    assert "128 devices would take" in words
+
+
+def test_llama_70b_on_64_h100_is_quick() -> None:
+    """In seconds of one core: 40 of these are 20 of two. Four times as many as it takes on a machine of its own."""
+    begin = time.process_time()
+    report = search_report("llama3-70b", SearchRequest(seq=4096), gpus=64, gpu="h100-80gb", global_batch=128)
+    assert time.process_time() - begin < 40
+    assert report.answer.evaluated < report.answer.space.size / 5
+    best = report.answer.best
+    assert best.fits
+    assert 0.3 < best.seconds.mfu < 0.65
+    assert best.figures.peak_bytes > 0.9 * best.limit_bytes  # there is something to do with the rest
+    steps = [found.seconds.step for found in report.answer.ranked]
+    assert steps == sorted(steps)
+    peaks = [found.needed_bytes for found in report.answer.front]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+# state ----------------------------------------------------------------------------------------------------------------
+
+
+def report(path=None, jobs: int = 1, progress=None) -> SearchReport:
+    request = SearchRequest(seq=512, cp="1")
+    return search_report(
+        "gpt2", request, gpus=4, gpu="a100-80gb", global_batch=16, budget="3GiB", state=path, jobs=jobs,
+        progress=progress,
+    )  # fmt: skip
+
+
+def answer_of(found: SearchReport) -> dict[str, object]:
+    document = found.document()
+    return {name: value for name, value in document.items() if name not in ("seconds", "evaluated")}
+
+
+def keys_of(path) -> list[str]:
+    return [json.loads(line)["key"] for line in path.read_text().splitlines()[1:]]
+
+
+def test_a_search_goes_on_where_it_was_cut_off(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    whole = report(path)
+    written = path.read_bytes()
+    assert whole.answer.evaluated >= len(keys_of(path)) > 50
+    again = report(path)
+    assert again.answer.evaluated == 0
+    assert answer_of(again) == answer_of(whole)
+    assert path.read_bytes() == written
+    for share in (0.1, 0.5, 0.99):
+        path.write_bytes(written[: int(share * len(written))])  # the last line is cut off
+        kept = len(keys_of_whole_lines(path))
+        more = report(path)
+        assert 0 < more.answer.evaluated < whole.answer.evaluated
+        assert kept + more.answer.evaluated <= whole.answer.evaluated + 1
+        assert answer_of(more) == answer_of(whole)
+
+
+def keys_of_whole_lines(path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[1:-1]
+
+
+def test_an_interrupted_search_leaves_what_it_has(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    rounds = iter(range(3))
+
+    def interrupt(_text: str) -> None:
+        if next(rounds, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        report(path, progress=interrupt)
+    kept = len(keys_of(path))
+    assert kept > 0
+    more = report(path)
+    assert more.answer.evaluated > 0
+    assert answer_of(more) == answer_of(report())
+    assert kept + more.answer.evaluated == report().answer.evaluated
+
+
+def test_the_state_of_another_question_is_of_no_use_and_does_no_harm(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    report(path)
+    other = search_report(
+        "gpt2", SearchRequest(seq=256, cp="1"), gpus=4, gpu="a100-80gb", global_batch=16, budget="3GiB", state=path
+    )
+    assert other.answer.evaluated > 50
+    assert report(path).answer.evaluated == 0
+
+
+def test_processes_change_nothing() -> None:
+    assert answer_of(report(jobs=2)) == answer_of(report(jobs=1))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"hello\n", "is not the state of a search"),
+        (b"hel", "is not the state of a search"),
+        (b'{"schema": "jettison.search-state/1"}\n{"key": 1}\n', "line 2 is not what a search writes"),
+    ],
+)
+def test_other_files_are_left_alone(tmp_path, content: bytes, words: str) -> None:
+    path = tmp_path / "state.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_a_header_that_was_cut_off_is_none(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    path.write_bytes(b'{"schema": "jett')
+    with Journal(path) as journal:
+        assert journal.known == {}
+    assert path.read_text() == '{"schema": "jettison.search-state/1"}\n'
+
+
+# the space ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_space_is_all_that_divides() -> None:
+    whole = space(LLAMA, 8, 16)
+    layouts = [setup.layout for setup in whole.setups]
+    assert len(set(whole.setups)) == len(whole.setups)
+    assert all(layout.world == 8 for layout in layouts)
+    assert all(setup.micro_batch * setup.micro_batches * setup.layout.dp == 16 for setup in whole.setups)
+    assert {layout.tp for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.pp for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.virtual_stages for layout in layouts} == {1, 2, 4}  # 8 layers on 2, 4 or 8 stages
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert all(layout.sp == (layout.tp > 1) for layout in layouts)
+    assert all(layout.zero == 0 for layout in layouts if layout.shards == 1)
+    plans = {str(plan) for setup in whole.setups for plan in whole.plans(setup)}
+    assert plans == {"none", "selective", "selective-op", "full", "every:2", "every:4", "every:8"}
+    assert {layout.ep for layout in (s.layout for s in space(EXPERTS, 8, 16).setups)} == {1, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "expected"),
+    [
+        ({"tp": "2,4"}, lambda s: s.layout.tp in (2, 4)),
+        ({"sp": False}, lambda s: not s.layout.sp),
+        ({"pp": "2", "virtual_stages": "2"}, lambda s: (s.layout.pp, s.layout.virtual_stages) == (2, 2)),
+        ({"schedule": "zero-bubble", "pp": "4"}, lambda s: (s.layout.schedule, s.layout.pp) == ("zero-bubble", 4)),
+        ({"dp": "2", "zero": "1,3"}, lambda s: s.layout.dp == 2 and s.layout.zero in (1, 3)),
+        ({"micro_batch": "4"}, lambda s: s.micro_batch == 4),
+        ({"cp": "1"}, lambda s: s.layout.cp == 1),
+    ],
+)
+def test_flags_restrict_axes(fixed, expected) -> None:
+    found = space(LLAMA, 8, 16, **fixed)
+    assert found.setups == tuple(setup for setup in found.setups if expected(setup))
+    everything = space(LLAMA, 8, 16, schedule=fixed.get("schedule"), sp=fixed.get("sp"))
+    assert set(found.setups) == {setup for setup in everything.setups if expected(setup)}
+
+
+# the command line -----------------------------------------------------------------------------------------------------
+
+FLAGS = ("--gpus", "4", "--gpu", "a100-80gb", "--seq", "512", "--global-batch", "16", "--cp", "1", "--jobs", "1")
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli(["search", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_document_with_the_keys_of_the_contract(capsys) -> None:
+    code, out, err = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB", "--top", "4", "--format", "json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["schema"] == "jettison.search/1"
+    assert len(found["candidates"]) == 4
+    for candidate in found["candidates"]:
+        assert candidate["layout"]["world"] == 4
+        assert candidate["peak_bytes"] <= candidate["available_bytes"] == 3 * GIB
+        assert sum(candidate["breakdown"].values()) == pytest.approx(candidate["step_seconds"])
+        assert 0 < candidate["mfu"] < 1
+        assert candidate["plan"]["recompute"] in candidate["flags"]
+    lost = found["runner_up"][0]
+    best, second = found["candidates"][:2]
+    assert lost["lost_seconds"] == pytest.approx(second["step_seconds"] - best["step_seconds"])
+    assert sum(lost["more"].values()) == pytest.approx(lost["lost_seconds"])
+    assert found["more_gpus"]["gpus"] == 8
+    assert found["more_memory"]["saved_seconds"] >= 0
+
+
+def test_what_is_printed_can_be_given_to_estimate(capsys) -> None:
+    *_, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB", "--recompute", "full,none", "--format", "json")
+    for candidate in json.loads(out)["candidates"][:3]:
+        flags = candidate["flags"].split()
+        with redirect_stdout(io.StringIO()) as said:
+            assert cli(["estimate", "gpt2", "--gpu", "a100-80gb", "--seq", "512", *flags, "--format", "json"]) == 0
+        stated = json.loads(said.getvalue())
+        assert stated["step_seconds"] == candidate["step_seconds"]
+        assert stated["peak_bytes"] == candidate["peak_bytes"]
+
+
+def test_for_people(capsys) -> None:
+    code, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB")
+    assert code == 0
+    words = ("The fastest 10", "The runner-up", "10.0 % more memory", "8 devices would take", "Less memory costs time")
+    for text in words:
+        assert text in out
+
+
+def test_nothing_fits(capsys) -> None:
+    """The closest one is the smallest of all, and what it lacks is to the byte."""
+    whole = SearchRequest(seq=512, cp="1", recompute="none,full").space(
+        model_spec("gpt2"), A100, gpus=4, global_batch=16
+    )
+    peaks = [
+        forecast(setup_run(setup, whole.template, plan)).peak_bytes
+        for setup in whole.setups for plan in whole.plans(setup)
+    ]  # fmt: skip
+    flags = (*FLAGS, "--recompute", "none,full", "--budget", "100MiB", "--format", "json")
+    code, out, err = call(capsys, "gpt2", *flags)
+    assert code == 3
+    found = json.loads(out)
+    assert found["feasible"] is False
+    assert found["candidates"] == []
+    assert found["closest"]["peak_bytes"] == min(peaks)
+    assert found["lacks_bytes"] == min(peaks) - 100 * 2**20
+    assert f"({found['lacks_bytes']}B)" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tp", "3"), "--tp 3 does not divide 4"),
+        (("--tp", "x"), "expected whole numbers of 1 or more, such as 1,2,4"),
+        (("--zero", "4"), "expected some of 0, 1, 2 and 3"),
+        (("--schedule", "dualpipe"), "expected some of gpipe, 1f1b"),
+        (("--recompute", "some"), "got --recompute 'some'"),
+        (("--ep", "2"), "gpt2 has no experts"),
+        (("--micro-batch", "3"), "--micro-batch 3 does not divide"),
+        (("--budget", "3"), "without a unit"),
+        (("--top", "0"), "got --top 0"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(capsys, flags, words: str) -> None:
+    code, out, err = call(capsys, "gpt2", *FLAGS, *flags)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_live_model_is_refused(capsys) -> None:
+    code, _, err = call(capsys, "module:factory", *FLAGS)
+    assert code == 2
+    assert "a search is for a preset" in err
+
+
+def test_the_front_is_a_front() -> None:
+    front = report().answer.front
+    assert len(front) > 2
+    for faster, smaller in pairwise(front):
+        assert faster.seconds.step < smaller.seconds.step
+        assert faster.needed_bytes > smaller.needed_bytes
