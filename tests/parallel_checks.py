@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import hashlib
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,29 +14,16 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as checkpoints
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import jettison
-from jettison.errors import UsageError
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
 from jettison.parallel.observe import CollectiveBytes
-from jettison.parallel.reference import (
-    Dropout,
-    Gpt,
-    GptConfig,
-    GptLayer,
-    Llama,
-    LlamaConfig,
-    LlamaLayer,
-    causal_mask,
-    rotary_tables,
-)
-from jettison.parallel.regions import Axis, own_part, split
+from jettison.parallel.reference import Gpt, GptConfig, Llama, LlamaConfig
+from jettison.parallel.regions import Axis
+from rank_masks import fix_masks
 
 S, B, V = 16, 2, 51  # 51 divides by neither 2 nor 4
-P = 0.3
-GPT = GptConfig(layers=2, hidden=32, heads=4, vocab=V, positions=S, dropout=P)
+GPT = GptConfig(layers=2, hidden=32, heads=4, vocab=V, positions=S, dropout=0.3)
 LLAMA = LlamaConfig(layers=2, hidden=32, heads=8, kv_heads=4, head_dim=4, ffn=48, vocab=V)
 
 
@@ -81,12 +65,12 @@ def parity(
     model = shaken(make(), dtype)
     whole = copy.deepcopy(model)
     if masks:
-        fix_masks(whole, Axis("", 1, 0), sp=False)
+        fix_masks(whole, GPT.heads)
     expected = step(whole)
     expected.backward()
     apply_tensor_parallel(model, mesh, sequence_parallel=sp)
     if masks:
-        fix_masks(model, Axis.of(mesh), sp=sp)
+        fix_masks(model, GPT.heads, Axis.of(mesh), sp=sp)
     with CollectiveBytes() as step_sent:
         loss = step(model)
         loss.backward()
@@ -99,16 +83,16 @@ def parity(
     assert found.keys() == reference.keys()
     return {
         "loss": [expected.item(), loss.item()],
-        "gradients": {n: [_gap(found[n], g), g.abs().max().item()] for n, g in reference.items()},
-        "lazily": max(_gap(lazily[n], g) for n, g in reference.items()),
-        "values": max(_gap(gathered(p, p), dict(whole.named_parameters())[n]) for n, p in model.named_parameters()),
+        "gradients": {n: [gap(found[n], g), g.abs().max().item()] for n, g in reference.items()},
+        "lazily": max(gap(lazily[n], g) for n, g in reference.items()),
+        "values": max(gap(gathered(p, p), dict(whole.named_parameters())[n]) for n, p in model.named_parameters()),
         "partial": partial,
         "reductions": sum(sent.calls.values()),
         "sent": {f"{t.kind} {'backward' if t.backward else 'forward'}": n for t, n in step_sent.nbytes.items()},
     }
 
 
-def _gap(found: Tensor, expected: Tensor) -> float:
+def gap(found: Tensor, expected: Tensor) -> float:
     return (found.reshape(expected.shape) - expected).abs().max().item()
 
 
@@ -128,45 +112,102 @@ def reference_parity(_: Any) -> dict[str, Any]:
     return found
 
 
-def huggingface_parity(_: Any) -> dict[str, Any]:
+def huggingface_configs() -> dict[str, Any]:
+    """Two layers each; GPT-2 with dropout in eager attention."""
     import transformers
 
-    ids, _labels = batch()
-    shared = {"attn_implementation": "sdpa", "vocab_size": V}
+    shared = {"vocab_size": V, "attn_implementation": "sdpa"}
     small = dict(
         num_hidden_layers=2, hidden_size=32, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
         intermediate_size=48, max_position_embeddings=S, **shared,
     )  # fmt: skip
-    gpt2 = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, n_positions=S, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **shared
-    )
-    configs = {
+    gpt2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": S, "vocab_size": V, "embd_pdrop": 0.2}
+    return {
         "llama": transformers.LlamaConfig(**small),
         "mistral": transformers.MistralConfig(sliding_window=4, **small),
         "qwen2": transformers.Qwen2Config(pad_token_id=3, **small),
         "qwen3": transformers.Qwen3Config(tie_word_embeddings=True, **small),
-        "gpt2": gpt2,
+        "gpt2": transformers.GPT2Config(resid_pdrop=0.2, attn_pdrop=0.2, attn_implementation="eager", **gpt2),
     }
-    mesh = tp_mesh()
+
+
+def from_config(config: Any) -> nn.Module:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def huggingface(_: Any) -> dict[str, Any]:
+    """Models of transformers beside whole ones, in evaluation, where nothing is drawn; with plans beside without."""
+    ids, _labels = batch()
+    mesh, configs = tp_mesh(), huggingface_configs()
     found: dict[str, Any] = {
         f"{name} {'tp_sp' if sp else 'tp'}": parity(
-            lambda config=config: transformers.AutoModelForCausalLM.from_config(config), mesh, sp=sp,
-            step=lambda m: m(input_ids=ids, labels=ids).loss, dtype=torch.float64,
+            lambda config=config: from_config(config), mesh, sp=sp,
+            step=lambda m: m.eval()(input_ids=ids, labels=ids).loss, dtype=torch.float64,
         )
         for name, config in configs.items()
         for sp in (False, True)
     }  # fmt: skip
+    found["plans"] = {
+        f"{name} {'tp_sp' if sp else 'tp'} {policy}{' autocast' if autocast else ''}": planned(
+            configs[name], mesh, policy, sp=sp, autocast=autocast
+        )
+        for name, policy, sp, autocast in PLANNED[mesh.size()]
+    }
     if mesh.size() == 4:
-        found["checkpoint"] = _checkpoint_of_two_read_by_four(transformers.AutoModelForCausalLM.from_config, gpt2)
+        found["checkpoint"] = _checkpoint_of_two_read_by_four(configs["gpt2"])
     return found
 
 
-def _checkpoint_of_two_read_by_four(make: Callable[[Any], nn.Module], config: Any) -> float:
+PLANNED = {
+    2: [
+        *((name, policy, True, False) for name in ("llama", "qwen2", "qwen3") for policy in ("full", "selective-op")),
+        ("llama", "every:2", True, False),
+        ("llama", "full", True, True),
+        ("llama", "full", False, False),
+        ("mistral", "full", True, False),
+        *(("gpt2", policy, sp, False) for policy in ("full", "selective", "selective-op") for sp in (True, False)),
+    ],
+    4: [("llama", "full", True, False), ("qwen3", "every:2", True, False), ("gpt2", "full", True, False)],
+}
+"""By number of ranks: model, policy, with sequence parallelism?, under autocast?"""
+
+
+def planned(config: Any, mesh: DeviceMesh, policy: str, *, sp: bool, autocast: bool) -> dict[str, Any]:
+    """A model of transformers, sharded by its structure, with a policy and without; GPT-2 with dropout."""
+    ids, labels = batch()
+    model = shaken(from_config(config), torch.float32)
+    apply_tensor_parallel(model, mesh, sequence_parallel=sp)
+    inputs = {"input_ids": ids, "labels": labels}
+
+    def two_steps() -> list[Tensor]:
+        seed_ranks(5, mesh, sequence_parallel=sp)
+        for _step in range(2):
+            model.zero_grad()
+            loss = model(**inputs).loss
+            loss.backward()
+        return [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        plain = two_steps()
+        with jettison.apply(model, policy, batch=inputs) as applied:
+            found = two_steps()
+            reports = applied.report()
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(found, plain, strict=True)),
+        "dropped": sum(report.slots_dropped for report in reports),
+        "fallbacks": [report.fallback for report in reports if report.fallback],
+        "recordings": max(report.recordings for report in reports),
+    }
+
+
+def _checkpoint_of_two_read_by_four(config: Any) -> float:
     """Largest difference of a parameter after a distributed checkpoint has changed the number of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(mesh["tp"].get_local_rank())  # the values of the axis' first rank count
-    two = apply_tensor_parallel(make(config), mesh["tp"])
-    four = apply_tensor_parallel(make(config), tp_mesh())
+    two = apply_tensor_parallel(from_config(config), mesh["tp"])
+    four = apply_tensor_parallel(from_config(config), tp_mesh())
     folder = [tempfile.mkdtemp()]
     distributed.broadcast_object_list(folder)
     checkpoints.save({"model": two.state_dict()}, checkpoint_id=folder[0])
@@ -176,7 +217,7 @@ def _checkpoint_of_two_read_by_four(make: Callable[[Any], nn.Module], config: An
     distributed.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
     values = dict(two.named_parameters())
-    return max(_gap(gathered(p, p), gathered(values[n], p)) for n, p in four.named_parameters())
+    return max(gap(gathered(p, p), gathered(values[n], p)) for n, p in four.named_parameters())
 
 
 def training_parity(_: Any) -> dict[str, float]:
@@ -202,7 +243,13 @@ def training_parity(_: Any) -> dict[str, float]:
     found = {}
     for reduce in (False, True):
         model = train(apply_tensor_parallel(copy.deepcopy(start), mesh), reduce=reduce)
-        found[f"reduce={reduce}"] = max(_gap(gathered(p, p), whole[n]) for n, p in model.named_parameters())
+        found[f"reduce={reduce}"] = max(gap(gathered(p, p), whole[n]) for n, p in model.named_parameters())
     return found
 
 
+def reference(_: Any) -> dict[str, Any]:
+    """The models of record."""
+    found: dict[str, Any] = {"parity": reference_parity(_)}
+    if distributed.get_world_size() > 1:
+        found["training"] = training_parity(_)
+    return found

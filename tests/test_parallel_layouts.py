@@ -1,12 +1,11 @@
-"""FSDP2, pipelines, and both beside tensor and sequence parallelism, on 2 and 4 ranks: losses and every gradient, with a
-plan, against a whole model without one; and with the plan against without, to the bit. Dropout is on.
+"""FSDP2, pipelines, and both beside tensor and sequence parallelism, on 2 and 4 ranks: losses and every gradient, with
+a plan, against a whole model without one; and with the plan against without, to the bit. Dropout is on.
 
 All layouts train the reference GPT on one global batch. `test_parallel_parity.py` does the same for TP and TP + SP.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest

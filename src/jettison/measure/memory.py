@@ -152,6 +152,30 @@ class AllocationCounter(TorchDispatchMode):
         self._mark_peak_bytes = self._live_bytes
         return mark
 
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _resizing(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """FSDP2 empties the storages of gathered parameters and fills them again, which no operator tells."""
+
+        def resize_(storage: Any, nbytes: int) -> Any:
+            if self._withheld is not None:
+                self._settle()
+            out = resize(storage, nbytes)
+            known = self._storages.get(storage._cdata)
+            if known is not None:
+                self._change(known, self._rounded(storage.nbytes()) - known.bytes)
+                self._raise_peak(self._live_bytes)
+            return out
+
+        return resize_
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if desugars(types):

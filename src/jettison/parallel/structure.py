@@ -34,6 +34,7 @@ from jettison.parallel.styles import (
     VocabularyParallel,
     is_linear,
 )
+from jettison.runtime.region import PlannedForward
 
 Plan = dict[str, Style]
 """Module path -> what happens to it, for `parallelize_module`."""
@@ -179,14 +180,17 @@ def apply_tensor_parallel(
 
     Raises:
         UnsupportedModule: see `tensor_parallel_plan`.
-        UsageError: something does not divide over the ranks, or the model is distributed already. The model is as it
-            was.
+        UsageError: something does not divide over the ranks, or the model is distributed or planned already. The model
+            is as it was.
     """
     found = tensor_parallel_plan(model, sequence_parallel=sequence_parallel) if plan is None else plan
     ways = Axis.of(mesh).size
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise UsageError(f"{name} is distributed already; apply tensor parallelism once, and before FSDP")
+    for path, module in model.named_modules():
+        if isinstance(module.forward, PlannedForward):
+            raise UsageError(f"{path or 'the model'} runs under a plan; apply tensor parallelism before plans are made")
     for path, style in found.items():
         try:
             style.check(model.get_submodule(path), ways)

@@ -105,4 +105,5 @@ def _shards(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return prod(size for placement, size in sizes if placement.is_shard())
+    # a dimension that FSDP2 shards after tensor parallelism has a placement that is_shard() does not know
+    return prod(size for placement, size in sizes if not placement.is_replicate())
