@@ -1,7 +1,10 @@
 """Settings that all tests share."""
 
+import gc
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 # Examples are the same in every run, and a busy machine is no failure.
@@ -10,3 +13,17 @@ settings.load_profile("jettison")
 
 # one thread a worker: two workers with two threads each would wait for one another on two cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums over threads are not in a fixed order; rehearsals collect garbage, and need not walk what imports made."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)

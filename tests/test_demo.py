@@ -9,10 +9,11 @@ pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
-from jettison.demo import DemoSize, batches_of, run_demo, standard_library_text  # noqa: E402
+from jettison.demo import DemoSize, batches_of, run_demo  # noqa: E402
 from jettison.errors import UsageError  # noqa: E402
 from jettison.plan import Plan  # noqa: E402
 from jettison.report.proof import Proof  # noqa: E402
+from jettison.train.data import standard_library_text  # noqa: E402
 
 SMALL = DemoSize(layers=3, hidden=64, heads=4, kv_heads=2, ffn=192, sequence=64, micro_batch=2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,6 +20,7 @@ from jettison.trace.model import trace_model  # noqa: E402
 from training import Trained, adamw, assert_same, sgd, train  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     # what Hugging Face says about tiny configurations; everything else, Jettison's fallbacks above all, is an error
     pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
@@ -64,18 +64,6 @@ MORE = [
     Case(family="mixtral", router_loss=True),
     Case(family="mixtral", router_loss=True, precision="bf16", attention="eager", dropout=True),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_a_short_collector() -> Iterator[None]:
-    """Rehearsals and measurements collect garbage each time; what the imports made need not be walked again."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 def planner_for(built: Built, optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Planner:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,23 +25,15 @@ from jettison.runtime.install import install  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
 from training import adamw  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers.*"),
+]
 
 POLICIES = ("none", "selective-op", "selective", "full", "every:2", "every:3")
 LAYERS = 4
 RELATIVE = 0.002  # where kernels take workspace, which is measured
 SUM_RELATIVE = 0.01
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @cache

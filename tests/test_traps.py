@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,17 +17,7 @@ from jettison.measure.saved import observed_saved_bytes  # noqa: E402
 from stacks import POLICIES, ROWS, WIDTH, Block, Stack, apply, compare, rows, stack  # noqa: E402
 from training import assert_same, sgd, train  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums over threads are not in a fixed order; rehearsals collect garbage, and need not walk what imports made."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 every_plan = pytest.mark.parametrize("policy", [*POLICIES, "smallest"])

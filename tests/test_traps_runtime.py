@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,16 +26,7 @@ every_plan = pytest.mark.parametrize("policy", [*POLICIES, "smallest"])
 BATCHES = [rows(1), rows(2), rows(3)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums over threads are not in a fixed order; rehearsals collect garbage, and need not walk what imports made."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Router(Block):

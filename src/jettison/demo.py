@@ -6,7 +6,6 @@ files, which are real text and always there.
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -28,9 +27,9 @@ from jettison.plan.artefact import Plan
 from jettison.report.proof import Proof
 from jettison.report.tables import plan_table, proof_table
 from jettison.trace.model import trace_model
+from jettison.train.data import standard_library_text
 from jettison.units import format_bytes, format_percent
 
-TEXT_BYTES = 4_000_000
 PREDICTION_WITHIN = 0.02
 
 
@@ -168,23 +167,6 @@ def build(size: DemoSize) -> nn.Module:
     )
     model: nn.Module = LlamaForCausalLM(config)
     return model.train()
-
-
-def standard_library_text(limit_bytes: int = TEXT_BYTES) -> bytes:
-    """Source files of the standard library's top level, in order, up to a limit.
-
-    Raises:
-        UsageError: this Python came without them.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    for file in sorted(folder.glob("*.py")):
-        text += file.read_bytes()
-        if len(text) >= limit_bytes:
-            break
-    if len(text) < 100_000:
-        raise UsageError(f"there is too little Python source in {folder} to train on")
-    return bytes(text[:limit_bytes])
 
 
 def batches_of(text: bytes, size: DemoSize) -> Iterator[dict[str, Tensor]]:
