@@ -148,6 +148,7 @@ def huggingface(_: Any) -> dict[str, Any]:
         )
         for name, config in configs.items()
         for sp in (False, True)
+        if name in FAMILIES[mesh.size()]
     }  # fmt: skip
     found["plans"] = {
         f"{name} {'tp_sp' if sp else 'tp'} {policy}{' autocast' if autocast else ''}": planned(
@@ -160,6 +161,8 @@ def huggingface(_: Any) -> dict[str, Any]:
     return found
 
 
+FAMILIES = {2: ("llama", "mistral", "qwen2", "qwen3", "gpt2"), 4: ("llama", "gpt2")}
+"""By number of ranks."""
 PLANNED = {
     2: [
         *((name, policy, True, False) for name in ("llama", "qwen2", "qwen3") for policy in ("full", "selective-op")),
@@ -187,7 +190,7 @@ def planned(config: Any, mesh: DeviceMesh, policy: str, *, sp: bool, autocast: b
             model.zero_grad()
             loss = model(**inputs).loss
             loss.backward()
-        return [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+        return [loss.detach(), torch.get_rng_state(), *(p.grad.to_local().clone() for p in model.parameters())]
 
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         plain = two_steps()

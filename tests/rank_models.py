@@ -60,12 +60,29 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.mlp = Attention(dropout), Mlp()
+        self.after: nn.Module = nn.Identity()
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        return self.after(x + self.mlp(self.norm2(x)))
+
+
+class Counting(nn.Module):
+    """Writes to buffers in every forward, as batch norms and routers of experts do. May stand after a block."""
+
+    load: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+        self.register_buffer("load", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[..., :4].argmax(-1, keepdim=True)
+        self.load += (chosen == torch.arange(4)).sum((0, 1))
+        return self.norm(x.flatten(0, 1)).view(x.shape)
 
 
 class Stage(nn.Module):
@@ -152,11 +169,13 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest difference, over the largest value; infinite where the names differ."""
+    """The largest difference of a tensor, as a share of its own largest value, or of a thousandth of the largest of all
+    where that is larger; infinite where the names differ.
+    """
     if a.keys() != b.keys():
         return float("inf")
-    largest = max(float(t.abs().max()) for t in b.values())
-    return max(float((a[name] - b[name]).abs().max()) for name in a) / largest
+    least = max(float(t.abs().max()) for t in b.values()) / 1000
+    return max(float((a[name] - t).abs().max()) / max(least, float(t.abs().max())) for name, t in b.items())
 
 
 class Ops(TorchDispatchMode):

@@ -5,7 +5,7 @@
 
     found = run_ranks(check, 4, {"x": 1})  # [{"rank": 0, "sum": 2}, ...], in the order of the ranks
 
-Starting four ranks takes seconds: let one launch do many checks, and one fixture of `Launches` serve several files.
+Starting four ranks takes seconds, so one launch does many checks, and `Launches` share them among tests and files.
 `launch_ranks` is for runs that are meant to fail.
 """
 
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,28 +70,61 @@ def run_ranks(
 class Launches:
     """What a function returned on so many ranks: ``launches[4]`` starts them, once for all tests and workers.
 
-    Workers of pytest-xdist share the results of a session through files; the one that comes second waits.
+    Workers of pytest-xdist share the results of a session through files; the one that comes second waits. What stands
+    side by side in `TOGETHER` is run by one launch.
     """
 
-    def __init__(self, session: Path, target: Callable[[Any], Any], *, timeout: float = 120) -> None:
+    def __init__(self, session: Path, target: Callable[[Any], Any]) -> None:
         self.folder = session.parent if "PYTEST_XDIST_WORKER" in os.environ else session
-        self.target = target
-        self.timeout = timeout
+        self.name = f"{target.__module__}.{target.__qualname__}"
         self._known: dict[int, list[Any]] = {}
 
     def __getitem__(self, nproc: int) -> list[Any]:
         if nproc not in self._known:
-            self._known[nproc] = self._once(nproc)
+            outcomes = self._once(nproc)
+            failed = [text for text in (outcome[self.name]["failed"] for outcome in outcomes) if text]
+            assert not failed, f"{self.name} on {nproc} ranks:\n{failed[0]}"
+            self._known[nproc] = [outcome[self.name]["found"] for outcome in outcomes]
         return self._known[nproc]
 
     def _once(self, nproc: int) -> list[Any]:
-        file = self.folder / f"{self.target.__module__}.{self.target.__qualname__}.{nproc}.json"
+        names = next((group for group in TOGETHER.get(nproc, ()) if self.name in group), (self.name,))
+        file = self.folder / f"{names[0]}.{nproc}.json"
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                file.write_text(json.dumps(run_ranks(self.target, nproc, timeout=self.timeout)), encoding="utf-8")
-            found: list[Any] = json.loads(file.read_text("utf-8"))
-        return found
+                file.write_text(json.dumps(_launched(names, nproc)), encoding="utf-8")
+            outcomes: list[Any] = json.loads(file.read_text("utf-8"))
+        return outcomes
+
+
+_TENSOR = ("parallel_checks.reference", "parallel_checks.huggingface", "parallel_blocks.blocks")
+_SHARDED = ("parallel_layouts.layouts", "parallel_pipelines.two_ranks", "parallel_fsdp.two_ranks")
+TOGETHER = {
+    2: ((*_TENSOR, "parallel_docs.run"), (*_SHARDED, "parallel_plans.two_ranks")),
+    4: (_TENSOR, ("parallel_layouts.layouts", "parallel_pipelines.four_ranks", "parallel_fsdp.four_ranks")),
+}
+"""By number of ranks: what shares a launch. Half the time of a small one is imports, on every rank."""
+
+
+def _launched(names: tuple[str, ...], nproc: int) -> list[Any]:
+    try:
+        return run_ranks(one_by_one, nproc, names, timeout=280)
+    except AssertionError as error:  # once: not again for every test
+        return [{name: {"failed": str(error)} for name in names}] * nproc
+
+
+def one_by_one(names: list[str]) -> dict[str, Any]:
+    """On a rank: what each function returned, or how it failed."""
+    return {name: _outcome(name) for name in names}
+
+
+def _outcome(name: str) -> dict[str, Any]:
+    module, _, function = name.rpartition(".")
+    try:
+        return {"found": getattr(importlib.import_module(module), function)(None), "failed": ""}
+    except Exception:
+        return {"failed": traceback.format_exc()}
 
 
 def launch_ranks(

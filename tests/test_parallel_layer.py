@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from benchmarks import parallel_layer
 from benchmarks.parallel_layer import ROWS, WHOLE, A, B, H, S, measure, page
 
-from ranks import run_ranks
+from ranks import Launches
 
 SIZES = (1, 2, 4)
 STATISTICS = 4 * 2 * S * B
@@ -28,9 +28,9 @@ def on_rank(_: Any) -> Any:
     return measure()
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[int, list[dict[str, Any]]]:
-    return {t: run_ranks(on_rank, t) for t in SIZES}
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.getbasetemp(), on_rank)
 
 
 def equation(key: str, t: int) -> int:
@@ -46,7 +46,7 @@ def equation(key: str, t: int) -> int:
 
 
 @pytest.mark.parametrize("t", SIZES)
-def test_held_bytes_are_the_ledgers_and_the_equations(measured: dict[int, Any], t: int) -> None:
+def test_held_bytes_are_the_ledgers_and_the_equations(measured: Launches, t: int) -> None:
     assert len(measured[t]) == t
     for found in measured[t]:
         assert set(found) == set(ROWS) - ({"stock"} if t == 1 else set())
@@ -55,7 +55,7 @@ def test_held_bytes_are_the_ledgers_and_the_equations(measured: dict[int, Any], 
 
 
 @pytest.mark.parametrize("t", SIZES)
-def test_saved_bytes_by_hooks(measured: dict[int, Any], t: int) -> None:
+def test_saved_bytes_by_hooks(measured: Launches, t: int) -> None:
     """Before a policy is applied: what autograd is given to keep."""
     for found in measured[t]:
         for key, row in found.items():
@@ -65,7 +65,7 @@ def test_saved_bytes_by_hooks(measured: dict[int, Any], t: int) -> None:
 
 @pytest.mark.parametrize("t", SIZES)
 @pytest.mark.parametrize("key", ["tp", "tp_sp", "stock"])
-def test_transfers_are_the_ledgers(measured: dict[int, Any], t: int, key: str) -> None:
+def test_transfers_are_the_ledgers(measured: Launches, t: int, key: str) -> None:
     if t == 1:
         assert measured[1][0]["tp_sp"]["sent"] == {}
         return
@@ -78,7 +78,7 @@ def test_transfers_are_the_ledgers(measured: dict[int, Any], t: int, key: str) -
 
 @pytest.mark.parametrize("t", [2, 4])
 def test_sequence_parallelism_moves_what_tensor_parallelism_moves_and_the_second_gather(
-    measured: dict[int, Any], t: int
+    measured: Launches, t: int
 ) -> None:
     """An all-reduce is a reduce-scatter and an all-gather. The second gather is one of each block's input."""
     tp, tp_sp, stock = (Counter(measured[t][0][key]["sent"]) for key in ("tp", "tp_sp", "stock"))
@@ -91,13 +91,13 @@ def test_sequence_parallelism_moves_what_tensor_parallelism_moves_and_the_second
         assert halves + more == tp_sp[f"all_gather_into_tensor {direction}"]
 
 
-def test_recompute_repeats_collectives_and_selective_does_not(measured: dict[int, Any]) -> None:
+def test_recompute_repeats_collectives_and_selective_does_not(measured: Launches) -> None:
     found = measured[2][0]
     assert found["selective"]["sent"] == found["tp_sp"]["sent"]
     more = Counter(found["full"]["sent"]) - Counter(found["tp_sp"]["sent"])
     assert more == {"all_gather_into_tensor backward": 2 * WHOLE, "reduce_scatter_tensor backward": 2 * WHOLE}
 
 
-def test_the_page_is_what_the_measurements_say(measured: dict[int, Any]) -> None:
+def test_the_page_is_what_the_measurements_say(measured: Launches) -> None:
     """If this fails: python -m benchmarks.parallel_layer."""
     assert parallel_layer.PAGE.read_text(encoding="utf-8") == page({t: measured[t] for t in (2, 4)})

@@ -30,12 +30,12 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def always(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(tmp_path_factory.getbasetemp(), layouts, timeout=200)
+    return Launches(tmp_path_factory.getbasetemp(), layouts)
 
 
 @pytest.fixture(scope="session")
 def seldom(tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    return Launches(tmp_path_factory.getbasetemp(), other_pipelines, timeout=200)
+    return Launches(tmp_path_factory.getbasetemp(), other_pipelines)
 
 
 @pytest.fixture

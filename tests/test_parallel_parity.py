@@ -20,7 +20,7 @@ from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, Layer, Mlp, ModelSpec, Norm, NormKind
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
-from parallel_checks import PLANNED, B, S, V, huggingface, reference
+from parallel_checks import FAMILIES, PLANNED, B, S, V, huggingface, reference
 from ranks import Launches
 
 SIZES = (1, 2, 4)
@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Launches:
 @pytest.fixture(scope="session")
 def transformers(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     pytest.importorskip("transformers")
-    return Launches(tmp_path_factory.getbasetemp(), huggingface, timeout=200)
+    return Launches(tmp_path_factory.getbasetemp(), huggingface)
 
 
 def check(row: dict[str, Any], tolerance: float) -> None:
@@ -97,9 +97,8 @@ def test_a_whole_step_sends_what_the_ledger_says(found: Any, t: int, layout: str
         assert rank["parity"][f"gpt {layout} torch.float32"]["sent"] == expected
 
 
-@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize(("t", "model"), [(t, model) for t, models in FAMILIES.items() for model in models])
 @pytest.mark.parametrize("layout", ["tp", "tp_sp"])
-@pytest.mark.parametrize("model", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
 def test_models_of_transformers(transformers: Any, t: int, layout: str, model: str) -> None:
     for rank in transformers[t]:
         check(rank[f"{model} {layout}"], 1e-12)

@@ -48,7 +48,7 @@ def whole_backward(stage: Stage, x: Tensor) -> tuple[dict[str, Tensor], Tensor, 
 
 
 @pytest.mark.parametrize("policy", ["none", "selective-op", "full", "every:2"])
-def test_a_split_backward_computes_everything_again_once(policy: str) -> None:
+def test_trap_19_a_split_backward_computes_everything_again_once(policy: str) -> None:
     plain, x = middle_stage()
     expected, input_gradient, _ = whole_backward(plain, x)
     stage, _ = middle_stage()
@@ -61,7 +61,7 @@ def test_a_split_backward_computes_everything_again_once(policy: str) -> None:
     assert counted == dict.fromkeys(COUNTED, again)
 
 
-def test_torchs_checkpoint_computes_it_at_least_three_times() -> None:
+def test_trap_19_torchs_checkpoint_computes_it_at_least_three_times() -> None:
     """What the test before is worth."""
     stage, x = middle_stage()
     checkpointed(stage)

@@ -6,6 +6,10 @@ they say the same. They talk through the key-value store of `torch.distributed`,
 comes is named after a time, where a collective would hang, and nothing is sent over the wires that the step will use.
 The first rank of a group compares; the others wait for its verdict, so that n ranks cost the store 2 n messages.
 
+FSDP2 may come after the plan. Its gathers take turns with what is computed again, so ranks whose plans differ would
+wait for each other for ever. The model's own region therefore looks once more as its first step begins, and has the
+ranks compared that share parameters by now.
+
 Shapes are not compared. A dim that does not divide is sharded unevenly, and DTensor then pads on some ranks only: the
 ops that are computed again must be the same, padding aside, but not their sizes.
 """
@@ -16,16 +20,20 @@ import hashlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.errors import PlanMismatch
 from jettison.runtime.region import PlannedForward
+from jettison.trace.sharded import sharded_parameters
 from jettison.trace.wrapped import wrapping
 
 TIMEOUT_SECONDS = 300.0
@@ -60,10 +68,18 @@ def check_agreement(applied: Applied, group: Group, *, timeout_seconds: float = 
         agreement.check(summary(applied.regions, applied.plan))
 
 
-def summary(regions: Iterable[PlannedForward], plan: Any = None) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a rank says of its regions; the last of them is the model itself."""
+
+    regions: Sequence[PlannedForward]
+    digests: Mapping[str, str]
+
+
+def summary(regions: Sequence[PlannedForward], plan: Any = None) -> Summary:
     """A digest by region of what its backward computes again, in order; and of the plan, where there is one."""
     found = {region.name: _digest(list(_repeated(region))) for region in regions}
-    return found if plan is None else found | {PLAN: plan.hash}
+    return Summary(regions, found if plan is None else found | {PLAN: plan.hash})
 
 
 def ranks_in(group: Group) -> tuple[int, ...]:
@@ -81,7 +97,8 @@ def groups_for(model: nn.Module, group: Group | None = None) -> list[tuple[int, 
         return [ranks_in(group)]
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
-    meshes = {wrap.spec.mesh for p in model.parameters() if (wrap := wrapping(p)) is not None}
+    parameters = [*model.parameters(), *sharded_parameters(model)]  # during a forward FSDP shows whole ones
+    meshes = {wrap.spec.mesh for p in parameters if (wrap := wrapping(p)) is not None}
     groups = {ranks_in(mesh) for mesh in meshes}
     return sorted(g for g in groups if len(g) > 1 and not any(set(g) < set(other) for other in groups))
 
@@ -92,6 +109,7 @@ class Agreement:
     """
 
     def __init__(self, groups: Iterable[tuple[int, ...]], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self.timeout_seconds = timeout_seconds
         self.rounds = [_Round(ranks, timeout_seconds) for ranks in groups]
         self._said = False
 
@@ -103,17 +121,20 @@ class Agreement:
             for each in self.rounds:
                 each.give_up(f"{type(error).__name__}: {error}")
 
-    def check(self, said: Mapping[str, str]) -> None:
-        """Say it, and wait until all ranks of every group are known to say the same.
+    def check(self, said: Summary) -> None:
+        """Say it, and wait until all ranks of every group are known to say the same. Where parameters are shared with
+        other ranks by the time of the first step, these are compared then.
 
         Raises:
             PlanMismatch: they do not.
         """
         self._said = True
         for each in self.rounds:
-            each.say(said)
+            each.say(said.digests)
         for each in self.rounds:
             each.wait()
+        known = [each.ranks for each in self.rounds]
+        said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it.
@@ -129,6 +150,15 @@ class Agreement:
         if self.rounds:
             self.rounds[0].hand_out(tell(made))
         return made
+
+
+def _check_newcomers(said: Summary, known: list[tuple[int, ...]], timeout_seconds: float) -> None:
+    """Compare within the groups that were not there when the plan was applied."""
+    with _disable_current_modes():  # the step may be watched; a mesh reads its ranks from a tensor
+        groups = groups_for(said.regions[-1].model)
+        new = [ranks for ranks in groups if not any(set(ranks) <= set(others) for others in known)]
+        with Agreement(new, timeout_seconds=timeout_seconds) as agreement:
+            agreement.check(said)
 
 
 class _Round:

@@ -110,6 +110,7 @@ class PlannedForward:
         self.outdated: dict[Any, Program] = {}
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.quiet = False  # falls back without a warning
+        self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.link: Link | None = None
         # output leaf -> how to know it again, its recipe
         self.pending: dict[int, tuple[Seen, Handle]] = {}
@@ -136,6 +137,9 @@ class PlannedForward:
         return output
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
         leaves, signature = call_signature(args, kwargs)
         if self.guard is None or not self.guard.holds():
             self._forget()

@@ -33,6 +33,12 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
+def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters under FSDP as the optimizer knows them, whatever the modules hold at this moment."""
+    for module in sharded_modules(model):
+        yield from (sharded.sharded_param for sharded in _parameters(module))
+
+
 def plain_class(module: Any) -> type:
     """The class of a module before `fully_shard` changed it."""
     found: type = type(module).__mro__[type(module)._orig_cls_mro_index]
