@@ -22,18 +22,22 @@ from jettison.cost.kernels import FLASH_BACKWARD, Product  # noqa: E402
 from jettison.cost.matmul import product_seconds  # noqa: E402
 from jettison.errors import UsageError  # noqa: E402
 from jettison.measure.calibrate import Calibration, calibrate, hardware_toml, session  # noqa: E402
-from jettison.measure.calibrate.clock import Probe, medians  # noqa: E402
+from jettison.measure.calibrate.clock import Probe, undisturbed  # noqa: E402
 from jettison.measure.calibrate.collectives import measure_link  # noqa: E402
 from jettison.measure.calibrate.fit import Link, Measured, fit  # noqa: E402
 from jettison.measure.calibrate.probes import CPU_SIZES, Pool, Sizes, counted, step_of_blocks  # noqa: E402
-from jettison.spec.hardware import Delays, Hardware, Reached, Throughput, hardware  # noqa: E402
+from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
-SHAPES = ((512, 512, 512), (1024, 256, 256), (256, 1024, 512), (2048, 2048, 2048), (768, 192, 640))
+SHAPES = (
+    (512, 512, 512), (1024, 256, 256), (256, 1024, 512), (2048, 2048, 2048), (768, 192, 640), (128, 512, 1024),
+    (512, 128, 2048), (1024, 1024, 96), (320, 640, 160),
+)  # fmt: skip
+EDGES = Edges(rows=50, columns=80, depth=60)
 BARE = Hardware(name="a machine", memory_bytes=64 << 30, usable_bytes=60 << 30, units=8, node=1)
 FAST = Sizes(
     products=((64, 64, 64), (256, 192, 128)), attention=((1, 2, 64, 16),), streamed=1 << 18, block=(64, 64),
-    pool_bytes=1 << 20,
+    layer=(8, 16, 2), pool_bytes=1 << 20,
 )  # fmt: skip
 
 
@@ -47,12 +51,15 @@ def seconds_on(machine: Hardware, dtype: str = "float32") -> tuple[tuple[Product
 
 
 def measured(**changes: Any) -> Measured:
-    """A CPU at 300 GFLOP/s: 20 GB/s when streaming, 15 GB/s in a step, 4 µs for each op."""
+    """At 300 GFLOP/s: 20 GB/s when streaming, 15 GB/s in a step, 4 µs for each op. A CPU, unless ``gap`` is given."""
     truth = replace(BARE, flops_per_second=Throughput(fp32=300 * 10**9), reached=replace(Reached(), matmul=1.0))
+    if changes.get("gap") is None:
+        truth = replace(truth, edges=EdgesOf(fp32=EDGES, bf16=EDGES))
     values: dict[str, Any] = {
         "products": {"float32": seconds_on(truth)},
         "attention": ((3e9, 3e9 / 60e9 + 4e-6, 3e9 / 60e9 + 4e-6 + FLASH_BACKWARD * 3e9 / 75e9 + 8e-6),),
         "stream": (2 * 10**9, 0.1), "tiny": (100, 400e-6), "block": (100, 3 * 10**8, 0.02 + 400e-6),
+        "hooks": (200, 0.050, 0.054),
     }  # fmt: skip
     return Measured(**(values | changes))
 
@@ -60,41 +67,72 @@ def measured(**changes: Any) -> Measured:
 def test_figures_of_a_machine_that_is_as_the_model_says() -> None:
     found = fit(measured(), BARE)
     h = found.hardware
-    assert h.flops_per_second.fp32 is not None
-    # the best product seen is not the full rate, which no product reaches; what counts is the two together
-    assert h.flops_per_second.fp32 * h.reached.matmul == pytest.approx(300e9, rel=1e-6)
-    assert found.error < 1e-6
+    assert h.flops_per_second.fp32 == pytest.approx(300e9, rel=1e-4)
+    assert h.reached.matmul == 1.0
+    assert h.edges.fp32 is not None
+    assert (h.edges.fp32.rows, h.edges.fp32.columns, h.edges.fp32.depth) == pytest.approx((50, 80, 60), rel=1e-2)
+    assert h.edges.bf16 is None
+    assert found.error < 1e-4
     assert h.memory_bytes_per_second == 20 * 10**9
     assert h.reached.memory == pytest.approx(0.75)
     assert h.delays.kernel == pytest.approx(4e-6)
+    assert h.delays.hook == pytest.approx(20e-6)
     rate = h.flops_per_second.fp32
+    assert rate is not None
     assert h.reached.attention * rate == pytest.approx(60e9)
     assert h.reached.attention_backward * rate == pytest.approx(75e9)
 
 
-def test_one_product_that_was_disturbed_changes_nothing() -> None:
-    samples = list(measured().products["float32"])
+def test_one_product_that_was_disturbed_changes_next_to_nothing() -> None:
+    for at in range(len(SHAPES)):
+        samples = list(measured().products["float32"])
+        samples[at] = samples[at][0], 10 * samples[at][1]
+        h = fit(measured(products={"float32": tuple(samples)}), BARE).hardware
+        for product, took in measured().products["float32"]:
+            assert product_seconds(product, h) == pytest.approx(took, rel=0.02)
+
+
+def test_a_cost_that_is_none_is_not_made_negative() -> None:
+    """Products that get faster the less deep they are: no edge describes that."""
+    odd = tuple((p, s * (1 - 40 / p.k)) for p, s in measured().products["float32"])
+    h = fit(measured(products={"float32": odd}), BARE).hardware
+    assert h.edges.fp32 is not None
+    assert min(h.edges.fp32.rows, h.edges.fp32.columns, h.edges.fp32.depth) >= 0
+
+
+GAP = 1.5e-6
+
+
+def test_a_gpus_products_are_tiles_at_a_share_of_the_best_rate_seen() -> None:
+    found = fit(measured(gap=GAP), BARE)
+    h = found.hardware
+    assert h.flops_per_second.fp32 is not None
+    # the best product seen is not the full rate, which no product reaches; what counts is the two together
+    assert h.flops_per_second.fp32 * h.reached.matmul == pytest.approx(300e9, rel=1e-6)
+    assert (found.error, h.edges) == (pytest.approx(0, abs=1e-6), EdgesOf())
+    samples = list(measured(gap=GAP).products["float32"])
     samples[0] = samples[0][0], 10 * samples[0][1]
-    h = fit(measured(products={"float32": tuple(samples)}), BARE).hardware
+    h = fit(measured(gap=GAP, products={"float32": tuple(samples)}), BARE).hardware
     assert h.flops_per_second.fp32 is not None
     assert h.flops_per_second.fp32 * h.reached.matmul == pytest.approx(300e9, rel=1e-6)
 
 
-def test_a_second_dtype_has_the_same_share_and_a_rate_of_its_own() -> None:
+def test_a_second_dtype_of_a_gpu_has_the_same_share_and_a_rate_of_its_own() -> None:
     truth = replace(BARE, flops_per_second=Throughput(bf16=10**12), reached=replace(Reached(), matmul=1.0))
-    products = {**measured().products, "bfloat16": seconds_on(truth, "bfloat16")}
-    h = fit(measured(products=products), BARE).hardware
+    products = {**measured(gap=GAP).products, "bfloat16": seconds_on(truth, "bfloat16")}
+    h = fit(measured(products=products, gap=GAP), BARE).hardware
     assert h.flops_per_second.bf16 is not None
     assert h.flops_per_second.bf16 * h.reached.matmul == pytest.approx(1e12, rel=1e-6)
 
 
 def test_shares_are_at_most_one() -> None:
     """Work that is faster than a large copy, or than the tiles allow, raises the rate: a share is no more than all."""
-    h = fit(measured(block=(100, 10**9, 0.02)), BARE).hardware
-    assert h.reached.memory == 1.0
-    assert h.memory_bytes_per_second is not None
-    assert h.memory_bytes_per_second > 50 * 10**9
-    assert h.reached.matmul <= 1.0
+    for gap in (None, GAP):
+        h = fit(measured(block=(100, 10**9, 0.02), gap=gap), BARE).hardware
+        assert h.reached.memory == 1.0
+        assert h.memory_bytes_per_second is not None
+        assert h.memory_bytes_per_second > 50 * 10**9
+        assert h.reached.matmul <= 1.0
 
 
 def test_a_device_beside_the_host() -> None:
@@ -117,7 +155,7 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
     again = hardware(file)
     assert again == replace(
         found.hardware, reached_source="us", delays_source="us", flops_per_second=again.flops_per_second,
-        reached=again.reached, delays=again.delays,
+        reached=again.reached, delays=again.delays, edges=again.edges,
     )  # fmt: skip
     assert (again.node, again.link_bytes_per_second, again.units) == (4, 2_500_000_000, 8)
     for mine, read in (
@@ -126,6 +164,8 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
         (found.hardware.reached.attention, again.reached.attention),
         (found.hardware.delays.kernel, again.delays.kernel),
         (found.hardware.delays.link, again.delays.link),
+        (found.hardware.edges.fp32.rows, again.edges.fp32.rows),
+        (found.hardware.edges.fp32.depth, again.edges.fp32.depth),
     ):
         assert read == pytest.approx(mine, rel=1e-3)
 
@@ -160,7 +200,7 @@ class Hand:
         return self.at
 
 
-def test_seconds_are_medians_of_interleaved_rounds() -> None:
+def test_seconds_are_lower_quartiles_of_interleaved_rounds() -> None:
     clock, order = Hand(), []
 
     def probe(name: str, *seconds: float) -> Probe:
@@ -172,8 +212,8 @@ def test_seconds_are_medians_of_interleaved_rounds() -> None:
 
         return Probe(name, call)
 
-    found = medians([probe("a", 9, 0.01, 0.03, 7.0, 0.01), probe("b", 0.02)], clock, seconds=0)  # type: ignore[arg-type]
-    assert found == {"a": pytest.approx(0.03), "b": pytest.approx(0.02)}
+    found = undisturbed([probe("a", 9, 0.01, 0.03, 7.0, 0.01), probe("b", 0.02)], clock, seconds=0)  # type: ignore[arg-type]
+    assert found == {"a": pytest.approx(0.02), "b": pytest.approx(0.02)}
     assert order == [*"aabb", *"ab", *"ba", *"ab"]  # two to try each, then three rounds
 
 
@@ -186,10 +226,10 @@ def test_what_fails_or_takes_too_long_is_left_out() -> None:
     def broken(_turn: int) -> None:
         raise RuntimeError("not implemented for this dtype")
 
-    assert medians([Probe("slow", slow), Probe("broken", broken)], clock, seconds=0) == {}  # type: ignore[arg-type]
-    assert medians([Probe("slow", slow)], clock, seconds=0, needed=True) == {"slow": 2.0}  # type: ignore[arg-type]
+    assert undisturbed([Probe("slow", slow), Probe("broken", broken)], clock, seconds=0) == {}  # type: ignore[arg-type]
+    assert undisturbed([Probe("slow", slow)], clock, seconds=0, needed=True) == {"slow": 2.0}  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="not implemented"):
-        medians([Probe("broken", broken)], clock, seconds=0, needed=True)  # type: ignore[arg-type]
+        undisturbed([Probe("broken", broken)], clock, seconds=0, needed=True)  # type: ignore[arg-type]
 
 
 def test_kernels_and_bytes_are_counted_without_views() -> None:
@@ -249,6 +289,8 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_threa
     assert h.flops_per_second.fp32 is not None
     assert rate / 8 < h.flops_per_second.fp32 < 8 * rate
     assert 1e-7 < h.delays.kernel < 1e-3
+    assert 1e-7 < h.delays.hook < 1e-3
+    assert h.synchronous
     assert h.memory_bytes_per_second is not None
     assert 1e8 < h.memory_bytes_per_second < 1e13
     assert any("float32 product" in text for text in said)
@@ -337,20 +379,63 @@ def test_flags_that_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[st
 # --- predicted and measured -----------------------------------------------------------------------------------------
 
 
+def test_what_was_predicted_follows_from_the_calibration_alone() -> None:
+    """The published table: its predictions are what its own calibration file says, and they are as good as claimed."""
+    pytest.importorskip("transformers")
+    from benchmarks.step_rows import Row, markdown, summary
+    from benchmarks.step_times import MODELS, POLICIES, RESULTS, machine_of, predicted_seconds
+
+    document = json.loads((RESULTS / "step-times-cpu.json").read_text(encoding="utf-8"))
+    machine = machine_of(document["calibration"])
+    rows = [Row(**row) for row in document["rows"]]
+    assert [(row.model, row.policy) for row in rows] == [(m.name, policy) for m in MODELS for policy in POLICIES]
+    again = [predicted_seconds(small, policy, machine) for small in MODELS for policy in POLICIES]
+    assert [row.predicted_seconds for row in rows] == pytest.approx(again)
+    found = summary(rows)
+    assert found.median_error <= 0.15
+    assert found.worst_ratio_points <= 5
+    assert (RESULTS / "step-times-cpu.md").read_text(encoding="utf-8") == markdown(document, rows)
+
+
+def test_a_slower_machine_is_predicted_to_be_slower() -> None:
+    """Every figure that a calibration gives counts, and in the right direction."""
+    from benchmarks.step_times import MODELS, RESULTS, machine_of, predicted_seconds
+
+    document = json.loads((RESULTS / "step-times-cpu.json").read_text(encoding="utf-8"))
+    machine, small = machine_of(document["calibration"]), MODELS[4]
+    before = predicted_seconds(small, "full", machine)
+    reached, rates = machine.reached, machine.flops_per_second
+    assert rates.fp32 is not None and machine.memory_bytes_per_second is not None and machine.edges.fp32 is not None
+    slower = {
+        "products": replace(machine, flops_per_second=replace(rates, fp32=rates.fp32 // 2)),
+        "edges": replace(machine, edges=EdgesOf(fp32=Edges(100, 150, 100))),
+        "memory": replace(machine, memory_bytes_per_second=machine.memory_bytes_per_second // 2),
+        "attention": replace(machine, reached=replace(reached, attention=reached.attention / 2)),
+        "backward": replace(machine, reached=replace(reached, attention_backward=reached.attention_backward / 2)),
+        "kernel": replace(machine, delays=replace(machine.delays, kernel=2 * machine.delays.kernel)),
+        "hook": replace(machine, delays=replace(machine.delays, hook=2 * machine.delays.hook)),
+    }
+    took = {name: predicted_seconds(small, "full", other) for name, other in slower.items()}
+    assert all(seconds > 1.005 * before for seconds in took.values()), (before, took)
+    assert predicted_seconds(small, "none", slower["hook"]) == predicted_seconds(small, "none", machine)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_step_times_of_models_that_were_never_timed(one_thread: None) -> None:
     """Ten small models under four policies: median error at most 15 %, ratios to plain within 5 points."""
     pytest.importorskip("transformers")
-    from benchmarks.step_times import MODELS, keep_memory, measure, rows_of, summary
+    from benchmarks.step_rows import summary
+    from benchmarks.step_times import MODELS, keep_memory, measure, rows_of
 
     keep_memory()
     machine = calibrate("cpu").hardware
     rows = []
     for small in MODELS:
         assert small.batch * small.seq not in {rows for rows, _, _ in CPU_SIZES.products}
-        rows += rows_of(small, machine, measure(small, 7))
+        rows += rows_of(small, machine, measure(small, 9))
     found = summary(rows)
     assert len(rows) == 40
     assert found.median_error <= 0.15, found
-    assert found.median_ratio_points <= 5, found
+    assert found.median_ratio_points <= 3, found
+    assert found.worst_ratio_points <= 10, found  # of a busy machine; the published table has 5

@@ -15,7 +15,7 @@ from jettison.cost.matmul import memory_seconds, product_seconds, rate
 from jettison.errors import UsageError
 from jettison.forecast.request import RunRequest, resolve
 from jettison.formula.region import Region, head_region, layer_region
-from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.hardware import Edges, EdgesOf, Hardware, Throughput, hardware
 from jettison.spec.layout import Layout
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
@@ -140,6 +140,30 @@ def test_no_product_is_quicker_than_its_ceiling_or_slower_for_being_smaller(m: i
     assert seconds >= product.flops / (312e12 * A100.reached.matmul)
     deeper = product_seconds(Product(batch, m, n, 2 * k, "bfloat16"), A100)
     assert seconds <= deeper <= 2 * seconds * 1.0001
+
+
+CPU = replace(
+    BARE, flops_per_second=Throughput(fp32=200 * 10**9, bf16=10**12), memory_bytes_per_second=20 * 10**9,
+    reached=replace(BARE.reached, matmul=1.0), edges=EdgesOf(fp32=Edges(50, 80, 60)), synchronous=True,
+    delays=replace(BARE.delays, kernel=8e-6, dispatch=1e-9, hook=20e-6),
+)  # fmt: skip
+
+
+def test_edges_take_the_place_of_tiles() -> None:
+    """2 x 100 x 200 x 300 FLOPs at 200 GFLOP/s are 60 µs, and 1/2 + 2/5 + 1/5 as much again."""
+    assert product_seconds(Product(1, 100, 200, 300, "float32"), CPU) == pytest.approx(60e-6 * 2.1)
+    assert product_seconds(Product(3, 100, 200, 300, "float32"), CPU) == pytest.approx(3 * 60e-6 * 2.1)
+    tiled = product_seconds(Product(1, 100, 200, 300, "bfloat16"), CPU)  # nothing is stated of its edges
+    assert tiled == product_seconds(Product(1, 100, 200, 300, "bfloat16"), replace(CPU, edges=EdgesOf()))
+
+
+@given(sizes, sizes, sizes)
+def test_with_edges_no_product_is_slower_for_being_smaller(m: int, n: int, k: int) -> None:
+    whole = product_seconds(Product(1, m, n, k, "float32"), CPU)
+    assert whole >= 2 * m * n * k / 200e9
+    for half in ((m // 2, n, k), (m, n // 2, k), (m, n, k // 2)):
+        smaller = product_seconds(Product(1, *half, "float32"), CPU)
+        assert whole / 2 * 0.9999 <= smaller <= whole
 
 
 def test_rates_fall_back_to_the_next_wider_type() -> None:

@@ -13,9 +13,11 @@ from jettison.cost.execution import execution_of
 from jettison.cost.region import Class
 from jettison.errors import UsageError
 from jettison.forecast.request import RunRequest, resolve
+from jettison.forecast.run import forecast
 from jettison.forecast.time import Estimate, estimate
 from jettison.forecast.trilemma import LINKS, explain, microbatch_level, trades
-from jettison.spec.hardware import Hardware, Reached, hardware
+from jettison.spec.config import parse_config
+from jettison.spec.hardware import Delays, Hardware, Reached, hardware
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
@@ -24,7 +26,7 @@ BANDWIDTHS = (
     "memory_bytes_per_second", "link_bytes_per_second", "host_bytes_per_second", "network_bytes_per_second",
 )  # fmt: skip
 SHARES = ("matmul", "attention", "attention_backward", "memory", "link", "network", "host")
-DELAYS = ("kernel", "dispatch", "link", "network")
+DELAYS = ("kernel", "dispatch", "link", "network", "hook")
 
 
 def run_of(model: str, **request: object) -> Run:
@@ -75,6 +77,7 @@ def test_reaching_less_never_saves_time(run: Run, device: Hardware, name: str, s
 
 @given(runs(), devices, st.sampled_from(DELAYS), st.floats(1, 10))
 def test_delays_never_save_time(run: Run, device: Hardware, name: str, times: float) -> None:
+    device = replace(device, delays=replace(device.delays, hook=5e-6))
     worse = replace(device, delays=replace(device.delays, **{name: getattr(device.delays, name) * times}))
     assert estimate(run, worse).step_seconds >= estimate(run, device).step_seconds * (1 - 1e-9)
 
@@ -139,6 +142,35 @@ def test_a_planners_choice_is_priced() -> None:
     mixed = estimate(run, device, chosen=[full] * 8 + [None] * 24)
     whole = estimate(replace(run, recompute=run_of("llama2-7b", recompute="full").recompute), device)
     assert mixed.breakdown.recompute == pytest.approx(whole.breakdown.recompute / 4)
+
+
+def test_hooks_cost_the_host_what_the_file_says() -> None:
+    """For each tensor that the layers, the embedding and the head save; where nothing is planned, nothing."""
+    cpu = replace(
+        hardware("a100-80gb"), synchronous=True, delays=Delays(kernel=8e-6, dispatch=1e-9, hook=20e-6, link=1e-6)
+    )  # fmt: skip
+    free = replace(cpu, delays=replace(cpu.delays, hook=0.0))
+    run = run_of("llama-1b-mha", recompute="full", kernels="huggingface", attention="sdpa")
+    slots = sum(len(part.region.program.slots) for part in forecast(run).parts)
+    assert slots > 25 * run.model.depth
+    more = estimate(run, cpu).step_seconds - estimate(run, free).step_seconds
+    assert more == pytest.approx(20e-6 * slots)
+    assert estimate(run, cpu).breakdown.other - estimate(run, free).breakdown.other == pytest.approx(20e-6 * slots)
+    plain = run_of("llama-1b-mha", kernels="huggingface", attention="sdpa")
+    assert estimate(plain, cpu).step_seconds == estimate(plain, free).step_seconds
+    kept = estimate(plain, cpu, chosen=[None] * plain.model.depth).step_seconds
+    assert kept - estimate(plain, cpu).step_seconds == pytest.approx(20e-6 * slots)
+    theirs = run_of("llama-1b-mha", recompute="full", kernels="megatron")
+    assert estimate(theirs, cpu).step_seconds == estimate(theirs, free).step_seconds
+
+
+def test_hooks_hide_behind_a_device_that_has_work() -> None:
+    gpu = hardware("a100-80gb")
+    hooked = replace(gpu, delays=replace(gpu.delays, hook=20e-6))
+    long, short = (run_of("llama2-7b", recompute="full", kernels="pytorch", seq=seq) for seq in (4096, 16))
+    assert estimate(long, hooked).step_seconds == pytest.approx(estimate(long, gpu).step_seconds, rel=1e-4)
+    forward, plain = (sum(estimate(short, device).stages[0].forward) for device in (hooked, gpu))
+    assert forward > 1.5 * plain
 
 
 def test_a_slow_link_is_felt_by_offloading_alone() -> None:
@@ -225,6 +257,52 @@ def test_the_grace_example() -> None:
     assert one_way / links["NVLink-C2C (GH200)"] == pytest.approx(0.53, abs=0.01)  # of each pass
     assert one_way / links["NVLink-C2C shared by two (GB200)"] == pytest.approx(1.07, abs=0.01)
     assert hardware("gb200-192gb").host_bytes_per_second == links["NVLink-C2C shared by two (GB200)"]
+
+
+def test_the_lessons_layer() -> None:
+    """ "d = 8192, L = 8192, B = 1: 800 MB a layer; full recompute costs a third." On an H100 all but the last product
+    of a layer is computed again in 19 ms, a fifth of a step. So 800 MB out and back break even at 86 GB/s: no PCIe does
+    that, NVLink-C2C does. The 134 MB of a layer's input, all that full recompute keeps, hide even over PCIe 4.
+    """
+    model = parse_config(
+        {
+            "model_type": "gpt2", "n_embd": 8192, "n_layer": 64, "n_head": 64, "n_positions": 8192, "vocab_size": 50304,
+            "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_function": "gelu",
+        },
+        name="lesson",
+    )  # fmt: skip
+    device = hardware("h100-80gb")
+    run = resolve(model, RunRequest(seq=8192, attention="flash", kernels="pytorch")).run
+    told = explain(estimate(run, device))
+    assert told.offload is not None
+    rate = device.reached.matmul * 989.4e12
+    again = (16 * 8192 * 8192**2) / rate + 2 * 8192**2 * 8192 / (device.reached.attention * 989.4e12)
+    assert told.offload.again_seconds == pytest.approx(again, rel=0.1)
+    none, full = (next(o for o in told.options if o.recompute == name) for name in ("none", "full"))
+    assert 0.18 < full.step_seconds / none.step_seconds - 1 < 1 / 3
+    even = 2 * 800e6 / told.offload.again_seconds
+    quick = [link.name for link in LINKS if link.bytes_per_second > even]
+    assert quick == ["NVLink-C2C shared by two (GB200)", "NVLink-C2C (GH200)"]
+    assert even == pytest.approx(86e9, rel=0.02)
+    assert 8192 * 8192 * 2 / (32e9 * device.reached.host) < told.offload.forward_seconds / 4
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100-80gb", "gb200-192gb"])
+def test_a_layer_over_each_link(gpu: str) -> None:
+    """Out and back take as long as computing it again exactly at the break-even link."""
+    told = explain(estimate(run_of("llama3-8b", seq=4096), hardware(gpu)))
+    offload = told.offload
+    assert offload is not None
+    assert [way.link for way in offload.ways] == list(LINKS)
+    at_hand = next(w for w in offload.ways if w.link.bytes_per_second == hardware(gpu).host_bytes_per_second)
+    assert (at_hand.one_way_seconds, at_hand.hides) == (offload.one_way_seconds, offload.hides)
+    for way in offload.ways:
+        reached = way.link.bytes_per_second * hardware(gpu).reached.host
+        assert way.one_way_seconds == pytest.approx(offload.layer_bytes / reached)
+        assert way.quicker is (reached > offload.break_even_bytes_per_second)
+        assert way.hides is (way.one_way_seconds <= min(offload.forward_seconds, offload.backward_seconds))
+    slow = explain(estimate(run_of("llama3-8b"), replace(hardware(gpu), host_bytes_per_second=10**9))).offload
+    assert slow is not None and len(slow.ways) == len(LINKS) + 1 and not slow.ways[0].quicker
 
 
 def test_the_grace_examples_model_hides_all_it_saves() -> None:

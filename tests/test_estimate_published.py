@@ -18,6 +18,8 @@ from jettison.forecast.trilemma import microbatch_level
 from jettison.forecast.units import kept_by
 from jettison.formula.region import layer_region
 from jettison.spec.hardware import hardware
+from jettison.spec.run import Recompute
+from jettison.units import GIB
 
 A100 = hardware("a100-80gb")
 ROWS = rows()
@@ -96,14 +98,25 @@ def test_a_checkpointed_core_runs_to_its_end() -> None:
 
 
 def test_appendix_c() -> None:
-    """Published: +0.7 points of MFU for 175B and +0.4 for 530B. Within a point, and the larger gain for the former."""
-    gains = {}
-    for model in ("175B", "530B"):
+    """Published: +0.7 points of MFU for 175B and +0.4 for 530B, with how much memory is not said. One limit explains
+    both; less room gains less, more gains more, and no room gains as much as computing nothing again."""
+    for model, published in throughput.APPENDIX_C.items():
+        gains = [throughput.appendix_c_gain(model, limit * GIB) for limit in (56, 60, 64, 68, 72)]
+        assert gains[2] == pytest.approx(published, abs=0.1)
+        assert 0 <= gains[0] < gains[1] < gains[2] < gains[3] < gains[4] < throughput.appendix_c_gain(model, None)
         run = paper_run(CONFIGS[model], recompute="selective", sp=True)
-        gains[model] = 100 * (microbatch_level(run, A100).mfu - estimate(run, A100).mfu)
-    assert gains["175B"] == pytest.approx(0.7, abs=0.9)
-    assert gains["530B"] == pytest.approx(0.4, abs=0.6)
-    assert gains["175B"] > gains["530B"] > 0
+        nothing = estimate(replace(run, recompute=Recompute()), A100).mfu - estimate(run, A100).mfu
+        assert throughput.appendix_c_gain(model, None) < 100 * nothing
+
+
+def test_micro_batches_kept_whole_are_the_same_number_on_every_stage() -> None:
+    """Of windows of 31, 29, ..., 17 (2 (p - 1 - i) + (v - 1) p + 1) the share that computes again falls evenly."""
+    run = paper_run(CONFIGS["175B"], recompute="selective", sp=True)
+    all_again, some = estimate(run, A100), microbatch_level(run, A100, limit_bytes=64 * GIB)
+    shares = [1 - some.stages[i].recomputed_flops / all_again.stages[i].recomputed_flops for i in range(run.layout.pp)]
+    kept = [share * (2 * (7 - i) + 2 * 8 + 1) for i, share in enumerate(shares)]
+    assert kept == pytest.approx([round(kept[0])] * 8)
+    assert 0 < kept[0] < 17
 
 
 # published runs -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from jettison.forecast.explain import Explanation, Variant, explain, peak_parts
+from jettison.forecast.explain import explain, peak_parts
+from jettison.forecast.explanation import Explanation, Variant
 from jettison.forecast.run import Stage, forecast
 from jettison.formula.static import Static
 from jettison.ledger.schedule import stage_occupancies

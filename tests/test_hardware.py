@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from jettison import spec
 from jettison.errors import UsageError
-from jettison.spec.hardware import hardware, hardware_names
+from jettison.spec.hardware import Edges, EdgesOf, hardware, hardware_names
 from jettison.units import GIB, MIB
 
 NAMES = (
@@ -25,6 +26,22 @@ def test_every_figure_has_a_source_and_the_memory_of_its_name(name: str) -> None
     assert device.source and device.usable_source and device.reached_source
     assert device.memory_bytes // GIB == int(name.rsplit("-", 1)[1].removesuffix("gb"))
     assert 0.9 < device.usable_bytes / device.memory_bytes <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bandwidth_but_the_memorys_says_what_it_is_of(name: str) -> None:
+    """The sources cover rates and memory; a link, an adapter and a host are named in the line."""
+    lines = (Path(spec.__file__).parent / "hardware_data" / f"{name}.toml").read_text().splitlines()
+    stated = [line for line in lines if line.split(" = ")[0] in ("link", "host", "network", "host_memory")]
+    bandwidths = [line for line in stated if not line.startswith("link = 0.")]  # under [reached]
+    assert bandwidths and all("#" in line for line in bandwidths), bandwidths
+
+
+def test_hosts() -> None:
+    assert hardware("gb200-192gb").host_memory_bytes == 240 * 10**9
+    assert hardware("a100-80gb").host_memory_bytes == hardware("h100-80gb").host_memory_bytes == 256 * GIB
+    for name in ("rtx4090-24gb", "l40s-48gb", "mi300x-192gb"):  # of whoever built the machine
+        assert hardware(name).host_memory_bytes is None
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("tpu")])
@@ -61,12 +78,13 @@ def test_a_file_with_what_is_reached(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'memory = "64GiB"\nunits = 100\nnode = 4\nreached_source = "measured"\n'
-        "[reached]\nmatmul = 0.5\nshared = 0.25\n[microseconds]\nkernel = 3\n"
+        "[reached]\nmatmul = 0.5\nshared = 0.25\n[microseconds]\nkernel = 3\n[edges]\nfp32 = [50, 80.5, 0]\n"
     )
     device = hardware(file)
     assert (device.units, device.node, device.reached_source) == (100, 4, "measured")
     assert (device.reached.matmul, device.reached.shared, device.reached.memory) == (0.5, 0.25, 0.85)
     assert device.delays.kernel == 3e-6 and device.delays.network == 6e-6
+    assert device.edges == EdgesOf(fp32=Edges(50, 80.5, 0))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +154,11 @@ def test_what_is_usable_is_estimated_where_a_file_does_not_say(tmp_path: Path) -
         ('memory = "80GiB"\n[teraflops]\nbf16 = "3"', "got bf16 = 3"),
         ('memory = "80GiB"\n[teraflops]\nbf16 = true', "expected a number above 0"),
         ('memory = "80GiB"\n[gigabytes_per_second]\nlink = 0', "expected a number above 0"),
+        ('memory = "80GiB"\nedges = 3', "expected a section [edges]"),
+        ('memory = "80GiB"\n[edges]\nfp23 = [1, 2, 3]', "got the key 'fp23'"),
+        ('memory = "80GiB"\n[edges]\nfp32 = [1, 2]', "expected three numbers"),
+        ('memory = "80GiB"\n[edges]\nfp32 = [1, 2, -3]', "expected three numbers"),
+        ('memory = "80GiB"\n[edges]\nfp32 = 50', "expected three numbers"),
         ('memory = "80GiB"\n[gigabytes_per_second]\nlink = nan', "expected a number above 0"),
     ],
 )

@@ -7,7 +7,7 @@ import json
 import time
 from contextlib import redirect_stdout
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jettison.cli.main import run as cli
 from jettison.errors import Infeasible, UsageError
+from jettison.forecast import evaluate
 from jettison.forecast.auto import choose
 from jettison.forecast.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.forecast.evaluate import Bench, Question
@@ -344,6 +345,23 @@ def test_an_interrupted_search_leaves_what_it_has(tmp_path) -> None:
     assert kept + more.answer.evaluated == report().answer.evaluated
 
 
+def test_what_was_worked_out_within_a_round_is_there_too(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "state.jsonl"
+    work, calls = evaluate._work, count()
+
+    def interrupted(question, task):
+        if next(calls) == 3 * evaluate.NOTED + 5:
+            raise KeyboardInterrupt
+        return work(question, task)
+
+    monkeypatch.setattr(evaluate, "_work", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report(path)
+    monkeypatch.undo()
+    assert 2 * evaluate.NOTED < len(keys_of(path)) <= 3 * evaluate.NOTED + 5
+    assert answer_of(report(path)) == answer_of(report())
+
+
 def test_the_state_of_another_question_is_of_no_use_and_does_no_harm(tmp_path) -> None:
     path = tmp_path / "state.jsonl"
     report(path)
@@ -395,7 +413,7 @@ def test_the_space_is_all_that_divides() -> None:
     assert {layout.pp for layout in layouts} == {1, 2, 4, 8}
     assert {layout.virtual_stages for layout in layouts} == {1, 2, 4}  # 8 layers on 2, 4 or 8 stages
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
-    assert all(layout.sp == (layout.tp > 1) for layout in layouts)
+    assert {(layout.tp > 1, layout.sp) for layout in layouts} == {(False, False), (True, True), (True, False)}
     assert all(layout.zero == 0 for layout in layouts if layout.shards == 1)
     plans = {str(plan) for setup in whole.setups for plan in whole.plans(setup)}
     assert plans == {"none", "selective", "selective-op", "full", "every:2", "every:4", "every:8"}
@@ -407,6 +425,7 @@ def test_the_space_is_all_that_divides() -> None:
     [
         ({"tp": "2,4"}, lambda s: s.layout.tp in (2, 4)),
         ({"sp": False}, lambda s: not s.layout.sp),
+        ({"sp": True}, lambda s: s.layout.sp or s.layout.tp == 1),
         ({"pp": "2", "virtual_stages": "2"}, lambda s: (s.layout.pp, s.layout.virtual_stages) == (2, 2)),
         ({"schedule": "zero-bubble", "pp": "4"}, lambda s: (s.layout.schedule, s.layout.pp) == ("zero-bubble", 4)),
         ({"dp": "2", "zero": "1,3"}, lambda s: s.layout.dp == 2 and s.layout.zero in (1, 3)),
@@ -417,7 +436,7 @@ def test_the_space_is_all_that_divides() -> None:
 def test_flags_restrict_axes(fixed, expected) -> None:
     found = space(LLAMA, 8, 16, **fixed)
     assert found.setups == tuple(setup for setup in found.setups if expected(setup))
-    everything = space(LLAMA, 8, 16, schedule=fixed.get("schedule"), sp=fixed.get("sp"))
+    everything = space(LLAMA, 8, 16, schedule=fixed.get("schedule"))
     assert set(found.setups) == {setup for setup in everything.setups if expected(setup)}
 
 

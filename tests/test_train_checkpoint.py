@@ -160,6 +160,25 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, world: World) 
         checkpoints(tmp_path, world).load(found, tensors(0.0), STATE)
 
 
+@pytest.mark.parametrize("damage", [b"garbage", b"", None])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_damaged_one_is_one_line_that_names_the_one_before(
+    tmp_path: Path, world: World, name: str, damage: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = checkpoints(tmp_path, world, asynchronous=False)
+    for step in (1, 2):
+        saver.save(tensors(1.0), at(step))
+    found = saver.find()
+    assert found is not None
+    if damage is None:
+        (found / name).unlink()
+    else:
+        (found / name).write_bytes(damage)
+    with pytest.raises(UsageError, match=r"step-00000002 .*or is damaged: .*go on from step-00000001$") as error:
+        checkpoints(tmp_path, world).load(found, tensors(0.0), STATE)
+    assert "\n" not in str(error.value) and capsys.readouterr().err == ""
+
+
 def test_a_folder_that_is_a_file_is_refused_at_the_start(tmp_path: Path, world: World) -> None:
     (tmp_path / "ck").write_text("")
     with pytest.raises(UsageError, match=r"checkpoint.folder: .* is not a folder"):

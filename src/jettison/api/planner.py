@@ -1,9 +1,8 @@
 """From a trace and a budget to a plan that has been rehearsed.
 
 The solver adds up levels that were rehearsed block by block; the whole step's rehearsal is the judge. Where the two
-differ
-the solver's budget is moved by the difference and it is asked again, until what it chooses fits when rehearsed and no
-budget is left unused that the next option would need.
+differ the solver's budget is moved by the difference and it is asked again, until what it chooses fits when rehearsed
+and no budget is left unused that the next option would need.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import isqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,17 +19,18 @@ from jettison.errors import Infeasible
 from jettison.ledger.program import Program, Source
 from jettison.measure.observe import observe_block
 from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
-from jettison.measure.rehearse import StepRehearsal, rehearse_block, rehearse_step
+from jettison.measure.rehearse import OneBatch, Part, Scene, StepRehearsal, rehearse_block, rehearse_scene
 from jettison.measure.root import rehearse_root
 from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
 from jettison.plan.levels import Choice
 from jettison.plan.moves import minimum_budget
-from jettison.plan.problem import Region, RegionOption, SegmentOption, StepProblem
+from jettison.plan.problem import Region, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.plan.treatment import Exactly, Full, KeepAll, Share, Treatment, treatment
 from jettison.trace.capture import Call, RegionTrace, TensorRef
 from jettison.trace.model import ModelTrace
+from jettison.trace.wrapped import plain
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
@@ -40,26 +40,31 @@ ATTEMPTS = 8
 PYTHON_SECONDS_PER_OP = 6e-6  # replaying one op costs this much beside the op itself (measured, 2 CPU cores)
 
 Progress = Callable[[str], None]
+Option = TypeVar("Option", RegionOption, RootOption)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Rehearsed:
     """One choice, as treatments, and what its rehearsal gave."""
 
     solution: Solution
-    treatments: dict[str, Treatment]
-    root: Treatment
+    part: Part
     step: StepRehearsal
-    segments: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class Planner:
-    """Everything that is known about one step: made once, asked for as many budgets as wanted."""
+    """Everything that is known about one step: made once, asked for as many budgets as wanted.
+
+    Args:
+        scene: the step as the loop has it, over one module like the trace's twin, in the trace's mode; where left out,
+            one batch through the twin, and ``optimizer``.
+    """
 
     trace: ModelTrace
     measure: bool = True
     optimizer: torch.optim.Optimizer | None = None
+    scene: Scene | None = None
     progress: Progress = lambda _text: None
     prices: dict[str, OpPrice] = field(default_factory=dict)
     baseline: StepRehearsal = field(init=False)
@@ -80,11 +85,13 @@ class Planner:
         opaque = {
             c.name: self._observed(c.class_key)[0] for c in self.trace.calls if self.trace.classes[c.class_key].opaque
         }
-        self.baseline = rehearse_step(
-            self.trace, everything, KeepAll(), opaque=opaque, optimizer=self.optimizer, workspace=self.workspace
-        )
+        self.baseline = self._step(Part(trace=self.trace, treatments=everything, root=KeepAll(), opaque=opaque))
         self.progress("rehearsing options")
         self.problem = self._problem()
+
+    def _step(self, part: Part) -> StepRehearsal:
+        scene = self.scene or OneBatch(trace=self.trace, optimizer=self.optimizer)
+        return rehearse_scene([part], scene, workspace=self.workspace)
 
     def _observed(self, key: str) -> tuple[RegionOption, RegionOption]:
         if key not in self._observations:
@@ -94,12 +101,12 @@ class Planner:
     def _price(self) -> None:
         """Run every distinct op of the step once, forward and backward, for its seconds and its workspace."""
         trace = self.trace
-        plain = {
+        levels = {
             key: rehearse_block(trace, cls, cls.trace.program.saved_buffers(), "none", 0.0, self.workspace)
             for key, cls in trace.classes.items()
             if not cls.opaque
         }
-        rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace, plain=plain)
+        rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace, plain=levels)
         self.prices = measure_ops(self.workspace.unknown.values())
         self.workspace = MeasuredWorkspace(self.prices)
 
@@ -119,13 +126,14 @@ class Planner:
             options[key] = tuple(rehearse_block(trace, cls, p.kept, p.key, p.seconds, self.workspace) for p in found)
         found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
         self.root_points = {p.key: p for p in found}
-        plain = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
-        roots = tuple(rehearse_root(trace, p.kept, p.key, p.seconds, self.workspace, plain=plain) for p in found)
+        kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
+        roots = tuple(rehearse_root(trace, p.kept, p.key, p.seconds, self.workspace, plain=kept) for p in found)
         seen: set[str] = set()
         regions = []
         for call in trace.calls:
-            module = trace.twin.get_submodule(call.name)
-            gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad) if call.name not in seen else 0
+            module = (self.scene.modules[0] if self.scene else trace.twin).get_submodule(call.name)
+            trained = [p for p in module.parameters() if p.requires_grad]
+            gradients = sum(plain(p).nbytes for p in trained) if call.name not in seen else 0
             seen.add(call.name)
             regions.append(
                 Region(
@@ -224,21 +232,20 @@ class Planner:
         choice = solution.choice
         known = self._rehearsals.get(choice)
         if known is None:
-            treatments, root = self._treatments(choice)
-            segments = [[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments]
-            opaque = {
-                c.name: next(o for o in r.options if o.key == key)
-                for c, r, key in zip(self.trace.calls, self.problem.regions, choice.regions, strict=True)
-                if self.trace.classes[c.class_key].opaque
-            }
-            step = rehearse_step(
-                self.trace, treatments, root, segments, opaque=opaque, optimizer=self.optimizer,
-                workspace=self.workspace,
-            )  # fmt: skip
-            known = self._rehearsals[choice] = Rehearsed(
-                solution=solution, treatments=treatments, root=root, step=step, segments=segments
-            )
+            part = self.part(choice)
+            known = self._rehearsals[choice] = Rehearsed(solution=solution, part=part, step=self._step(part))
         return known
+
+    def part(self, choice: Choice) -> Part:
+        """A choice as treatments."""
+        treatments, root = self._treatments(choice)
+        opaque = {
+            c.name: next(o for o in r.options if o.key == key)
+            for c, r, key in zip(self.trace.calls, self.problem.regions, choice.regions, strict=True)
+            if self.trace.classes[c.class_key].opaque
+        }
+        segments = [[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments]
+        return Part(trace=self.trace, treatments=treatments, root=root, segments=segments, opaque=opaque)
 
     def _treatments(self, choice: Choice) -> tuple[dict[str, Treatment], Treatment]:
         chosen: dict[str, FrontierPoint] = {}
@@ -262,12 +269,16 @@ class Planner:
 
     def smallest(self) -> Rehearsed:
         """The plan of the fewest bytes."""
-        return self.rehearse(choose(self.problem, minimum_budget(self.problem)))
+        least = [
+            self.rehearse(choose(problem, minimum_budget(problem))) for problem in (self.problem, untimed(self.problem))
+        ]
+        return min(least, key=needs)
 
     @property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget for which there is a plan."""
-        return needs(self.smallest())
+        """A budget for which there is always a plan. Now and then one for a little less can be found."""
+        problem = untimed(self.problem)
+        return min(self.plain_budget_bytes, needs(self.rehearse(choose(problem, minimum_budget(problem)))))
 
     @property
     def plain_budget_bytes(self) -> int:
@@ -281,47 +292,38 @@ class Planner:
             Infeasible: none does; the error carries the rehearsed peak of the smallest plan.
         """
         smallest = self.smallest()
-        if needs(smallest) > budget_bytes:
+        if min(needs(smallest), self.plain_budget_bytes) > budget_bytes:
             raise Infeasible(
-                minimum_budget_bytes=needs(smallest), budget_bytes=budget_bytes,
+                minimum_budget_bytes=self.minimum_budget_bytes, budget_bytes=budget_bytes,
                 reason=f"The {smallest.step.phase} pass sets the peak.",
             )  # fmt: skip
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
             return self.rehearse(choose(self.problem, 2 * budget_bytes))
-        effective = budget_bytes
         low, high = minimum_budget(self.problem), None
+        effective = max(low, budget_bytes)
         for _ in range(ATTEMPTS):
             self.progress("choosing")
-            try:
-                found = self.rehearse(choose(self.problem, effective))
-            except Infeasible:
+            found = self.rehearse(choose(self.problem, effective))
+            spare = budget_bytes - needs(found)
+            if spare >= 0:
                 low = max(low, effective)
-                break
-            peak = needs(found)
-            if peak <= budget_bytes:
-                low = max(low, effective)
+                target = effective + spare
                 if found.solution.certificate.objective_seconds <= 0.0:
                     break
-                step = budget_bytes - peak
-                target = effective + step if high is None else (low + high) // 2
-            else:
-                high = effective if high is None else min(high, effective)
-                target = effective - (peak - budget_bytes) if low < effective else effective
-                if target <= low:
-                    target = (low + high) // 2
-            if high is not None and (high - low) <= max(1, budget_bytes // 500):
+            else:  # so does every budget that leads to the same choice, down to its own level
+                high = min(found.solution.levels.peak_bytes, effective if high is None else high)
+                target = high + spare
+            if (target - low if high is None else high - low) <= max(1, budget_bytes // 500):
                 break
-            if target == effective or (high is None and target - effective <= budget_bytes // 500):
-                break
-            effective = target
+            effective = target if high is None or low < target < high else (low + high) // 2
         fitting = [known for known in self._rehearsals.values() if needs(known) <= budget_bytes]
         return min(fitting, key=_added_seconds)
 
-    def artefact(self, found: Rehearsed, budget_bytes: int) -> Plan:
-        """The plan as a document."""
+    def artefact(self, found: Rehearsed, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
+        """The plan as a document. ``minimum_budget_bytes``: where it is known otherwise."""
         trace, choice = self.trace, found.solution.choice
         layers: dict[str, LayerPlan] = {}
-        followers = {name for run in found.segments for name in run[1:]}
+        followers = {name for run in found.part.segments for name in run[1:]}
         for call, key in zip(trace.calls, choice.regions, strict=True):
             program = trace.program(call)
             point = self._point(call.class_key, key, program)
@@ -333,18 +335,18 @@ class Planner:
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
         certificate = found.solution.certificate
-        plain = self.problem.plain_seconds
+        unplanned = self.problem.plain_seconds
         added = certificate.objective_seconds
         return Plan(
             budget_bytes=budget_bytes,
-            minimum_budget_bytes=self.minimum_budget_bytes,
+            minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
             predicted=Predicted(
-                peak_bytes=found.step.peak_bytes, step_seconds=plain + added,
-                overhead_fraction=added / plain if plain else 0.0,
+                peak_bytes=found.step.peak_bytes, step_seconds=unplanned + added,
+                overhead_fraction=added / unplanned if unplanned else 0.0,
             ),
             solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
             layers=tuple(layers.values()),
-            segments=tuple((run[0], run[-1]) for run in found.segments),
+            segments=tuple((run[0], run[-1]) for run in found.part.segments),
             root=layer_plan("", trace.root.program, self.root_points[choice.root]),
             model=fingerprint(trace),
             torch_version=torch.__version__,
@@ -356,6 +358,16 @@ def _whole(option: RegionOption) -> FrontierPoint:
     return FrontierPoint(
         key=option.key, kept=frozenset(), kept_bytes=option.resident_bytes, seconds=option.seconds, price=0.0
     )
+
+
+def untimed(problem: StepProblem) -> StepProblem:
+    """What does not hang on seconds that were measured, and is there whenever a plan is made: both ends."""
+    regions = tuple(replace(r, options=_ends(r.options)) for r in problem.regions)
+    return replace(problem, regions=regions, root=_ends(problem.root))
+
+
+def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    return options if len(options) < 3 else (options[0], options[-1])
 
 
 def needs(found: Rehearsed) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from torch import nn
 
 from jettison.api.huggingface import ConfigRequest, build
 from jettison.api.huggingface import read_config as read_hub_config
-from jettison.api.planner import Planner, fingerprint
+from jettison.api.planner import fingerprint
 from jettison.api.request import _call
-from jettison.api.verbs import Applied, _agreed, _apply_plan, apply
-from jettison.errors import Infeasible, PlanMismatch, TraceError, UsageError
-from jettison.measure.rehearse import twin_optimizer
+from jettison.api.scene import plan_parts
+from jettison.api.verbs import Applied, _agreed, apply, apply_from_another_rank, likeness
+from jettison.errors import PlanMismatch, TraceError, UsageError
+from jettison.measure.rehearse import Scene
 from jettison.parallel.agree import Agreement, groups_for
 from jettison.parallel.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.plan.artefact import Plan
@@ -28,8 +29,8 @@ from jettison.train.loop import train as run_recipe
 from jettison.train.read import read_recipe
 from jettison.train.recipe import ModelSection, PlanSection, TrainRecipe
 from jettison.train.result import TrainResult
-from jettison.train.tools import Built, Decision, Planned, Rehearsal, Say, shifted_before, shifted_within, silent
-from jettison.units import format_bytes, parse_bytes
+from jettison.train.tools import Built, Decision, Part, Say, shifted_before, shifted_within, silent
+from jettison.units import parse_bytes
 
 
 def train(
@@ -82,27 +83,34 @@ class _Tools:
             model = build(values, asked, None)
         return Built(model=model, call=shifted_within, spec=spec)
 
-    def decide(self, rehearsal: Rehearsal, section: PlanSection, say: Say) -> Decision:
+    def decide(self, parts: Sequence[Part], section: PlanSection, scene: Scene | None, say: Say) -> Decision:
         """Plan, on this rank alone."""
         if section.file is not None:
-            return _from_file(Path(section.file), rehearsal)
+            return _from_file(Path(section.file), parts[0])
         if section.policy is not None:
             return Decision(policy=section.policy)
-        assert section.budget is not None
-        plan, likeness = _planned(rehearsal, parse_bytes(section.budget), say)
-        return Decision(plan=plan.to_json(), likeness=likeness)
-
-    def apply(self, rehearsal: Rehearsal, decision: Decision) -> Planned:
-        """The decision, on this rank's module."""
-        if decision.plan is None:
-            applied = apply(rehearsal.model, decision.policy, batch=rehearsal.batch, loss_fn=rehearsal.loss_fn)
-            return Planned(recomputed_flops=_recomputed_flops(applied))
-        plan = Plan.from_json(decision.plan)
-        applied = _apply_own(rehearsal, plan, decision.likeness)
-        return Planned(
-            recomputed_flops=_recomputed_flops(applied), plan=decision.plan, plan_hash=plan.hash,
-            predicted_peak_bytes=plan.predicted.peak_bytes + rehearsal.reserve_bytes,
+        assert section.budget is not None and scene is not None
+        traces = [_trace(part) for part in parts]
+        say("planning")
+        counts = [part.in_flight for part in parts]
+        made = plan_parts(traces, counts, scene, parse_bytes(section.budget), progress=say)
+        return Decision(
+            plans=tuple(plan.to_json() for plan in made), likenesses=tuple(map(likeness, traces)),
+            predicted_peak_bytes=max(plan.predicted.peak_bytes for plan in made),
         )  # fmt: skip
+
+    def apply(self, parts: Sequence[Part], decision: Decision) -> int:
+        """The decision, on this rank's modules."""
+        if decision.policy is not None:
+            word = decision.policy
+            return sum(
+                _recomputed_flops(apply(p.model, word, batch=p.batch, loss_fn=p.loss_fn, regions=p.regions))
+                for p in parts
+            )
+        return sum(
+            _recomputed_flops(_apply(part, text, like))
+            for part, text, like in zip(parts, decision.plans, decision.likenesses, strict=True)
+        )
 
     def forward_flops(self, built: Built, batch: Any) -> int | None:
         """From a trace on fake tensors."""
@@ -201,70 +209,38 @@ def _hub_config(values: Any) -> Any:
     return AutoConfig.for_model(**values)
 
 
-def _planned(rehearsal: Rehearsal, budget_bytes: int, say: Say) -> tuple[Plan, str]:
-    """The fastest plan under what the budget leaves beside the gradients that are there from the start, and what the
-    programs of a rank have to be like that is to run it too.
-
-    A rehearsed step begins without gradients. Where they live through the forward (from the second micro-batch on, and
-    in the buckets of data parallelism) all of them are taken off the budget: too much by at most what the rehearsal
-    has of them at its own peak.
-    """
-    traced = _trace(rehearsal)
-    say("planning")
-    optimizer = twin_optimizer(rehearsal.optimizer, rehearsal.model, traced)
-    planner = Planner(trace=traced, optimizer=optimizer, progress=say)
-    reserve = rehearsal.reserve_bytes
-    try:
-        found = planner.artefact(planner.plan(max(1, budget_bytes - reserve)), budget_bytes - reserve)
-        return found, _likeness(traced)
-    except Infeasible as error:
-        more = f"{format_bytes(reserve)} are gradients that live from the start." if reserve else ""
-        raise Infeasible(
-            minimum_budget_bytes=error.minimum_budget_bytes + reserve, budget_bytes=budget_bytes,
-            reason=f"{error.reason} {more}".strip(),
-        ) from None  # fmt: skip
-
-
-def _from_file(path: Path, rehearsal: Rehearsal) -> Decision:
+def _from_file(path: Path, part: Part) -> Decision:
     """A plan that was made before, for this model as it is on this rank."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"plan.file: {path} cannot be read: {error}") from None
-    traced = _trace(rehearsal)
+    traced = _trace(part)
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
-    Plan.from_json(text).require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
-    return Decision(plan=text, likeness=_likeness(traced))
+    plan = Plan.from_json(text)
+    try:
+        plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"plan.file: {path} is of another model, batch or layout: {error}") from None
+    return Decision(
+        plans=(text,), likenesses=(likeness(traced),), predicted_peak_bytes=plan.predicted.peak_bytes
+    )  # fmt: skip
 
 
-def _likeness(traced: ModelTrace) -> str:
-    """Equal for models that run the same ops on tensors of the same shapes. Constants among their arguments may differ,
-    as the first row of a sharded vocabulary does from rank to rank.
-    """
-    programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
-    alike = [replace(p, ops=tuple(replace(op, price_key="") for op in p.ops)).digest() for p in programs]
-    return " ".join(alike)
-
-
-def _apply_own(rehearsal: Rehearsal, plan: Plan, likeness: str) -> Applied:
-    """The leading rank's plan on this rank's programs: the same decisions, under the digests that they have here.
+def _apply(part: Part, plan_text: str, like: str) -> Applied:
+    """The planning rank's plan on this rank's programs.
 
     Raises:
         PlanMismatch: this rank's model is another one, or ranks would not run the same.
     """
-    with Agreement(groups_for(rehearsal.model, None)) as agreement:
-        traced = _trace(rehearsal)
-        if _likeness(traced) != likeness:
-            raise PlanMismatch("this rank's model runs other ops than that of the rank that made the plan")
-        digests = {call.name: traced.program(call).digest() for call in traced.calls}
-        layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
-        own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
-        applied = replace(_apply_plan(rehearsal.model, traced, own), plan=plan)
-        return _agreed(applied, agreement)
+    with Agreement(groups_for(part.model, None)) as agreement:
+        return _agreed(apply_from_another_rank(part.model, _trace(part), plan_text, like), agreement)
 
 
-def _trace(rehearsal: Rehearsal) -> ModelTrace:
-    traced = trace_model(rehearsal.model, rehearsal.batch, loss_fn=rehearsal.loss_fn)
+def _trace(part: Part) -> ModelTrace:
+    traced = trace_model(
+        part.model, part.batch, loss_fn=part.loss_fn, regions=part.regions, mode=part.mode
+    )  # fmt: skip
     traced.holds_output = False
     return traced
 

@@ -183,7 +183,7 @@ def apply_from_another_rank(model: nn.Module, traced: ModelTrace, plan_text: str
 def apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
-    regions = install(model, planner.trace, found.treatments, found.root, found.segments)
+    regions = install(model, planner.trace, found.part.treatments, found.part.root, found.part.segments)
     return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
 
 

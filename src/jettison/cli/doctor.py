@@ -99,6 +99,20 @@ def busy() -> str | None:
     return f"note: {load:.1f} processes were running on {cores} cores; figures will be of a busy machine"
 
 
+DOUBTFUL = 0.25
+"""Products that differ so much from what the figures say were disturbed."""
+
+
+def doubtful(found: Calibration) -> str | None:
+    """What to say of figures that do not describe what was measured."""
+    if found.error <= DOUBTFUL:
+        return None
+    return (
+        f"note: half of the products took {found.error:.0%} more or less than these figures say: the machine was "
+        "busy, or its clock changes; measure again when it is quiet"
+    )
+
+
 def figures(found: Calibration) -> list[tuple[str, str]]:
     """(name, value) pairs for people."""
     h = found.hardware
@@ -118,6 +132,7 @@ def figures(found: Calibration) -> list[tuple[str, str]]:
         if value is not None:
             rows.append((name, f"{value / 1e9:.4g} GB/s"))
     rows.append(("a kernel costs", f"{h.delays.kernel * 1e6:.3g} µs beside its work"))
+    rows.append(("a hook costs", f"{h.delays.hook * 1e6:.3g} µs for each tensor that a planned layer saves"))
     return [*rows, ("measured in", f"{found.took_seconds:.0f} s")]
 
 

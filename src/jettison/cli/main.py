@@ -293,7 +293,7 @@ def train(
     leads = os.environ.get("RANK", "0") == "0"
     if not leads:
         warnings.simplefilter("ignore")  # what one rank says, all would
-    with progress() as say:
+    with progress(elsewhere_seconds=30) as say:  # a log of hours shows that something happens
         say("loading torch")
         from jettison.api.training import train as run_recipe
         from jettison.train.world import said_by_leader
@@ -345,6 +345,8 @@ def doctor(
         measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
     from jettison.measure.calibrate import hardware_toml
 
+    if (note := report.doubtful(measured)) is not None:
+        hint(note)
     if out is not None:
         out.write_text(hardware_toml(measured), encoding="utf-8")
         hint(f"wrote {out}")

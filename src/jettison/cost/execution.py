@@ -37,6 +37,7 @@ class Execution:
         fused_optimizer: the optimizer reads and writes everything once; otherwise as often as it has operations.
         splits_outputs: without sequence parallelism, a stage's output crosses the network in t parts, one from each
             rank, and is gathered on the other side (arXiv 2104.04473 §4.1).
+        hooks: what is computed again is chosen by Jettison's runtime, whose hooks cost the host time.
         attention: speed of its fused attention, as a multiple of what the hardware file states.
     """
 
@@ -50,6 +51,7 @@ class Execution:
     reduces_each: bool = True
     fused_optimizer: bool = False
     splits_outputs: bool = False
+    hooks: bool = False
     attention: float = 1.0
 
     def compiled(self) -> Execution:
@@ -65,7 +67,7 @@ MEGATRON: Final = Execution(
     fusion=Fusion.POINTWISE, hides_tensor=True, repeats_all=True, adds_in_product=True, fused_optimizer=True,
     splits_outputs=True,
 )  # fmt: skip
-PYTORCH: Final = Execution(fused_optimizer=True)
+PYTORCH: Final = Execution(fused_optimizer=True, hooks=True)
 _BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
 
 

@@ -6,6 +6,10 @@ tiles were a little deeper (`EDGE`: filling the pipeline, and writing the result
 full one. Large tiles read less for what they compute and reach the full rate; small ones fit narrow results. A library
 tries several and has the fastest: so does this. Where there are fewer tiles than multiprocessors the sum may be split.
 What this leaves out: how well rows are aligned, what stays in caches, and clocks that follow the power drawn.
+
+NOTE [ Edges ]
+Where a hardware file states `Edges`, as a calibrated CPU's does, they take the place of tiles: a CPU's tiles are so
+small that their rounding does not show, and what small sizes cost is the packing of operands.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Final
 
 from jettison.cost.kernels import Kernel, Product
 from jettison.errors import UsageError
-from jettison.spec.hardware import Hardware
+from jettison.spec.hardware import Edges, Hardware
 
 TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.55))
 """Rows, columns, and the share of the full rate, as bytes read for what is computed go."""
@@ -40,11 +44,19 @@ def rate(hardware: Hardware, dtype: str) -> int:
     return found
 
 
+def _edges(hardware: Hardware, dtype: str) -> Edges | None:
+    return hardware.edges.fp32 if dtype == "float32" else hardware.edges.bf16
+
+
 @lru_cache(maxsize=65536)
 def product_seconds(product: Product, hardware: Hardware) -> float:
-    """Of the arithmetic alone: see NOTE [ Tiles ]."""
+    """Of the arithmetic alone: see NOTE [ Tiles ] and NOTE [ Edges ]."""
     share = hardware.reached.matmul_fp8 if "float8" in product.dtype else hardware.reached.matmul
-    per_unit = rate(hardware, product.dtype) * share / hardware.units
+    full = rate(hardware, product.dtype) * share
+    edges = _edges(hardware, product.dtype)
+    if edges is not None:
+        return product.flops / full * (1 + edges.rows / product.m + edges.columns / product.n + edges.depth / product.k)
+    per_unit = full / hardware.units
     best = float("inf")
     for rows, columns, of_full in TILES:
         tiles = product.batch * -(-product.m // rows) * -(-product.n // columns)

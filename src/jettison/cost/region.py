@@ -85,16 +85,17 @@ NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pas
 @lru_cache(maxsize=16384)
 def region_seconds(
     region: Region, again: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
-    layout: Layout, visible: float,
+    layout: Layout, visible: float, planned: bool = False,
 ) -> RegionSeconds:  # fmt: skip
     """What a region takes.
 
     Args:
         again: steps of its tape that backward runs again.
         visible: share of attention's scores that are not masked.
+        planned: somebody decides what it keeps, which costs the host time where an execution has hooks.
     """
     timer = _Timer(region, hardware, execution, precision, layout, visible)
-    return timer.seconds(again)
+    return timer.seconds(again, hooked=planned and execution.hooks)
 
 
 class Class(StrEnum):
@@ -135,22 +136,29 @@ class _Timer:
         self.region, self.hardware, self.execution, self.layout = region, hardware, execution, layout
         self.precision, self.visible = precision, visible
 
-    def seconds(self, again: frozenset[int]) -> RegionSeconds:
+    def seconds(self, again: frozenset[int], *, hooked: bool = False) -> RegionSeconds:
         listed = work(self.region, self.execution.fusion, self.precision.gradient, self.precision.product)
         repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
         halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
         waited, hidden = self._backward_transfers(listed.backward)
         return RegionSeconds(
-            forward=self._pass(listed.forward, self._forward_transfers(None) + self._ring(listed.forward)),
+            forward=self._pass(
+                listed.forward,
+                self._forward_transfers(None) + self._ring(listed.forward),
+                host=len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0,
+            ),
             again=self._pass(repeated, self._forward_transfers(again) + self._ring(tuple(repeated))),
             inputs=self._pass(halves[Half.INPUTS], waited + hidden + self._ring(listed.backward)),
             weights=self._pass(halves[Half.WEIGHTS], 0.0),
         )
 
-    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float) -> Pass:
+    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> Pass:
+        """Args: host: seconds of it beside handing kernels over."""
         compute = sum(self.kernel(k) for k in kernels)
         handed = sum(k.launches for k in kernels) * self.hardware.delays.dispatch
-        return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed - compute - transfers))
+        if self.hardware.synchronous:
+            return Pass(compute=compute, transfers=transfers, dispatch=handed + host)
+        return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
 
     def kernel(self, kernel: Kernel) -> float:
         """Of one kernel."""

@@ -10,7 +10,7 @@ import hashlib
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -32,6 +32,8 @@ from jettison.spec.run import Mode, Recompute, Run
 
 CHUNKS: Final = 4
 """Parts, for each worker, that a round of work is cut into."""
+NOTED: Final = 16
+"""Candidates that are worked out in this process before they are written down."""
 WORTH_STARTING: Final = 48
 """A round with less to do is done here while no worker has been started."""
 
@@ -112,23 +114,37 @@ class Bench:
         missing = {
             key: task for key, task in zip(keys, tasks, strict=True) if not _answers(self._known.get(key), task)
         }  # fmt: skip
-        found = self._map(_work, list(missing.values()), key=lambda task: _scene(task.candidate.setup))
-        self.evaluated += len(missing)
-        fresh = dict(zip(missing, found, strict=True))
-        self._known |= fresh
-        if self._journal is not None:
-            self._journal.write(fresh)
+        names = list(missing)
+
+        def note(part: Mapping[int, Figures]) -> None:
+            fresh = {names[i]: figures for i, figures in part.items()}
+            self._known |= fresh
+            self.evaluated += len(fresh)
+            if self._journal is not None:
+                self._journal.write(fresh)
+
+        self._map(_work, list(missing.values()), key=lambda task: _scene(task.candidate.setup), note=note)
         return [self._known[key] for key in keys]
 
     def _key(self, candidate: Candidate) -> str:
         return hashlib.sha256(f"{self._context} {candidate.text}".encode()).hexdigest()[:24]
 
     def _map(
-        self, work: Callable[[Question, _T], _R], items: Sequence[_T], *, key: Callable[[_T], tuple[object, ...]]
-    ) -> list[_R]:
-        """In the order of the items. Those that share tensors are worked out by the same process, if possible."""
+        self, work: Callable[[Question, _T], _R], items: Sequence[_T], *, key: Callable[[_T], tuple[object, ...]],
+        note: Callable[[Mapping[int, _R]], None] = lambda _part: None,
+    ) -> list[_R]:  # fmt: skip
+        """In the order of the items. Those that share tensors are worked out by the same process, if possible.
+
+        Args:
+            note: is given results by the numbers of their items, as they come.
+        """
+        found: dict[int, _R] = {}
         if self.jobs == 1 or (self._pool is None and len(items) < WORTH_STARTING):
-            return [work(self.question, item) for item in items]
+            for start in range(0, len(items), NOTED):
+                part = {i: work(self.question, items[i]) for i in range(start, min(start + NOTED, len(items)))}
+                note(part)
+                found |= part
+            return list(found.values())
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_start,
@@ -137,10 +153,11 @@ class Bench:
         order = sorted(range(len(items)), key=lambda i: key(items[i]))
         size = -(-len(items) // (self.jobs * CHUNKS)) or 1
         chunks = [order[i : i + size] for i in range(0, len(order), size)]
-        parts = self._pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
-        found = {
-            i: result for chunk, part in zip(chunks, parts, strict=True) for i, result in zip(chunk, part, strict=True)
-        }
+        results = self._pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
+        for chunk, result in zip(chunks, results, strict=True):
+            part = dict(zip(chunk, result, strict=True))
+            note(part)
+            found |= part
         return [found[i] for i in range(len(items))]
 
 

@@ -25,7 +25,7 @@ class SearchRequest:
     Args:
         seq: Tokens in a sequence: as many as the model has positions, at most 4096.
         tp: Ranks of tensor parallelism: all up to a node that divide the heads.
-        sp: Sequence parallelism beside it.
+        sp: Sequence parallelism beside it: with and without.
         pp: Pipeline stages: all over which the layers divide.
         virtual_stages: Virtual stages on each device of a pipeline: all.
         schedule: Orders of a pipeline, out of gpipe, 1f1b, interleaved and zero-bubble: 1f1b,interleaved.
@@ -86,7 +86,7 @@ class SearchRequest:
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         axes = Axes(
-            **numbers, zero=zero, sp=self.sp is not False,
+            **numbers, zero=zero, sp=(True, False) if self.sp is None else (self.sp,),
             schedules=_words(self.schedule) or SCHEDULES, plans=_words(self.recompute) or PLANS,
             offload=(False, True) if self.offload else (False,),
         )  # fmt: skip

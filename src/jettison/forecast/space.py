@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Final
 
 from jettison.errors import UsageError
@@ -34,7 +35,7 @@ class Axes:
 
     Args:
         tp: left out, up to a node.
-        sp: beside every tp above 1.
+        sp: with it and without; a tp of 1 has none.
         schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
         plans: recompute modes; `every` and `auto` among them.
         offload: False: what stays is on the device; True: on the host.
@@ -44,7 +45,7 @@ class Axes:
     """
 
     tp: tuple[int, ...] | None = None
-    sp: bool = True
+    sp: tuple[bool, ...] = (True, False)
     pp: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedules: tuple[str, ...] = SCHEDULES
@@ -211,12 +212,12 @@ class Space:
         flags |= {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
-                for virtual, schedule in self._orders(pp):
+                for sp, (virtual, schedule) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
                     for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # alone, none of them shards
                         try:
                             layout = Layout(
-                                tp=tp, sp=axes.sp and tp > 1, cp=cp, ep=ep, pp=pp, dp=dp, zero=zero,
-                                virtual_stages=virtual, schedule=schedule, **flags,
+                                tp=tp, sp=sp, cp=cp, ep=ep, pp=pp, dp=dp, zero=zero, virtual_stages=virtual,
+                                schedule=schedule, **flags,
                             )  # fmt: skip
                             layout.check(template.model, seq=template.seq)
                         except UsageError as error:

@@ -23,7 +23,7 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.run import Mode, Run
+from jettison.spec.run import Mode, Recompute, Run
 
 GRADIENT_PASSES = 3
 """Over gradients before the optimizer: read for their norm, read and written to be clipped."""
@@ -124,8 +124,9 @@ class Timing:
             first, last: the embedding comes before them, the head after.
         """
         run, found = self.run, []
+        planned = chosen is not None or run.recompute != Recompute()
         if first:
-            found.append(self._item(embedding_group(run).part, 1, 1.0, again=frozenset()))
+            found.append(self._item(embedding_group(run).part, 1, 1.0, frozenset(), planned))
         index = start
         for same in layer_groups(run, start, stop, position, chosen):
             count = len(same.names)
@@ -133,18 +134,19 @@ class Timing:
             segment = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
             inner = count - count // segment  # of a segment, every layer but the last is computed again whole
             if inner:
-                found.append(self._item(same.part, inner, visible, again=everything(same.part.region)))
+                found.append(self._item(same.part, inner, visible, everything(same.part.region), planned))
             if count > inner:
-                found.append(self._item(same.part, count - inner, visible, again=self._again(same.part)))
+                found.append(self._item(same.part, count - inner, visible, self._again(same.part), planned))
             index += count
         if last:
-            found.append(self._item(head_group(run).part, 1, 1.0, again=frozenset()))
+            found.append(self._item(head_group(run).part, 1, 1.0, frozenset(), planned))
         return found
 
-    def _item(self, part: Part, count: int, visible: float, *, again: frozenset[int]) -> Item:
+    def _item(self, part: Part, count: int, visible: float, again: frozenset[int], planned: bool) -> Item:
         run, region = self.run, part.region
         seconds = region_seconds(
-            region, again, self.hardware, self.execution, run.precision, run.layout.within_stage, visible
+            region, again, self.hardware, self.execution, run.precision, run.layout.within_stage, visible,
+            planned,
         )  # fmt: skip
         if run.micro_batches > 1:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)

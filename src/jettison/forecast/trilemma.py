@@ -20,7 +20,7 @@ from jettison.cost.execution import Execution, execution_of
 from jettison.cost.region import Class, class_seconds, steps_seconds
 from jettison.errors import UsageError
 from jettison.forecast.allowance import available_bytes
-from jettison.forecast.run import Forecast, forecast
+from jettison.forecast.run import Stage, forecast
 from jettison.forecast.stage_time import Timing, computed_share
 from jettison.forecast.time import Estimate, estimate
 from jettison.formula.region import HELD, Region, layer_region
@@ -69,6 +69,7 @@ class Trade:
         again_seconds: to compute it from what else is saved; None: it may not be.
         moved_seconds: one way to the host over the link at hand; None: there is none.
         break_even_bytes_per_second: a link in one direction that costs as much as computing again, if nothing hides.
+        links: those of `LINKS` over which moving it, unhidden, is quicker than computing it again.
     """
 
     role: str
@@ -77,27 +78,48 @@ class Trade:
     again_seconds: float | None
     moved_seconds: float | None
     break_even_bytes_per_second: float | None
+    links: tuple[str, ...] = ()
 
-    @property
-    def links(self) -> tuple[str, ...]:
-        """Those of `LINKS` over which moving it, unhidden, is quicker than computing it again."""
-        limit = self.break_even_bytes_per_second
-        return tuple(link.name for link in LINKS if limit is not None and link.bytes_per_second > limit)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """All that a layer saves, over one link.
+
+    Args:
+        hides: each way is no longer than the pass that it lies in.
+        quicker: both ways, unhidden, take less than computing the layer again.
+    """
+
+    link: Link
+    one_way_seconds: float
+    hides: bool
+    quicker: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offload:
-    """All that a layer saves, sent away and fetched back."""
+    """All that a layer saves, sent away and fetched back, or computed again from its input.
+
+    Args:
+        ways: over each of `LINKS`, and first over the device's own where that is none of them.
+    """
 
     layer_bytes: int
     one_way_seconds: float
     forward_seconds: float
     backward_seconds: float
+    again_seconds: float
+    ways: tuple[Way, ...]
 
     @property
     def hides(self) -> bool:
         """Is each way shorter than the pass that it lies in?"""
         return self.one_way_seconds <= min(self.forward_seconds, self.backward_seconds)
+
+    @property
+    def break_even_bytes_per_second(self) -> float:
+        """A link in one direction over which both ways, unhidden, take as long as computing the layer again."""
+        return 2 * self.layer_bytes / self.again_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +216,14 @@ def _trade(
             region, frozenset(closure.ops), hardware, execution, run.precision, run.layout.within_stage, visible
         )
     role, path = _called(region, buffer)
+    limit = 2 * nbytes / again if again else None
+    quicker = (
+        link.name for link in LINKS if limit is not None and link.bytes_per_second * hardware.reached.host > limit
+    )  # fmt: skip
     return Trade(
         role=role, path=path, nbytes=nbytes, again_seconds=again,
         moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
-        break_even_bytes_per_second=2 * nbytes / again if again else None,
+        break_even_bytes_per_second=limit, links=tuple(quicker),
     )  # fmt: skip
 
 
@@ -218,42 +244,66 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
         return None
     plain = replace(run, recompute=Recompute())
     timing = Timing(run=plain, hardware=hardware, execution=execution)
-    item = timing.items(0, 1, 0, None, first=False, last=False)[0]
-    nbytes = item.region.saved_bytes
+    (item,) = timing.items(0, 1, 0, None, first=False, last=False)
+    full = replace(timing, run=replace(run, recompute=Recompute(mode=Mode.FULL)))
+    (repeated,) = full.items(0, 1, 0, None, first=False, last=False)
+    nbytes, again = item.region.saved_bytes, repeated.seconds.again.seconds
+    forward, backward = item.seconds.forward.seconds, item.seconds.backward.seconds
+    at_hand = Link(name=f"{hardware.name}'s own", bytes_per_second=hardware.host_bytes_per_second)
+    known = hardware.host_bytes_per_second in {link.bytes_per_second for link in LINKS}
+    ways = []
+    for link in LINKS if known else (at_hand, *LINKS):
+        took = host_seconds(nbytes, replace(hardware, host_bytes_per_second=link.bytes_per_second))
+        ways.append(
+            Way(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
+        )  # fmt: skip
     return Offload(
-        layer_bytes=nbytes, one_way_seconds=host_seconds(nbytes, hardware),
-        forward_seconds=item.seconds.forward.seconds, backward_seconds=item.seconds.backward.seconds,
+        layer_bytes=nbytes, one_way_seconds=host_seconds(nbytes, hardware), forward_seconds=forward,
+        backward_seconds=backward, again_seconds=again, ways=tuple(ways),
     )  # fmt: skip
 
 
 # arXiv 2205.05198 Appendix C ------------------------------------------------------------------------------------------
 
 
-def microbatch_level(run: Run, hardware: Hardware) -> Estimate:
-    """The run with as many micro-batches of each stage kept whole as fit: the others compute again, as asked for.
+def microbatch_level(run: Run, hardware: Hardware, *, limit_bytes: int | None = None) -> Estimate:
+    """The run with some micro-batches of each stage kept whole: the others compute again, as asked for.
 
-    A stage holds so many micro-batches at once; those that its memory has room for keep everything, in a window that
-    moves with the schedule. Where all of them fit, the stage computes nothing again.
+    Of the window of micro-batches that a stage holds at once so many keep everything, the same number on every stage,
+    as Megatron has it (`num_microbatches_with_partial_activation_checkpoints`): as many as all stages have room for.
+    Later stages hold fewer, of which these are a larger share.
+
+    Args:
+        limit_bytes: of tensors on a device; left out, what the hardware leaves for them.
 
     Raises:
         UsageError: the run computes nothing again, or does not fit as it is.
     """
     if run.recompute.mode is Mode.NONE:
         raise UsageError("got --recompute none; keeping some micro-batches whole needs a mode that keeps others less")
-    limit = available_bytes(hardware, run)
+    limit = available_bytes(hardware, run) if limit_bytes is None else limit_bytes
     less, whole = forecast(run), forecast(replace(run, recompute=Recompute()))
     if less.peak_bytes > limit:
-        raise UsageError(f"the run peaks at {format_bytes(less.peak_bytes)} and {hardware.name} has {limit} bytes")
-    return estimate(run, hardware, repeats=[1 - share for share in _kept_whole(less, whole, limit)])
+        raise UsageError(
+            f"the run peaks at {format_bytes(less.peak_bytes)}, and there are {format_bytes(limit)} for it"
+        )  # fmt: skip
+    windows = [_window(stage) for stage in less.stages]
+    kept = min(
+        (_room(small, large, window, limit) for small, large, window in
+         zip(less.stages, whole.stages, windows, strict=True))
+    )  # fmt: skip
+    return estimate(run, hardware, repeats=[1 - min(kept, window) / window for window in windows])
 
 
-def _kept_whole(less: Forecast, whole: Forecast, limit: int) -> Iterator[float]:
-    """By stage, the share of its micro-batches in flight that may keep everything."""
-    for small, large in zip(less.stages, whole.stages, strict=True):
-        more = large.peak.nbytes - small.peak.nbytes
-        room = limit - small.peak.nbytes
-        slots = small.in_flight * len(small.groups)
-        yield min(1.0, int(slots * room / more) / slots) if more > 0 else 1.0
+def _window(stage: Stage) -> int:
+    """Micro-batches, through one chunk each, that a stage holds at most."""
+    return max(state.total for state in stage.load.occupancies)
+
+
+def _room(small: Stage, large: Stage, window: int, limit: int) -> float:
+    """How many of a window a stage could keep whole; infinite where it could all of them."""
+    more, room = large.peak.nbytes - small.peak.nbytes, limit - small.peak.nbytes
+    return float("inf") if more <= room else window * room // more
 
 
 # in words -------------------------------------------------------------------------------------------------------------

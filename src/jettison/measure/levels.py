@@ -66,7 +66,7 @@ def _forward(module: nn.Module, box: list[Any]) -> Tensor:
     """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs."""
     args, kwargs = box.pop()
     with torch.enable_grad():
-        output = module(*args, **kwargs)
+        output = module.forward(*args, **kwargs)  # as it was recorded: hooks have had their turn with the arguments
         return _Sink.apply(*(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad))
 
 

@@ -154,12 +154,12 @@ class AllocationCounter(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing(self._resize)  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resizing(self._resize)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._resize
 
     def _resizing(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """FSDP2 empties the storages of gathered parameters and fills them again, which no operator tells."""

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.measure.levels import block_levels, chain_bytes
@@ -69,9 +69,9 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
 class StandIn:
     """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate."""
 
-    def __init__(self, trace: ModelTrace, name: str, levels: RegionOption) -> None:
+    def __init__(self, trace: ModelTrace, name: str, levels: RegionOption, module: nn.Module) -> None:
         self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
-        self.module = trace.twin.get_submodule(name)
+        self.module = module
         self.levels = levels
         self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
 

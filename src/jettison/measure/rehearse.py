@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,65 @@ class StepRehearsal:
         return max(peaks, key=lambda name: peaks[name])
 
 
+class Scene(Protocol):
+    """A training step as somebody's loop has it, on fake tensors of one mode; it may be run again and again."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """What runs under a plan, in the order of the parts."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Over the modules' parameters. Its state is made in a first step that is not counted."""
+        ...
+
+    def alive(self) -> Iterable[Tensor]:
+        """What is there before a step."""
+        ...
+
+    def passes(self, counter: AllocationCounter) -> tuple[int, int]:
+        """All forwards and backwards of a step, gradients left at the parameters; peak bytes of each."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How one module of a scene is treated.
+
+    Args:
+        treatments: by block name.
+        opaque: levels of the blocks that cannot run on fake tensors; they are stood in for.
+    """
+
+    trace: ModelTrace
+    treatments: Mapping[str, Treatment]
+    root: Treatment
+    segments: Sequence[list[str]] = ()
+    opaque: Mapping[str, RegionOption] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBatch:
+    """The plainest scene: one forward and one backward of a trace's twin."""
+
+    trace: ModelTrace
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """See `Scene`."""
+        return (self.trace.twin,)
+
+    def alive(self) -> Iterable[Tensor]:
+        """See `Scene`."""
+        return static_tensors(self.trace.twin, self.trace.batch, self.optimizer)
+
+    def passes(self, counter: AllocationCounter) -> tuple[int, int]:
+        """See `Scene`."""
+        return run_step(self.trace, self.trace.twin, counter)
+
+
 @contextlib.contextmanager
 def planned(module: nn.Module, name: str, treatment: Treatment, trace: RegionTrace, signature: Any) -> Iterator[None]:
     """The module runs under a treatment, with a program that is known already."""
@@ -85,51 +144,62 @@ def rehearse_step(
     trace: ModelTrace,
     treatments: Mapping[str, Treatment],
     root: Treatment,
-    segments: Iterable[list[str]] = (),
+    segments: Sequence[list[str]] = (),
     *,
     opaque: Mapping[str, RegionOption] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     workspace: Workspace | None = None,
 ) -> StepRehearsal:
+    """The plainest step under a plan: one batch through the twin, and the optimizer (see `Part`, `twin_optimizer`)."""
+    part = Part(trace=trace, treatments=treatments, root=root, segments=segments, opaque=opaque or {})
+    return rehearse_scene([part], OneBatch(trace=trace, optimizer=optimizer), workspace=workspace)
+
+
+def rehearse_scene(parts: Sequence[Part], scene: Scene, *, workspace: Workspace | None = None) -> StepRehearsal:
     """The whole step under a plan.
 
     Args:
-        treatments: by block name.
-        opaque: levels of the blocks that cannot run on fake tensors; they are stood in for.
-        optimizer: of the twin (see `twin_optimizer`). Its state is made in a first step that is not counted.
+        parts: by module of the scene, traced in its fake mode.
     """
-    twin = trace.twin
-    regions = install(twin, trace, treatments, root, segments, checked=True)
+    optimizer = scene.optimizer
+    parameters = [p for module in scene.modules for p in module.parameters()]
+    with contextlib.ExitStack() as stack:
+        for module, part in zip(scene.modules, parts, strict=True):
+            stack.callback(module.zero_grad)
+            stack.enter_context(_under(module, part))
+        stack.enter_context(parts[0].trace.context())
+        stack.enter_context(quiet_gc())
+        if optimizer is not None and not optimizer.state:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with AllocationCounter(scene.alive(), workspace=workspace) as counter:
+            static = counter.live_bytes
+            forward, backward = scene.passes(counter)
+            counter.reset_peak()
+            if optimizer is not None:
+                optimizer.step()
+            last = counter.peak_bytes if optimizer is not None else 0
+    return StepRehearsal(
+        peak_bytes=max(forward, backward, last), static_bytes=static, forward_peak_bytes=forward,
+        backward_peak_bytes=backward, optimizer_peak_bytes=last,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _under(module: nn.Module, part: Part) -> Iterator[None]:
+    """The module under its treatments."""
+    regions = install(module, part.trace, part.treatments, part.root, part.segments, checked=True)
     for region in regions:
-        if region.name in (opaque or {}):
-            region.forward = StandIn(trace, region.name, opaque[region.name])  # type: ignore[index]
+        if region.name in part.opaque:
+            region.forward = StandIn(part.trace, region.name, part.opaque[region.name], region.module)
             region.treatment = KeepAll()
     try:
-        with trace.context(), quiet_gc():
-            if optimizer is not None and not optimizer.state:
-                for parameter in twin.parameters():
-                    parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            counter = AllocationCounter(static_tensors(twin, trace.batch, optimizer), workspace=workspace)
-            with counter:
-                static = counter.live_bytes
-                forward, backward = run_step(trace, twin, counter)
-                counter.reset_peak()
-                if optimizer is not None:
-                    optimizer.step()
-                last = counter.peak_bytes
+        yield
     finally:
         for region in reversed(regions):
             region.remove()
-        twin.zero_grad(set_to_none=True)
-    return StepRehearsal(
-        peak_bytes=max(forward, backward, last if optimizer is not None else 0),
-        static_bytes=static,
-        forward_peak_bytes=forward,
-        backward_peak_bytes=backward,
-        optimizer_peak_bytes=last if optimizer is not None else 0,
-    )
 
 
 def twin_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, trace: ModelTrace) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from jettison.report.parts import titled
 from jettison.units import format_bytes, format_percent
 
 if TYPE_CHECKING:  # they are asked for rarely
-    from jettison.forecast.explain import Core, Explanation, Variant
+    from jettison.forecast.explanation import Core, Explanation, Variant
     from jettison.forecast.fit import Edge, FitAnswer
 
 

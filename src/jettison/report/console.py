@@ -24,12 +24,23 @@ def hint(text: str) -> None:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A function that says what is being done now: a spinner on a terminal, nothing elsewhere."""
+def progress(*, elsewhere_seconds: float = float("inf")) -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done now: a spinner on a terminal.
+
+    Args:
+        elsewhere_seconds: where there is none, at most one line in so many seconds; by default there are none.
+    """
+    started = said = time.perf_counter()
+
+    def line(text: str) -> None:
+        nonlocal said
+        if time.perf_counter() - said >= elsewhere_seconds:
+            said = time.perf_counter()
+            hint(f"{text} ({said - started:.0f} s)")
+
     if not sys.stderr.isatty():
-        yield lambda _text: None
+        yield line
         return
     console = Console(stderr=True, highlight=False, markup=False)
-    started = time.perf_counter()
     with console.status("starting") as status:
         yield lambda text: status.update(f"{text} ({time.perf_counter() - started:.0f} s)")

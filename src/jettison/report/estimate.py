@@ -26,7 +26,7 @@ from jettison.spec.run import Mode, Run
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.forecast.trilemma import Option, Trade, Trilemma
+    from jettison.forecast.trilemma import Offload, Option, Trade, Trilemma
 
 SCHEMA = "jettison.estimate/1"
 PARTS = ("compute", "communication", "bubble", "recompute", "other")
@@ -166,9 +166,15 @@ def _explanation(trilemma: Trilemma) -> dict[str, Any]:
         "options": [asdict(option) for option in trilemma.options],
         "links": [asdict(link) for link in LINKS],
         "trades": [asdict(trade) | {"links": list(trade.links)} for trade in trilemma.trades],
-        "offload": None if trilemma.offload is None else asdict(trilemma.offload) | {"hides": trilemma.offload.hides},
+        "offload": None if trilemma.offload is None else _offload(trilemma.offload),
         "sentences": list(trilemma.sentences),
     }
+
+
+def _offload(offload: Offload) -> dict[str, Any]:
+    return asdict(offload) | {
+        "hides": offload.hides, "break_even_bytes_per_second": offload.break_even_bytes_per_second,
+    }  # fmt: skip
 
 
 # for people -----------------------------------------------------------------------------------------------------------
@@ -230,7 +236,9 @@ def _explanation_tables(trilemma: Trilemma) -> Iterator[RenderableType]:
         kinds.add_row(str(kind), format_seconds(seconds), format_percent(seconds / whole))
     yield kinds
     yield _options_table(trilemma.options)
-    yield _trades_table(trilemma.trades)
+    yield _trades_table(trilemma.trades, moved=trilemma.offload is not None)
+    if trilemma.offload is not None:
+        yield _ways_table(trilemma.offload)
     yield Group(*(Text(line) for line in trilemma.sentences))
 
 
@@ -247,16 +255,41 @@ def _options_table(options: tuple[Option, ...]) -> Table:
     return table
 
 
-def _trades_table(trades: tuple[Trade, ...]) -> Table:
+def _ways_table(offload: Offload) -> Table:
+    """A whole layer over each link."""
+    even = f"{offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
+    title = (
+        f"A layer's {format_bytes(offload.layer_bytes)}: computed again in {format_seconds(offload.again_seconds)}, "
+        f"as quick as moved at {even}"
+    )
+    table = titled(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"))
+    for way in offload.ways:
+        table.add_row(
+            way.link.name, f"{way.link.bytes_per_second / 1e9:,.0f}", format_seconds(way.one_way_seconds),
+            format_seconds(2 * way.one_way_seconds), "yes" if way.hides else "no", "yes" if way.quicker else "no",
+        )  # fmt: skip
+    return table
+
+
+def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> Table:
+    """Args: moved: there is a host to move it to."""
+    if not moved:
+        table = titled("What a layer saves", ("tensor", "read by"), ("bytes", "computed again"))
+        for trade in trades:
+            table.add_row(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade))
+        return table
     right = ("bytes", "again", "one way to the host", "break-even link")
     table = titled("What a layer saves: computed again or moved", ("tensor", "read by"), right)
     table.add_column("moving is quicker over")
     for trade in trades:
-        again = "never" if trade.again_seconds is None else format_seconds(trade.again_seconds)
-        moved = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)
+        way = "" if trade.moved_seconds is None else format_seconds(trade.moved_seconds)
         limit = trade.break_even_bytes_per_second
         even = "" if limit is None else f"{limit / 1e9:,.0f} GB/s"
         links = f"{trade.links[0]} and quicker" if trade.links else "none"
         links = "any" if trade.again_seconds is None else links
-        table.add_row(trade.role, trade.path, format_bytes(trade.nbytes), again, moved, even, links)
+        table.add_row(trade.role, trade.path, format_bytes(trade.nbytes), _again(trade), way, even, links)
     return table
+
+
+def _again(trade: Trade) -> str:
+    return "never" if trade.again_seconds is None else format_seconds(trade.again_seconds)

@@ -16,7 +16,7 @@ from jettison.spec.run import Mode
 
 if TYPE_CHECKING:
     from jettison.forecast.auto import AutoForecast
-    from jettison.forecast.explain import Explanation
+    from jettison.forecast.explanation import Explanation
     from jettison.forecast.fit import FitAnswer
 
 

@@ -74,12 +74,13 @@ class SearchReport:
         facts = [
             ("model", f"{self.model}, sequences of {template.seq}, global batch {space.global_batch}"),
             ("devices", f"{space.gpus} x {self.hardware.name}, {format_bytes(answer.best.limit_bytes)} for tensors"),
-            ("searched", f"{space.size:,} plans of {len(space.setups):,} layouts and batches, of which "
-                         f"{answer.evaluated:,} were worked out now, in {format_seconds(self.seconds)}"),
+            ("searched", f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
+                         f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}"),
         ]  # fmt: skip
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
-        ranking = _table(f"The fastest {len(answer.ranked)}, one plan each", answer.ranked)
+        count = len(answer.ranked)
+        ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked)
         front = _table("Less memory costs time", _thinned(answer.front))
         return Group(facts_table(facts), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
 

@@ -15,7 +15,7 @@ from jettison.ledger.record import ENTRY_FIELDS, Ledger, Placement, SavedTensor
 
 if TYPE_CHECKING:
     from jettison.forecast.auto import AutoForecast
-    from jettison.forecast.explain import Explanation
+    from jettison.forecast.explanation import Explanation
     from jettison.forecast.fit import FitAnswer
 
 SCHEMA = "jettison.ledger/1"

@@ -8,10 +8,12 @@ The files that ship are in `hardware_data`; a path to a file of the same form do
     host_memory = "2TiB"            # of the machine, divided by its devices
     units = 108                     # multiprocessors, over which a matrix product is cut into tiles
     node = 8                        # devices that the links connect
+    synchronous = false             # true: the host does the work itself, as a CPU does
     [teraflops]                     # 10^12 FLOP/s without sparsity: fp32 tf32 bf16 fp8 fp4
     [gigabytes_per_second]          # 10^9 B/s, in one direction: memory link host network
     [reached]                       # shares of these that large kernels and transfers reach: see `Reached`
     [microseconds]                  # what comes on top of each: see `Delays`
+    [edges]                         # fp32 = [52, 80, 57]: see `Edges`; left out, tiles over multiprocessors
     reached_source, delays_source = "…"
 """
 
@@ -89,12 +91,36 @@ class Delays:
         dispatch: until an op has been handed over by the host, which bounds kernels that are shorter.
         link: for each step of a collective within a node.
         network: for each step between nodes.
+        hook: for each tensor that a planned layer saves, until Jettison's runtime has dealt with it on the host; 0: not
+            measured.
     """
 
     kernel: float = 2e-6
     dispatch: float = 6e-6
     link: float = 2e-6
     network: float = 6e-6
+    hook: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """How a product's rate falls with its sizes, where nothing is cut into tiles for many multiprocessors.
+
+    m × k times k × n takes FLOPs / rate × (1 + rows / m + columns / n + depth / k): each operand, and the result, costs
+    something for each of its elements beside the arithmetic.
+    """
+
+    rows: float
+    columns: float
+    depth: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EdgesOf:
+    """By the type of a product's inputs; None: its rate follows from tiles."""
+
+    fp32: Edges | None = None
+    bf16: Edges | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +137,7 @@ class Hardware:
         host_memory_bytes: of the host, for each device.
         units: multiprocessors.
         node: devices that the links connect.
+        synchronous: the host does the work itself, so that nothing that it does beside is hidden.
     """
 
     name: str
@@ -126,8 +153,10 @@ class Hardware:
     host_memory_bytes: int | None = None
     units: int = 1
     node: int = 8
+    synchronous: bool = False
     reached: Reached = Reached()
     delays: Delays = Delays()
+    edges: EdgesOf = EdgesOf()
     reached_source: str = ""
     delays_source: str = ""
 
@@ -189,7 +218,11 @@ def _read(path: Path) -> Hardware:
         raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
-    _known(who, table, (*_TEXTS, *_COUNTS, "teraflops", "gigabytes_per_second", "reached", "microseconds"))
+    _known(
+        who,
+        table,
+        (*_TEXTS, *_COUNTS, "synchronous", "teraflops", "gigabytes_per_second", "reached", "microseconds", "edges"),
+    )
     texts = {key: _text(who, key, table[key]) for key in _TEXTS if key in table}
     if "memory" not in texts:
         raise UsageError(f'{who} does not say how much memory there is; expected a line such as memory = "80GiB"')
@@ -208,7 +241,9 @@ def _read(path: Path) -> Hardware:
         host_bytes_per_second=widths.get("host"), network_bytes_per_second=widths.get("network"),
         host_memory_bytes=_bytes(who, "host_memory", texts["host_memory"]) if "host_memory" in texts else None,
         **{key: _count(who, key, table[key]) for key in _COUNTS if key in table},
+        synchronous=_flag(who, "synchronous", table.get("synchronous", False)),
         reached=Reached(**shares), delays=Delays(**{key: float(value) / 1e6 for key, value in delays.items()}),
+        edges=_edges(who, table.get("edges", {})),
         reached_source=texts.get("reached_source", ""), delays_source=texts.get("delays_source", ""),
     )  # fmt: skip
 
@@ -239,6 +274,12 @@ def _count(who: str, key: str, value: object) -> int:
     return value
 
 
+def _flag(who: str, key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{who}: got {key} = {value}; expected true or false")
+    return value
+
+
 def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
     """The section of shares."""
     found = _section(who, table, "reached", [f.name for f in fields(Reached)])
@@ -246,6 +287,23 @@ def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
         if value > 1:
             raise UsageError(f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1")
     return {name: float(value) for name, value in found.items()}
+
+
+def _edges(who: str, section: object) -> EdgesOf:
+    """The section of edges: three numbers for each type."""
+    names = [f.name for f in fields(EdgesOf)]
+    if not isinstance(section, dict):
+        raise UsageError(f"{who}: got edges = {section}; expected a section [edges] with some of {', '.join(names)}")
+    _known(f"{who}, section [edges]", section, names)
+    found = {}
+    for name, values in section.items():
+        given = values if isinstance(values, list) else []
+        if len(given) != 3 or not all(_is_number(value) and value >= 0 for value in given):
+            raise UsageError(
+                f"{who}, section [edges]: got {name} = {values}; expected three numbers, such as [50, 80, 60]"
+            )
+        found[name] = Edges(*map(float, given))
+    return EdgesOf(**found)
 
 
 def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
@@ -260,7 +318,10 @@ def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[
         raise UsageError(f"{who}: got {key} = {section}; expected a section [{key}] with some of {', '.join(expected)}")
     _known(f"{who}, section [{key}]", section, expected)
     for name, value in section.items():
-        fits = isinstance(value, int | Decimal) and not isinstance(value, bool)
-        if not (fits and Decimal(value).is_finite() and value > 0):
+        if not (_is_number(value) and value > 0):
             raise UsageError(f"{who}, section [{key}]: got {name} = {value}; expected a number above 0")
     return dict(section)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool) and Decimal(value).is_finite()

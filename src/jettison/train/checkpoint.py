@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from jettison.errors import JettisonError, UsageError
 from jettison.train.recipe import CheckpointSection
-from jettison.train.world import World
+from jettison.train.world import World, agreed
 
 SCHEMA: Final = "jettison.checkpoint/1"
 _RUN: Final = "run.json"
@@ -42,6 +42,8 @@ _LATEST: Final = "latest"
 _PARTIAL: Final = ".partial"
 _ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
 """What goes wrong with files. CheckpointException is no Exception: it has to be named."""
+_DAMAGE: Final = (*_ERRORS, EOFError, LookupError, AttributeError, TypeError, pickle.UnpicklingError)
+"""What a pickle's reader makes of bytes that are none."""
 
 
 class SaveFailed(JettisonError, RuntimeError):
@@ -114,11 +116,16 @@ class Checkpoints:
         """
         state = self.world.together(lambda: _state_for(run, path))
         try:
+            self.world.together(_Reader(path).read_metadata)
             dcp.load(dict(tensors), storage_reader=_Reader(path), process_group=self.world.control)
-        except _ERRORS as error:
-            raise UsageError(
-                f"checkpoint {path} does not fit this model and optimizer, or is damaged: {_reason(error)}. "
-                "Use the recipe that it was made with, or another checkpoint folder"
+        except _DAMAGE as error:
+            older = [one for one in self._complete() if one < path]
+            way = f"; where it is damaged, remove it to go on from {older[-1].name}" if older else ""
+            raise agreed(
+                UsageError(
+                    f"checkpoint {path} does not fit this model and optimizer, or is damaged: {_reason(error)}. "
+                    f"Use the recipe that it was made with, or another checkpoint folder{way}"
+                )
             ) from error
         self._tried = state.step
         return state

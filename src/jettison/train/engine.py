@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.errors import TraceError, UsageError
 from jettison.trace.model import LossFn, call_model, loss_of
 from jettison.train.places import Places
-from jettison.train.tools import Built
+from jettison.train.tools import Built, Part
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Opens a named part of the step, for its peak of memory."""
@@ -44,8 +44,8 @@ class Engine(Protocol):
         """A parameter's name in the whole model, from its name in a part."""
         ...
 
-    def calls(self, rows: Tensor) -> Iterator[tuple[nn.Module, Any, LossFn | None]]:
-        """Each part, what it is called with for token rows like these, and how a scalar is made of its output."""
+    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[Part]:
+        """Each part, called with token rows like these, in a step of so many micro-batches."""
         ...
 
     def context(self) -> AbstractContextManager[object]:
@@ -60,14 +60,26 @@ class Engine(Protocol):
         """
         ...
 
+    def imagined(self, twins: Sequence[nn.Module], places: Places) -> Engine:
+        """The same over twins of the parts on fake tensors, where nothing is sent."""
+        ...
+
+    def rehearsed(self, micro_batches: int) -> tuple[int, ...]:
+        """How many micro-batches show the peak of a step of so many. Two numbers: the peak grows evenly from there."""
+        ...
+
+    def micro_batch_bytes(self) -> int:
+        """What each further micro-batch adds to the peak beside its rows, where one number is enough."""
+        ...
+
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
         """Leave the gradient of the mean loss over all ranks at the parameters; return this rank's mean, detached, if
         this rank knows it.
         """
         ...
 
-    def settle(self) -> None:
-        """What is put off until after the first step, and should not be measured with a later one."""
+    def clear(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has used the gradients."""
         ...
 
 
@@ -95,17 +107,31 @@ class WholeModel:
         """The part is the whole."""
         return name
 
-    def calls(self, rows: Tensor) -> Iterator[tuple[nn.Module, Any, LossFn | None]]:
+    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[Part]:
         """One part."""
-        yield self._built.model, self._built.call(rows), self._built.loss_fn
+        yield Part(model=self._built.model, batch=self._built.call(rows), loss_fn=self._built.loss_fn)
 
     def start(self, micro_batches: int) -> None:
         """Have DistributedDataParallel average, where it is to."""
         if self._places.averaging == "ddp":
             ids = [self._device.index] if self._device.type == "cuda" else None
-            self._run = DistributedDataParallel(
+            self._run = run = DistributedDataParallel(
                 self.parts[0], device_ids=ids, process_group=self._places.group("replica"), gradient_as_bucket_view=True
             )
+            _fill_buckets(run)
+
+    def imagined(self, twins: Sequence[nn.Module], places: Places) -> WholeModel:
+        """See `Engine`."""
+        (twin,) = twins
+        return WholeModel(replace(self._built, model=twin), places, autocast=self._autocast, device=self._device)
+
+    def rehearsed(self, micro_batches: int) -> tuple[int, ...]:
+        """In the second one gradients are there already, and it may be the last, after which they are averaged."""
+        return (min(micro_batches, 2),)
+
+    def micro_batch_bytes(self) -> int:
+        """Nothing but its rows."""
+        return 0
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
         """See `Engine`."""
@@ -122,10 +148,9 @@ class WholeModel:
             self._places.complete(self.parts[0].parameters())
         return torch.stack(losses).sum()
 
-    def settle(self) -> None:
-        """Buckets are laid out anew, in the order in which gradients have come: the next forward would do it."""
-        if isinstance(self._run, DistributedDataParallel):
-            self._run.reducer._rebuild_buckets()
+    def clear(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients stay where they are places in a bucket: others would be made beside the bucket, and copied."""
+        optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
     def context(self) -> AbstractContextManager[object]:
         """Autocast, if asked for."""
@@ -141,6 +166,18 @@ class WholeModel:
             self._run.set_is_last_backward(last)
             self._run.set_requires_gradient_sync(last or self._places.layout.zero == 3)
         return nullcontext()
+
+
+def _fill_buckets(run: DistributedDataParallel) -> None:
+    """Make gradients places in buckets, as they otherwise become in the second step, and lay out the buckets for good.
+
+    What the first round shows of their order decides about the layout; the second one is over the buckets that stay.
+    """
+    parameters = [p for p in run.module.parameters() if p.requires_grad]
+    for _ in range(2):
+        run.reducer._rebuild_buckets()
+        run.reducer.prepare_for_backward([])
+        torch.autograd.backward(parameters[::-1], [torch.zeros_like(p) for p in parameters[::-1]])
 
 
 def checked_loss(output: object, loss_fn: LossFn | None) -> Tensor:

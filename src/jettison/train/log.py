@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from jettison.errors import UsageError
 SCHEMA: Final = "jettison.train/1"
 _FILE: Final = "log.jsonl"
 PLAN: Final = "plan.json"
+STAGE_PLAN: Final = "plan-{}.json"
 
 
 class RunLog:
@@ -41,9 +43,11 @@ class RunLog:
         self._failed = False
         self._board = _board(folder, resumed_step, warn) if tensorboard else None
 
-    def keep_plan(self, text: str) -> None:
-        """Leave the plan beside the log, for the next run and for whoever wants to know."""
-        self._attempt(lambda: (self.path.parent / PLAN).write_text(text, encoding="utf-8"))
+    def keep_plans(self, texts: Sequence[str]) -> None:
+        """Leave them beside the log, for the next run and for whoever wants to know: one, or one for each stage."""
+        for number, text in enumerate(texts):
+            name = PLAN if len(texts) == 1 else STAGE_PLAN.format(number)
+            self._attempt(partial((self.path.parent / name).write_text, text, encoding="utf-8"))
 
     def write(self, event: str, **values: Any) -> None:
         """One line. A disk that is full does not end a run: it is said once."""

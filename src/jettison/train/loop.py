@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -109,14 +110,13 @@ class _Run:
         """Step after step, each followed by what hangs on it."""
         session, recipe = self.session, self.session.recipe
         self._write("start", **self._about())
-        if self.log is not None and session.planned is not None and session.planned.plan is not None:
-            self.log.keep_plan(session.planned.plan)
+        if self.log is not None and session.planned is not None:
+            self.log.keep_plans(session.planned.plans)
         interval = _Interval(started=time.perf_counter())
         stopped: str | None = None
         while session.step < recipe.steps and stopped is None:
             interval.measured |= session.meter.measuring and self.world.device.type == "cpu"
             loss, norm, peaks = self._step()
-            session.engine.settle()
             interval.steps += 1
             self._keep(peaks)
             if session.step % recipe.log.every == 0 or session.step == recipe.steps:
@@ -151,7 +151,7 @@ class _Run:
                 if section.clip:
                     clip(session.parameters, norm, section.clip)
                 session.optimizer.step()
-                session.optimizer.zero_grad(set_to_none=True)
+                session.engine.clear(session.optimizer)
         session.step += 1
         return loss, norm, measured()
 
@@ -241,7 +241,7 @@ class _Run:
             "accumulation": session.accumulation,
             "data": session.batches.corpus.digest,
             "parameters": sum(p.numel() for p in session.parameters),
-            "plan": None if planned is None else planned.plan_hash,
+            "plans": [] if planned is None else [json.loads(text)["hash"] for text in planned.plans],
             "predicted_peak_bytes": None if planned is None else planned.predicted_peak_bytes,
             "torch": torch.__version__,
         }

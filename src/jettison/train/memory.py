@@ -3,14 +3,14 @@
 On a CPU either of them slows a step down and only the first steps are measured. The profiler's allocations are replayed
 in time order, from the bytes of what was alive before the step. Where ranks talk over gloo, its threads let go of
 tensors too, which the profiler does not see. There `AllocationCounter` follows every storage to its death, and what
-kernels take and give back inside one call is not in the figures. Under FSDP2, which empties storages and does not drop
-them, the counter would see no end of them: there it is the profiler again, and its figures are upper bounds.
+kernels take and give back inside one call is not in the figures.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from jettison.measure.peak import ALLOCATION_EVENT
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
 
 _MARK: Final = "jettison.phase."
+_COLLECTIVES: Final = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +114,29 @@ class MemoryMeter:
 
 
 class _Counter(AllocationCounter):
-    """Counts what wrappers are made of, and not the wrappers."""
+    """Counts what wrappers are made of, and not the wrappers. A new peak counts once gloo's threads have let go."""
+
+    _sending = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # it comes again, with the tensors inside
+        self._sending |= func.namespace in _COLLECTIVES
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _raise_peak(self, live_bytes: int) -> None:
+        if self._sending and live_bytes > self._mark_peak_bytes:
+            before, self._sending = self._live_bytes, False
+            self._wait()
+            live_bytes -= before - self._live_bytes
+        super()._raise_peak(live_bytes)
+
+    def _wait(self) -> None:
+        """Until nothing is let go of any more."""
+        left, unchanged = -1, 0
+        while unchanged < 3:
+            left, unchanged = self._live_bytes, unchanged + 1 if left == self._live_bytes else 0
+            time.sleep(5e-4)
 
 
 def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, int]]:

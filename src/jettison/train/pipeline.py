@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,20 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 
 from jettison.errors import UsageError
-from jettison.parallel.pipeline import received, stand_in_loss
+from jettison.ledger.schedule import in_flight, order
+from jettison.measure.memory import unique_bytes
+from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Schedule
-from jettison.trace.model import LossFn
 from jettison.train.engine import MicroBatch, Phase
 from jettison.train.order import derived_seed
 from jettison.train.places import Places
 from jettison.train.recipe import BatchSection
 from jettison.train.stages import Stage, cut
+from jettison.train.tools import Part
 
 TIED = ("tokens.weight", "head.weight")
 """Names of a weight that the first and the last stage of a GPT have in common; checkpoints know the first."""
@@ -35,26 +38,58 @@ TIED = ("tokens.weight", "head.weight")
 class Pipeline:
     """This rank's stages. Each draws from streams of its own, seeded by micro-batch and stage."""
 
-    def __init__(self, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device) -> None:
-        """Cut the model. Plan and shard the stages next, then call `start`.
+    stage_class = PipelineStage
 
-        Raises:
-            UsageError: see `stages.cut`.
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        places: Places,
+        batch: BatchSection,
+        device: torch.device,
+        ends: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Over stages as they are cut, or twins of them. Plan and shard them next, then call `start`.
+
+        Args:
+            ends: the first and the last rank, if their stages have a weight in common.
         """
         self._places = places
         self._batch = batch
         self._device = device
+        self.stages = stages
+        self.parts: Sequence[nn.Module] = stages
         rank = places.mesh["pp"].get_local_rank()
-        self.stages = cut(whole, places.layout, rank, seq=batch.seq)
-        self.parts: Sequence[nn.Module] = self.stages
-        self._numbers = [rank + places.layout.pp * chunk for chunk in range(len(self.stages))]
+        self._numbers = [rank + places.layout.pp * chunk for chunk in range(len(stages))]
+        self._ends = ends
         self._schedule: Any = None
+        self._made: list[Any] = []
         self._seeds: list[int] = []
-        self._calls = [0] * len(self.stages)
+        self._calls = [0] * len(stages)
+
+    @classmethod
+    def of(cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device) -> Pipeline:
+        """Cut the model.
+
+        Raises:
+            UsageError: see `stages.cut`.
+        """
+        stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
         tied = getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight
-        self._ends = _group_of_ends(places) if tied else None
-        for chunk, stage in enumerate(self.stages):
-            stage.register_forward_pre_hook(lambda *_, chunk=chunk: self._seed(chunk))
+        made = cls(stages, places, batch, device, _group_of_ends(places) if tied else None)
+        for chunk, stage in enumerate(stages):
+            stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
+        return made
+
+    def imagined(self, twins: Sequence[nn.Module], places: Places) -> Pipeline:
+        """See `Engine`."""
+        return _ImaginedPipeline([cast(Stage, twin) for twin in twins], places, self._batch, self._device)
+
+    def rehearsed(self, micro_batches: int) -> tuple[int, ...]:
+        """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
+        layout = self._places.layout
+        if layout.schedule is Schedule.GPIPE:
+            return (3, 4) if micro_batches > 6 else (micro_batches,)
+        return (min(micro_batches, (3 if layout.virtual_stages > 1 else 2) * layout.pp),)
 
     @property
     def tied(self) -> list[nn.Parameter]:
@@ -68,11 +103,21 @@ class Pipeline:
         """A parameter's name in the whole model."""
         return TIED[0] if self._ends is not None and name == TIED[1] else name
 
-    def calls(self, rows: Tensor) -> Iterator[tuple[nn.Module, Any, LossFn | None]]:
+    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[Part]:
         """Each stage, and tensors like those that come to it; its loss for planning is a stand-in."""
-        for stage in self.stages:
+        layout = self._places.layout
+        work = order(
+            layout.schedule, stage=self._numbers[0], stages=layout.pp, micro_batches=micro_batches,
+            virtual_stages=layout.virtual_stages,
+        )  # fmt: skip
+        held = in_flight(work)
+        for stage, whole, half in zip(self.stages, held.forward, held.weight, strict=True):
             stream = torch.zeros_like(self._stream(stage), device=self._device)
-            yield stage, (rows[:, :-1],) if stage.is_first else received(stream), stand_in_loss
+            batch = (rows[:, :-1],) if stage.is_first else received(stream)
+            yield Part(
+                model=stage, batch=batch, loss_fn=stand_in_loss, regions=blocks_of(stage),
+                in_flight=min(whole + half, micro_batches),
+            )  # fmt: skip
 
     def context(self) -> AbstractContextManager[object]:
         """Nothing."""
@@ -86,8 +131,8 @@ class Pipeline:
         """
         layout = self._places.layout
         count = layout.pp * layout.virtual_stages
-        made = [
-            PipelineStage(
+        self._made = made = [
+            self.stage_class(
                 stage, number, count, self._device, group=self._places.group("pp"),
                 input_args=self._input(stage), output_args=self._output(stage),
             )
@@ -124,8 +169,16 @@ class Pipeline:
                 _summed(parameter, self._ends)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
 
-    def settle(self) -> None:
-        """Nothing is put off."""
+    def clear(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients go."""
+        optimizer.zero_grad(set_to_none=True)
+
+    def micro_batch_bytes(self) -> int:
+        """Buffers that it is received into, and its rows once more."""
+        infos = [info for stage in self._made for info in (*stage.args_recv_info[0], *stage.grad_recv_info[0])]
+        buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
+        rows = self._batch.micro_batch * (self._batch.seq + 1) * torch.int64.itemsize
+        return rows + unique_bytes([*buffers, *(buffer.grad for buffer in buffers if buffer.grad is not None)])
 
     def _seed(self, chunk: int) -> None:
         if not torch.is_grad_enabled() or self._calls[chunk] >= len(self._seeds):
@@ -151,6 +204,60 @@ class Pipeline:
         if not stage.is_last:
             return self._stream(stage)
         return stage.logits(self._batch.micro_batch, self._dtype(stage))
+
+
+class _SendingStage(PipelineStage):
+    """A stage that holds on to what it sends, since torch's schedules wait for sends at the end of a step.
+
+    1F1B without virtual stages waits for each before the next, but keeps one of the first ones all along.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.sent: list[Tensor] = []
+        self.waits = False
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._noted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._noted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _noted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if not (self.waits and self.sent):
+            self.sent += [op.tensor for op in ops]
+        return ops
+
+
+class _ImaginedPipeline(Pipeline):
+    """Over twins of stages on fake tensors, and groups that send nothing."""
+
+    stage_class = _SendingStage
+
+    def start(self, micro_batches: int) -> None:
+        """As for real; but what stages would ask each other they know."""
+        super().start(micro_batches)
+        layout = self._places.layout
+        for stage in self._made:
+            stage.waits = layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
+        self._schedule._warmup_p2p = self._agree_at_once
+
+    def _agree_at_once(self, *_: Any) -> None:
+        for stage in self._made:
+            stage._inference_mode = InferenceMode.STATIC
+
+    def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
+        """See `Engine`."""
+        found = super().forward_backward(batches, phase)
+        kept = unique_bytes(tensor for stage in self._made if not stage.waits for tensor in stage.sent)
+        self._sent_bytes = kept // len(batches)
+        for stage in self._made:
+            stage.sent.clear()
+        return found
+
+    def micro_batch_bytes(self) -> int:
+        """And what it sends."""
+        return super().micro_batch_bytes() + self._sent_bytes
 
 
 def _group_of_ends(places: Places) -> dist.ProcessGroup | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -60,6 +61,29 @@ class Places:
         """Which share of the global batch is this rank's."""
         return self.mesh["replica"].get_local_rank() * self.mesh["shard"].size() + self.mesh["shard"].get_local_rank()
 
+    @property
+    def plans(self) -> bool:
+        """Does this rank plan for all that run the same stage of a pipeline?"""
+        return dist.get_rank() == self.planner
+
+    @property
+    def planner(self) -> int:
+        """The rank that plans for this one."""
+        return int(self.mesh.mesh[self.stage].min())
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.mesh["pp"].get_local_rank()
+
+    def imagined(self) -> ImaginedPlaces:
+        """The same places for a rehearsal on fake tensors. All ranks call it."""
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
+        device, sizes = self.mesh.device_type, tuple(self.mesh.shape)
+        nothing = dict.fromkeys(_AXES, "fake")
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=_AXES, backend_override=nothing)
+        return ImaginedPlaces(layout=self.layout, mesh=mesh, mixed=self.mixed)
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks along an axis."""
         return self.mesh[axis].get_group()
@@ -94,3 +118,16 @@ class Places:
         """Make gradients whole that every tensor-parallel rank has a part of."""
         if self.layout.tp > 1 and self.averaging != "fsdp":
             reduce_partial_gradients(parameters)
+
+
+class ImaginedPlaces(Places):
+    """Places where nothing is sent, and nothing drawn that anybody reads. What collectives allocate they allocate."""
+
+    @property
+    def averaging(self) -> Averaging:
+        """DistributedDataParallel's reducer wants real tensors: its buckets have to be counted by other means."""
+        found = super().averaging
+        return "nothing" if found == "ddp" else found
+
+    def seed(self, seed: int) -> None:
+        """Nothing."""

@@ -206,7 +206,7 @@ class LayoutSection:
         dp = max(1, ranks // inner) if self.dp is None else self.dp
         if dp * inner != ranks:
             raise UsageError(
-                f"layout: dp x tp x pp = {dp} x {self.tp} x {self.pp} = {dp * inner}, but there are {ranks} ranks; "
+                f"layout: dp x tp x pp = {dp} x {self.tp} x {self.pp} = {dp * inner}, but {_counted(ranks)}; "
                 "start as many with torchrun --nproc-per-node, or change the layout"
             )
         return Layout(
@@ -327,6 +327,10 @@ class TrainRecipe:
         positions = self.model.positions
         if positions is not None and self.batch.seq > positions:
             raise UsageError(f"batch.seq: got {self.batch.seq}; expected at most model.positions, {positions}")
+
+
+def _counted(ranks: int) -> str:
+    return "there is 1 rank" if ranks == 1 else f"there are {ranks} ranks"
 
 
 def _positive(section: object, *names: str) -> None:

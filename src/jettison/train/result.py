@@ -53,6 +53,9 @@ class TrainResult:
         """For people."""
         after = f", resumed at {self.resumed_step}" if self.resumed_step else ""
         how = f"stopped by {self.stopped} after" if self.stopped else "done:"
+        if self.steps == self.resumed_step and self.stopped is None:
+            yield f"nothing left to do: the checkpoint is of step {self.steps}, the last one"
+            return
         yield f"{how} {self.steps} steps{after}"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"loss from {self.first_loss:.6f} to {self.last_loss:.6f}"
@@ -61,7 +64,7 @@ class TrainResult:
             used = [
                 f"{name} {format_percent(v)}" for name, v in (("MFU", self.mfu), ("HFU", self.hfu)) if v is not None
             ]
-            yield ", ".join([speed, *(used or ["MFU and HFU n/a: no peak FLOP/s given"])])
+            yield ", ".join([speed, *(used or ["MFU and HFU n/a without --gpu"])])
         for name, peaks in (
             ("first", self.first_step_peaks),
             ("second", self.second_step_peaks),

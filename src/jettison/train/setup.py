@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from jettison.errors import UsageError
+from jettison.errors import Infeasible, UsageError
+from jettison.measure.rehearse import Scene
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.checkpoint import Checkpoints, RunState
 from jettison.train.data import Batches, open_corpus
@@ -23,8 +22,9 @@ from jettison.train.order import Order, derived_seed
 from jettison.train.pipeline import Pipeline
 from jettison.train.places import Places
 from jettison.train.recipe import TrainRecipe
-from jettison.train.tools import Built, Planned, Rehearsal, Say, Tools
-from jettison.train.world import World
+from jettison.train.scene import LoopScene, alive
+from jettison.train.tools import Built, Decision, Part, Planned, Say, Tools
+from jettison.train.world import World, agreed
 
 
 @dataclass(kw_only=True)
@@ -83,27 +83,24 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
     world.together(lambda: places.split_layers(built.model))
     engine = world.together(lambda: _engine(recipe, built, places, world.device))
     example = batches.rows(0, 0).to(world.device)
-    held = _gradient_bytes(built.model) if layout.dp > 1 or accumulation > 1 else 0
-    rehearsals = [
-        Rehearsal(
-            model=part, batch=batch, loss_fn=loss_fn, reserve_bytes=held,
-            optimizer=make_optimizer(recipe.optimizer, part.parameters()),
-        )
-        for part, batch, loss_fn in engine.calls(example)
-    ]  # fmt: skip
-    with engine.context():
-        planned = _plan(recipe, world, tools, rehearsals, say)
-    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0)[0] * accumulation)
+    scene = None
+    if recipe.plan.budget is not None:
+        scene = world.together(lambda: LoopScene(engine, places, recipe.optimizer, example, accumulation))
     for part in engine.parts:
         places.shard(part)
+    calls = world.together(lambda: list(engine.calls(example, accumulation)))
+    parts = [replace(part, mode=None if scene is None else scene.mode) for part in calls]
+    with engine.context():
+        planned = _plan(recipe, world, places, tools, parts, scene, say)
+    del scene
+    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0)[0] * accumulation)
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
     session = Session(
         recipe=recipe, world=world, layout=layout, accumulation=accumulation, data_rank=places.data_rank,
         batches=batches, engine=engine, optimizer=optimizer, planned=planned, work=work,
         meter=MemoryMeter(
-            world.device, recipe.log.memory_steps, _alive(engine, optimizer, places.averaging == "ddp"),
-            storages=world.size > 1 and places.averaging != "fsdp",
+            world.device, recipe.log.memory_steps, lambda: alive(engine.parts, optimizer), storages=world.size > 1
         ),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
     )  # fmt: skip
@@ -114,16 +111,8 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
 def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
     """The layout, and the micro-batches of a step on one data-parallel rank."""
     layout = recipe.layout.over(ranks)
-    if recipe.plan.budget is not None and (layout.zero or recipe.precision == "bf16"):
-        raise UsageError(
-            "plan.budget: no rehearsal counts FSDP2's gathered parameters yet, which layout.zero and precision "
-            '"bf16" stand for; give plan.policy, such as "selective-op" or "full"'
-        )
-    if layout.pp > 1 and (recipe.plan.budget or recipe.plan.file):
-        raise UsageError(
-            f"plan.{recipe.plan.given[0]}: no rehearsal counts the micro-batches that a stage has in flight yet; give "
-            'plan.policy, such as "selective-op" or "full"'
-        )
+    if layout.pp > 1 and recipe.plan.file is not None:
+        raise UsageError("plan.file: a file plans one module, and a pipeline has several; give plan.budget again")
     if layout.schedule is Schedule.ZERO_BUBBLE and layout.zero == 3:
         raise UsageError(
             "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "
@@ -136,7 +125,7 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
 
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
     if places.layout.pp > 1:
-        return Pipeline(built.model, places, recipe.batch, device)
+        return Pipeline.of(built.model, places, recipe.batch, device)
     return WholeModel(built, places, autocast=recipe.precision == "bf16-autocast", device=device)
 
 
@@ -146,13 +135,40 @@ def _batches(recipe: TrainRecipe) -> Batches:
     return Batches(corpus, order, recipe.batch.global_batch, recipe.batch.micro_batch)
 
 
-def _plan(recipe: TrainRecipe, world: World, tools: Tools, rehearsals: list[Rehearsal], say: Say) -> Planned | None:
-    """One rank decides for all: prices are timed, and two ranks would not time alike."""
+def _plan(
+    recipe: TrainRecipe, world: World, places: Places, tools: Tools, parts: list[Part], scene: Scene | None, say: Say
+) -> Planned | None:
+    """One rank decides for all that run the same stage: prices are timed, and two ranks would not time alike.
+
+    Raises:
+        Infeasible: by the stage that needs most.
+    """
     if not recipe.plan.given or recipe.plan.policy == "none":
         return None
-    decision = world.from_leader(lambda: tools.decide(rehearsals[0], recipe.plan, say))
-    done = world.together(lambda: [tools.apply(rehearsal, decision) for rehearsal in rehearsals])
-    return replace(done[0], recomputed_flops=sum(planned.recomputed_flops for planned in done))
+
+    def decide() -> Decision | Infeasible | None:
+        try:
+            return tools.decide(parts, recipe.plan, scene, say) if places.plans else None
+        except Infeasible as error:
+            if places.layout.pp == 1:
+                return error
+            where = f"That is what stage {places.stage} of the pipeline needs. {error.reason}"
+            return Infeasible(
+                minimum_budget_bytes=error.minimum_budget_bytes, budget_bytes=error.budget_bytes, reason=where
+            )
+
+    decisions = world.gather(world.together(decide))
+    failed = [found for found in decisions if isinstance(found, Infeasible)]
+    if failed:
+        raise agreed(max(failed, key=lambda error: error.minimum_budget_bytes))
+    decision: Decision = decisions[places.planner]
+    flops = world.together(lambda: tools.apply(parts, decision))
+    made = [found for found in decisions if found is not None]
+    rounds = range(len(decision.plans))  # chunks go round the stages
+    return Planned(
+        recomputed_flops=flops, plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
+        predicted_peak_bytes=max((found.predicted_peak_bytes or 0 for found in made), default=0) or None,
+    )  # fmt: skip
 
 
 def _work(
@@ -187,28 +203,6 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
         where = recipe.checkpoint.folder or "no folder: the recipe has no checkpoint.folder"
         raise UsageError(f"--resume: there is no checkpoint in {where}")
     return found
-
-
-def _gradient_bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
-def _alive(engine: Engine, optimizer: torch.optim.Optimizer, buckets: bool) -> Callable[[], list[Tensor]]:
-    """What lives before a step. DistributedDataParallel's buckets do from the start, gradients only later point there:
-    until then tensors without values stand for them.
-    """
-
-    def alive() -> list[Tensor]:
-        parameters = [p for part in engine.parts for p in part.parameters()]
-        buffers = [b for part in engine.parts for b in part.buffers()]
-        state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if buckets and not gradients:
-            gradients = [torch.empty_like(p, device="meta") for p in parameters if p.requires_grad]
-        found = [*parameters, *buffers, *state, *gradients]
-        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
-
-    return alive
 
 
 def recipe_folder(recipe: TrainRecipe) -> Path:

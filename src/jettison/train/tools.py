@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from jettison.measure.rehearse import Scene
 from jettison.spec.model import ModelSpec
 from jettison.trace.model import LossFn
 from jettison.train.recipe import ModelSection, PlanSection
@@ -35,40 +37,50 @@ class Built:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """What planning looks at: a rank's module, a micro-batch as it is called, and what else a step allocates.
+class Part:
+    """What planning looks at: one module of a rank, and a micro-batch as it is called.
 
     Args:
-        reserve_bytes: gradients that live while a forward runs, which a step of one micro-batch does not have.
+        regions: names of its blocks; those that repeat where left out.
+        mode: of the module's twin in a scene.
+        in_flight: the most micro-batches that it has between forward and backward.
     """
 
     model: nn.Module
     batch: Any
     loss_fn: LossFn | None
-    optimizer: torch.optim.Optimizer
-    reserve_bytes: int = 0
+    regions: Sequence[str] | None = None
+    mode: FakeTensorMode | None = None
+    in_flight: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is to be done, as text that travels between ranks: a plan document, or a policy word.
+    """What is to be done on a rank, as text that travels: a plan document for each part, or a policy word.
 
     Args:
-        likeness: what a rank's model has to be like for the plan.
+        likenesses: what a rank's parts have to be like for the plans.
+        predicted_peak_bytes: of a rank that follows the plans.
     """
 
-    plan: str | None = None
+    plans: tuple[str, ...] = ()
+    likenesses: tuple[str, ...] = ()
     policy: str | None = None
-    likeness: str = ""
+    predicted_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What was done on this rank. For a policy there is no plan, and nothing is predicted."""
+    """What was done.
+
+    Args:
+        recomputed_flops: of one micro-batch, on this rank.
+        plans: of every part of the model, in its order; none where a policy was applied.
+        predicted_peak_bytes: of the rank where it is highest; None where nothing is predicted.
+    """
 
     recomputed_flops: int
-    plan: str | None = None
-    plan_hash: str | None = None
+    plans: tuple[str, ...] = ()
     predicted_peak_bytes: int | None = None
 
 
@@ -79,12 +91,16 @@ class Tools(Protocol):
         """The whole model, its weights drawn from torch's default generators."""
         ...
 
-    def decide(self, rehearsal: Rehearsal, section: PlanSection, say: Say) -> Decision:
-        """What a budget, a plan file or a policy comes to. Changes nothing."""
+    def decide(self, parts: Sequence[Part], section: PlanSection, scene: Scene | None, say: Say) -> Decision:
+        """What a budget, a plan file or a policy comes to on one rank. Changes nothing.
+
+        Args:
+            scene: the step, over twins of the parts; where there is a budget.
+        """
         ...
 
-    def apply(self, rehearsal: Rehearsal, decision: Decision) -> Planned:
-        """Do it to the module."""
+    def apply(self, parts: Sequence[Part], decision: Decision) -> int:
+        """Do it to the modules; FLOPs that backwards of a micro-batch then compute again."""
         ...
 
     def forward_flops(self, built: Built, batch: Any) -> int | None:

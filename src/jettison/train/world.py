@@ -54,7 +54,7 @@ class World:
                 box[1] = error
         dist.broadcast_object_list(box, src=0, group=self.control)
         if box[1] is not None:
-            raise _agreed(box[1])
+            raise agreed(box[1])
         value: _T = box[0]
         return value
 
@@ -68,7 +68,7 @@ class World:
             error = caught
         failed = [found for found in self.gather(error) if found is not None]
         if error is not None or failed:
-            raise _agreed(error or failed[0])
+            raise agreed(error or failed[0])
         return box[0]
 
     def _reduced(self, values: tuple[float, ...], how: Any) -> list[float]:
@@ -82,7 +82,8 @@ def said_by_leader(error: Exception) -> bool:
     return getattr(error, _AGREED, False)
 
 
-def _agreed(error: Exception) -> Exception:
+def agreed(error: Exception) -> Exception:
+    """Note that every rank raises it."""
     setattr(error, _AGREED, True)
     return error
 

@@ -3,7 +3,8 @@
 NOTE [ Whose seconds ]
 A single thread is timed by the seconds that it ran, so that what else a shared machine does is not counted. Several
 threads wait for each other, and a device is not asked: their seconds are the wall's, those of a device with an end that
-waits for it.
+waits for it. Either way others share caches and memory, and can only make a call longer: of many samples the lower
+quartile counts.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def clock_for(device: torch.device) -> Clock:
     return Clock.THREAD if torch.get_num_threads() == 1 else Clock.WALL
 
 
-def medians(
+def undisturbed(
     probes: Sequence[Probe],
     clock: Clock,
     *,
@@ -65,7 +66,7 @@ def medians(
     needed: bool = False,
     say: Progress = lambda _text: None,
 ) -> dict[str, float]:
-    """Seconds of each call, the median over rounds.
+    """Seconds of each call: the lower quartile over rounds.
 
     Args:
         seconds: on the wall after which no further round begins; three there are anyway, and at most 25.
@@ -92,7 +93,7 @@ def medians(
         finally:
             if enabled:
                 gc.enable()
-    return {name: statistics.median(found) for name, found in samples.items()}
+    return {name: statistics.quantiles(found, n=4, method="inclusive")[0] for name, found in samples.items()}
 
 
 class _Sampler:

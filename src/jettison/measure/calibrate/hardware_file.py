@@ -23,6 +23,8 @@ def _head(h: Hardware) -> Iterator[str]:
         yield f'host_memory = "{h.host_memory_bytes // MIB}MiB"'
     yield f"units = {h.units}"
     yield f"node = {h.node}"
+    if h.synchronous:
+        yield "synchronous = true"
     yield f"source = {_quoted(h.source)}"
     yield f"usable_source = {_quoted(h.usable_source)}"
     for key in ("reached_source", "delays_source"):
@@ -38,7 +40,11 @@ def _sections(h: Hardware) -> Iterator[str]:
     yield from _section("teraflops", rates)
     yield from _section("gigabytes_per_second", {name: w / 1e9 for name, w in widths.items() if w is not None})
     yield from _section("reached", asdict(h.reached))
-    yield from _section("microseconds", {name: s * 1e6 for name, s in asdict(h.delays).items()})
+    yield from _section("microseconds", {name: s * 1e6 for name, s in asdict(h.delays).items() if s})
+    edges = {name: found for name, found in asdict(h.edges).items() if found is not None}
+    if edges:
+        yield "\n[edges]"
+        yield from (f"{name} = [{', '.join(map(_number, found.values()))}]" for name, found in edges.items())
 
 
 def _section(name: str, values: dict[str, float]) -> Iterator[str]:

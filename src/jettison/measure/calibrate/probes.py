@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.cost.kernels import Product
 from jettison.measure.calibrate.clock import Probe
+from jettison.plan.treatment import KeepAll
+from jettison.runtime.install import install
+from jettison.trace.model import trace_model
 
 BLOCKS = 6
 """In a step of blocks or layers: together, blocks hold more than caches do."""
@@ -33,6 +36,8 @@ class Sizes:
         attention: (batch, heads, sequence, width of a head).
         streamed: elements of a copy that no cache holds.
         block: (rows, width) of the block of ordinary ops.
+        layer: (rows, width, heads) of layers that are run with and without the runtime's hooks: on a CPU, more weights
+            than caches hold, so that Python finds them as cold as between the products of a model.
         pool_bytes: of operands and of results; see NOTE [ Cold data ].
     """
 
@@ -40,6 +45,7 @@ class Sizes:
     attention: tuple[tuple[int, int, int, int], ...]
     streamed: int
     block: tuple[int, int]
+    layer: tuple[int, int, int]
     pool_bytes: int
 
 
@@ -47,9 +53,10 @@ CPU_SIZES = Sizes(
     products=(
         (320, 320, 320), (640, 128, 512), (640, 512, 128), (640, 768, 192), (1280, 256, 256), (1280, 1024, 256),
         (1280, 256, 1024), (640, 1536, 512), (640, 512, 1536), (640, 4096, 384), (1280, 768, 768),
+        (1536, 1536, 1536),
     ),
     attention=((3, 5, 160, 32), (3, 7, 320, 32), (2, 6, 320, 64), (1, 7, 640, 64)),
-    streamed=1 << 24, block=(1024, 384), pool_bytes=128 << 20,
+    streamed=1 << 24, block=(1024, 384), layer=(64, 512, 8), pool_bytes=128 << 20,
 )  # fmt: skip
 CUDA_SIZES = Sizes(
     products=(
@@ -57,7 +64,7 @@ CUDA_SIZES = Sizes(
         (8192, 8192, 2048), (8192, 12288, 4096), (8192, 4096, 14336), (16384, 4096, 4096), (4096, 32768, 4096),
     ),
     attention=((4, 16, 2048, 128), (1, 32, 4096, 128), (8, 16, 2048, 64), (1, 32, 8192, 128)),
-    streamed=1 << 28, block=(8192, 4096), pool_bytes=1 << 30,
+    streamed=1 << 28, block=(8192, 4096), layer=(8, 16, 2), pool_bytes=1 << 30,
 )  # fmt: skip
 
 
@@ -65,7 +72,7 @@ def quick(sizes: Sizes) -> Sizes:
     """Every second product and attention."""
     return Sizes(
         products=sizes.products[1::2], attention=sizes.attention[1::2], streamed=sizes.streamed, block=sizes.block,
-        pool_bytes=sizes.pool_bytes,
+        layer=sizes.layer, pool_bytes=sizes.pool_bytes,
     )  # fmt: skip
 
 
@@ -205,16 +212,23 @@ class _Layer(nn.Module):
         return self.scale[number] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
 
 
-def step_of_tiny_layers(device: torch.device, dtype: torch.dtype) -> Callable[[int], None]:
-    """Forward and backward of a few layers whose tensors are next to nothing."""
-    model = nn.Sequential(*(_Layer(16, 2) for _ in range(BLOCKS))).to(device, dtype)
-    x = torch.randn(1, 8, 16, device=device).to(dtype)
+def step_of_layers(
+    rows: int, width: int, heads: int, device: torch.device, dtype: torch.dtype, *, hooked: bool = False
+) -> tuple[int, Callable[[int], None]]:
+    """Forward and backward of a few layers; and how many tensors they save, where hooks keep all of them."""
+    model = nn.Sequential(*(_Layer(width, heads) for _ in range(BLOCKS))).to(device, dtype)
+    x = torch.randn(1, rows, width, device=device).to(dtype)
+    slots = 0
+    if hooked:
+        traced = trace_model(model, (x,), loss_fn=torch.sum)
+        install(model, traced, {call.name: KeepAll() for call in traced.calls}, KeepAll())
+        slots = len(traced.root.program.slots) + sum(len(traced.program(call).slots) for call in traced.calls)
 
     def step(_turn: int) -> None:
         model(x).sum().backward()
         model.zero_grad()
 
-    return step
+    return slots, step
 
 
 class Counted(TorchDispatchMode):

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from jettison.errors import UsageError
-from jettison.measure.calibrate.clock import GIVE_UP_SECONDS, Clock, Probe, Progress, clock_for, medians
+from jettison.measure.calibrate.clock import GIVE_UP_SECONDS, Clock, Probe, Progress, clock_for, undisturbed
 from jettison.measure.calibrate.collectives import measure_link
 from jettison.measure.calibrate.fit import Calibration, Link, Measured, fit
 from jettison.measure.calibrate.probes import (
@@ -25,7 +25,7 @@ from jettison.measure.calibrate.probes import (
     product_probes,
     quick,
     step_of_blocks,
-    step_of_tiny_layers,
+    step_of_layers,
     stream_probe,
 )
 from jettison.spec.hardware import Hardware
@@ -87,7 +87,7 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
         pool = Pool(sizes.pool_bytes, getattr(torch, dtype), device)
         listed = list(product_probes(sizes, pool, dtype))
         budget = seconds * _SHARES["products"] / 2
-        took = medians([probe for _, probe in listed], clock, seconds=budget, say=say)
+        took = undisturbed([probe for _, probe in listed], clock, seconds=budget, say=say)
         samples = tuple((product, took[probe.name]) for product, probe in listed if probe.name in took)
         if samples:
             products[dtype] = samples
@@ -96,13 +96,16 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
     ordinary = torch.bfloat16 if on_gpu else torch.float32
     attention = _attention(sizes, Pool(sizes.pool_bytes, ordinary, device), clock, seconds * _SHARES["attention"], say)
     stream_bytes, stream = stream_probe(sizes, device)
-    small, large = step_of_tiny_layers(device, ordinary), step_of_blocks(*sizes.block, device, ordinary)
+    (_, small), large = step_of_layers(8, 16, 2, device, ordinary), step_of_blocks(*sizes.block, device, ordinary)
+    (_, plain), (slots, hooked) = (step_of_layers(*sizes.layer, device, ordinary, hooked=on) for on in (False, True))
     probes = [stream, Probe("tiny ops", small), Probe("ordinary ops", large)]
-    took = medians(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
+    probes += [Probe("layers", plain), Probe("layers with hooks", hooked)]
+    took = undisturbed(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
     of_small, of_large = counted(small), counted(large)
     return Measured(
         products=products, attention=attention, stream=(stream_bytes, took["streaming"]),
         tiny=(of_small.kernels, took["tiny ops"]), block=(of_large.kernels, of_large.nbytes, took["ordinary ops"]),
+        hooks=(slots, took["layers"], took["layers with hooks"]),
         gap=_gap(device, clock, say) if on_gpu else None, host=_host(device, clock, say) if on_gpu else None,
         link=_link(ranks, device, say) if ranks else None,
     )  # fmt: skip
@@ -112,7 +115,7 @@ def _attention(
     sizes: Sizes, pool: Pool, clock: Clock, seconds: float, say: Progress
 ) -> tuple[tuple[float, float, float], ...]:
     listed = list(attention_probes(sizes, pool))
-    took = medians([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)
+    took = undisturbed([probe for *_, one, both in listed for probe in (one, both)], clock, seconds=seconds, say=say)
     return tuple(
         (flops, took[one.name], took[both.name])
         for _, flops, one, both in listed
@@ -127,7 +130,7 @@ def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
     with torch.cuda.graph(graph):
         for _ in range(CHAIN):
             x.add_(1.0)
-    took = medians(
+    took = undisturbed(
         [Probe("gaps between kernels", lambda _turn: graph.replay())], clock, seconds=1.0, needed=True, say=say
     )
     return took["gaps between kernels"] / CHAIN
@@ -135,7 +138,7 @@ def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
 
 def _host(device: torch.device, clock: Clock, say: Progress) -> tuple[int, float, float]:
     there, back = host_probes(HOST_BYTES, device)
-    took = medians([there, back], clock, seconds=2.0, needed=True, say=say)
+    took = undisturbed([there, back], clock, seconds=2.0, needed=True, say=say)
     return HOST_BYTES, took[there.name], took[back.name]
 
 
@@ -165,6 +168,7 @@ def describe(device: torch.device) -> Hardware:
         name=cpu_name(), memory_bytes=memory, usable_bytes=available,
         source=f"{source}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {clock_for(device)}",
         usable_source="memory that was available when this was measured", units=threads, node=1,
+        synchronous=True,
     )  # fmt: skip
 
 
