@@ -256,14 +256,14 @@ def layouts(model: ModelSpec) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama3-405b", "gemma2-27b", "deepseek-v3", "gpt-530b"])
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_thousand_layouts_take_seconds(name: str) -> None:
     asked = layouts(preset(name))
     start = time.perf_counter()
     answers: list[Forecast] = [forecast(run) for run in asked]
     assert all(answer.peak_bytes > 0 for answer in answers)
     assert time.perf_counter() - start < 5.0
-    assert len(answers) > 200
+    assert len(answers) >= 720  # some have heads or layers that divide in fewer ways
 
 
 def test_every_preset_forecasts() -> None:

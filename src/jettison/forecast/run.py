@@ -141,12 +141,13 @@ def forecast(run: Run, chosen: Sequence[frozenset[int] | None] | None = None) ->
     sizes = layout.layers_per_chunk(run.model.depth)
     starts = [0, *accumulate(sizes)]
     stages = []
+    known: dict[tuple[int, str], Part] = {}
     for index in range(layout.pp):
         chunks = []
         position = 0
         for place in range(index, len(sizes), layout.pp):
             groups = [embedding_group(run)] if place == 0 else []
-            groups += layer_groups(run, starts[place], starts[place + 1], position, chosen)
+            groups += layer_groups(run, starts[place], starts[place + 1], position, chosen, known)
             groups += [head_group(run)] if place == len(sizes) - 1 else []
             position += sizes[place]
             chunks.append(tuple(groups))

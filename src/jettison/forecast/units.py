@@ -105,16 +105,30 @@ def _policy(run: Run, position: int) -> str:
 
 
 def layer_groups(
-    run: Run, start: int, stop: int, position: int, chosen: Sequence[frozenset[int] | None] | None
+    run: Run,
+    start: int,
+    stop: int,
+    position: int,
+    chosen: Sequence[frozenset[int] | None] | None,
+    known: dict[tuple[int, str], Part] | None = None,
 ) -> Iterator[Group]:
-    """Layers ``start .. stop - 1`` of the model, the first of them at ``position`` of its stage."""
+    """Layers ``start .. stop - 1`` of the model, the first of them at ``position`` of its stage.
+
+    Args:
+        known: parts of this run that other stages had, by layer and policy; finding them again costs a hash of the run.
+    """
     names = run.model.layer_names
+    known = {} if known is None else known
     if chosen is None and run.recompute.mode not in (Mode.BLOCK, Mode.INTERVAL):
         policy = _policy(run, position)
         for layer, first, last in run.model.stretches:
             if first < stop and start < last:
                 alike = names[max(first, start) : min(last, stop)]
-                yield Group(part=_layer_part(run, layer, alike[0], policy, None), names=alike)
+                part = known.get((id(layer), policy))
+                if part is None:
+                    part = known[id(layer), policy] = _layer_part(run, layer, alike[0], policy, None)
+                named = Part(name=alike[0], region=part.region, policy=policy, static=part.static)
+                yield Group(part=named, names=alike)
         return
     layers = run.model.layers
 

@@ -31,6 +31,8 @@ class Static:
 
     def times(self, count: int) -> Static:
         """So many alike."""
+        if count == 1:
+            return self
         return Static(
             parameters=count * self.parameters, gradients=count * self.gradients, state=count * self.state,
             gathered=count * self.gathered, reduced=count * self.reduced, largest=self.largest,

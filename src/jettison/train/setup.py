@@ -200,7 +200,11 @@ def _resume(session: Session, *, must_resume: bool, say: Say) -> None:
 def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume: bool) -> Path | None:
     found = checkpoints.find() if checkpoints is not None else None
     if found is None and must_resume:
-        where = recipe.checkpoint.folder or "no folder: the recipe has no checkpoint.folder"
+        where = recipe.checkpoint.folder
+        if where is None:
+            raise UsageError(
+                "--resume: the recipe has no checkpoint.folder, so there is nothing to go on from; add one"
+            )
         raise UsageError(f"--resume: there is no checkpoint in {where}")
     return found
 
