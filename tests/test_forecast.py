@@ -266,6 +266,14 @@ def test_a_thousand_layouts_take_seconds(name: str) -> None:
     assert len(answers) >= 720  # some have heads or layers that divide in fewer ways
 
 
+@pytest.mark.parametrize("name", ["gemma2-9b", "gpt-175b", "llama3-8b", "qwen3-30b-a3b"])
+def test_the_peak_is_the_highest_moment_of_the_timeline(name: str) -> None:
+    for run in layouts(preset(name))[::23]:
+        for stage in forecast(run).stages:
+            assert stage.peak == max(stage.timeline(), key=lambda moment: moment.nbytes)
+            assert stage.first_step_peak == max(stage.timeline(first_step=True), key=lambda moment: moment.nbytes)
+
+
 def test_every_preset_forecasts() -> None:
     for name in PRESETS:
         model = preset(name)

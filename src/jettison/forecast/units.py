@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Neighbouring parts that are alike but for their names; ``part`` is the first of them."""
+    """Neighbouring parts that are alike but for their names; ``part`` is any of that kind, by whatever name."""
 
     part: Part
     names: tuple[str, ...]
@@ -127,8 +127,7 @@ def layer_groups(
                 part = known.get((id(layer), policy))
                 if part is None:
                     part = known[id(layer), policy] = _layer_part(run, layer, alike[0], policy, None)
-                named = Part(name=alike[0], region=part.region, policy=policy, static=part.static)
-                yield Group(part=named, names=alike)
+                yield Group(part=part, names=alike)
         return
     layers = run.model.layers
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import add, itemgetter, mul
 
 from jettison.ledger.schedule import Occupancy
 from jettison.spec.run import Gradients
@@ -92,67 +93,102 @@ class Moment:
     nbytes: int
 
 
-def moments(stage: StageLoad, *, first_step: bool, each: bool = True) -> Iterator[Moment]:
+def moments(stage: StageLoad, *, first_step: bool) -> Iterator[Moment]:
     """The step in order: the first micro-batch's forward, then the fullest states, the optimizer, and what is left.
 
     Args:
         first_step: step 0, before optimizer state exists; its optimizer phase makes it.
-        each: every unit's moments; otherwise, of units that are alike, the first's and the last's, which are extreme.
     """
-    upfront = stage.gradients is Gradients.UPFRONT
-    all_gradients = stage.gradient_bytes
-    state = 0 if first_step else stage.state
-    base = stage.fixed + state + (all_gradients if upfront else 0)
-    yield Moment(phase=Phase.BEFORE, where="", micro_batch=0, nbytes=base)
-    for chunk in stage.chunks:
-        yield from _forward(chunk, base, 0, each)
-    for occupancy in stage.occupancies:
-        yield from _backward(stage, occupancy, base, not upfront, each)
-    if stage.micro_batches > 1 and not upfront:
-        for occupancy in stage.occupancies:
-            yield from _backward(stage, occupancy, base + all_gradients, False, each)
-    there = stage.fixed + stage.state + all_gradients
-    yield Moment(phase=Phase.OPTIMIZER, where="", micro_batch=-1, nbytes=there + stage.optimizer_transient)
-    left = stage.fixed + stage.state + (all_gradients if upfront else 0)
-    yield Moment(phase=Phase.AFTER, where="", micro_batch=-1, nbytes=left)
+    return (_moment(row) for row in _rows(stage, first_step, True))
 
 
 def peak(stage: StageLoad, *, first_step: bool = False) -> Moment:
     """The first of the highest moments."""
-    return max(moments(stage, first_step=first_step, each=False), key=lambda moment: moment.nbytes)
+    return _moment(max(_rows(stage, first_step, False), key=itemgetter(0)))
 
 
-def _forward(chunk: Sequence[Unit], base: int, micro_batch: int, each: bool) -> Iterator[Moment]:
-    level = base
+_Row = tuple[int, Phase, str, int]  # bytes, phase, unit, micro-batch: a `Moment` that is cheap to make
+_Rows = list[tuple[int, Phase, str]]  # the same of one chunk alone, above what was there before
+
+
+def _moment(row: _Row) -> Moment:
+    nbytes, phase, where, micro_batch = row
+    return Moment(phase=phase, where=where, micro_batch=micro_batch, nbytes=nbytes)
+
+
+def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
+    """The moments of a step.
+
+    Args:
+        each: all of them; otherwise the first of the highest of each pass through a chunk.
+    """
+    pick = list if each else _highest
+    upfront = stage.gradients is Gradients.UPFRONT
+    forward = [pick(_forward(chunk, each)) for chunk in stage.chunks]
+    all_gradients = stage.gradient_bytes
+    base = stage.fixed + (0 if first_step else stage.state) + (all_gradients if upfront else 0)
+    yield base, Phase.BEFORE, "", 0
+    for rows in forward:
+        yield from _at(base, rows, 0)
+    held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
+    first = [pick(_backward(chunk, not upfront, each)) for chunk in stage.chunks]
+    yield from _backwards(stage, base, held, forward, first)
+    if stage.micro_batches > 1 and not upfront:
+        adding = [pick(_backward(chunk, False, each)) for chunk in stage.chunks]
+        yield from _backwards(stage, base + all_gradients, held, forward, adding)
+    yield stage.fixed + stage.state + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
+    yield stage.fixed + stage.state + (all_gradients if upfront else 0), Phase.AFTER, "", -1
+
+
+def _highest(rows: Iterator[tuple[int, Phase, str]]) -> _Rows:
+    return [max(rows, key=itemgetter(0))]
+
+
+def _at(level: int, rows: _Rows, micro_batch: int) -> Iterator[_Row]:
+    return ((level + nbytes, phase, where, micro_batch) for nbytes, phase, where in rows)
+
+
+def _backwards(
+    stage: StageLoad, base: int, held: Sequence[int], forward: Sequence[_Rows], backward: Sequence[_Rows]
+) -> Iterator[_Row]:
+    """From each of the fullest states: the forwards that led to it, and the backward that starts from it.
+
+    Args:
+        held: bytes that one micro-batch's forward leaves behind, by chunk, as ``forward`` and ``backward`` are.
+    """
+    for occupancy in stage.occupancies:
+        alive = list(map(add, occupancy.forward, occupancy.weight))
+        level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent
+        step = occupancy.step
+        number = 0 if step is None else step.micro_batch
+        for rows, alive_here, nbytes in zip(forward, occupancy.forward, held, strict=True):
+            if alive_here:
+                yield from _at(level - nbytes, rows, number)
+        yield from _at(level, backward[0 if step is None else step.chunk], number)
+
+
+def _forward(chunk: Sequence[Unit], each: bool) -> Iterator[tuple[int, Phase, str]]:
+    level = 0
     for unit in chunk:
         count = len(unit.names)
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
         for i in range(count) if each else (count - 1,):
-            nbytes = level + i * unit.resident + unit.forward_peak
-            yield Moment(phase=phase, where=unit.names[i], micro_batch=micro_batch, nbytes=nbytes)
+            yield level + i * unit.resident + unit.forward_peak, phase, unit.names[i]
         level += count * unit.resident
 
 
-def _backward(stage: StageLoad, occupancy: Occupancy, base: int, fresh: bool, each: bool) -> Iterator[Moment]:
-    """From one of the fullest states: the forward that led to it, and the backward that starts from it.
+def _backward(chunk: Sequence[Unit], fresh: bool, each: bool) -> Iterator[tuple[int, Phase, str]]:
+    """Of a chunk whose residents are there.
 
     Args:
-        fresh: gradients appear now, one by one; otherwise they are there, in ``base``.
+        fresh: gradients appear now, one by one; otherwise they are there already.
+        each: every unit's; otherwise, of units that are alike, the first's and the last's, which are extreme.
     """
-    held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
-    alive = [f + w for f, w in zip(occupancy.forward, occupancy.weight, strict=True)]
-    in_flight = sum(n * nbytes for n, nbytes in zip(alive, held, strict=True)) + sum(alive) * stage.sent
-    step = occupancy.step
-    number = 0 if step is None else step.micro_batch
-    for index, chunk in enumerate(stage.chunks):
-        if occupancy.forward[index]:
-            yield from _forward(chunk, base + in_flight - held[index], number, each)
-    level = base + in_flight
-    for unit in reversed(stage.chunks[step.chunk if step is not None else 0]):
+    level = 0
+    for unit in reversed(chunk):
         count = len(unit.names)
         rise = unit.backward_peak if fresh else unit.adding_peak
         change = (unit.gradient if fresh else unit.pending) - unit.resident
-        for i in range(count) if each else sorted({0, count - 1}):
-            where = unit.names[count - 1 - i]
-            yield Moment(phase=Phase.BACKWARD, where=where, micro_batch=number, nbytes=level + i * change + rise)
+        for i in range(count) if each else (0, count - 1):
+            yield level + i * change + rise, Phase.BACKWARD, unit.names[count - 1 - i]
         level += count * change
