@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.cost.collective import Group, group, transfer_seconds
-from jettison.cost.execution import Fusion
+from jettison.cost.execution import Execution, Fusion, execution_of
 from jettison.cost.kernels import Half, Product, groups, work
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
+from jettison.cost.region import RegionSeconds, region_seconds
 from jettison.errors import UsageError
 from jettison.forecast.request import RunRequest, resolve
 from jettison.formula.region import Region, head_region, layer_region
@@ -112,6 +113,33 @@ def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
     assert sum(flops) == once * (4 if loss == "chunked" else 3)  # chunks are computed again
 
 
+def test_quantising_is_counted_by_hand() -> None:
+    """tokens x h into 4 products of a layer: qkv, projection, up and down, of 12 h^2 weights.
+
+    Scales that are looked for read x, W and dy once more and take W's copy each time; delayed ones let the two norms
+    and the activation write fp8 alone, and leave a pass over what attention made.
+    """
+    region = region_of("gpt-22b", micro_batch=4, seq=2048, precision="fp8", attention="flash")
+    tokens, h = 4 * 2048, 6144
+    looked, delayed = (
+        work(region, Fusion.POINTWISE, "bfloat16", "float8_e4m3fn", delayed_scaling=late) for late in (False, True)
+    )
+    inputs, gradients, weights = 7 * tokens * h, 9 * tokens * h, 12 * h * h  # elements; h + h + h + 4h, 3h + h + 4h + h
+    forward, backward = (
+        sum(k.nbytes for k in getattr(looked, name)) - sum(k.nbytes for k in getattr(delayed, name))
+        for name in ("forward", "backward")
+    )
+    maxima, copies = 2 * inputs, 2 * 2 * weights + weights
+    made_narrow = 2 * (2 + 2 + 4) * tokens * h  # norms: not written wide and not read again; the activation was not
+    assert forward == maxima + copies + made_narrow
+    assert backward == 2 * gradients
+    quantised = [k for k in delayed.forward if region.tape.steps[k.steps[0]].name == "quantise.fp8"]
+    assert [k.nbytes for k in quantised] == [3 * tokens * h]
+    assert not any(step.differentiable for step in region.tape.steps if step.name == "quantise.fp8")
+    narrow = [k for k in looked.backward if all(region.tape.steps[i].name == "quantise.fp8" for i in k.steps)]
+    assert not narrow  # what is only kept for backward has no gradient, and adds none to its original's
+
+
 def test_experts_are_products_of_their_own_rows() -> None:
     region = region_of("mixtral-8x7b", seq=4096)
     grouped = [
@@ -206,6 +234,22 @@ def test_each_rank_of_a_node_brings_an_adapter() -> None:
     )  # fmt: skip
     assert alone == pytest.approx(nbytes * 15 / 16 / (25e9 * 0.85), rel=0.01)
     assert together == pytest.approx(nbytes * 15 / 16 / (8 * 25e9 * 0.85), rel=0.02)
+
+
+def test_pieces_of_products_hide_all_but_one_of_each_transfer() -> None:
+    """Forward over 4 ranks: of two gatherings and two reductions a quarter is waited for, and 15 % of the rest."""
+    run = run_of("gpt-22b", micro_batch=4, seq=2048, tp=4, sp=True)
+    region, how = layer_region(run.scene, run.model.layers[0]), execution_of(run)
+    each = transfer_seconds("all_gather_into_tensor", 4 * 2048 * 6144 * 2, Group(4, 4), A100)
+
+    def found(execution: Execution) -> RegionSeconds:
+        return region_seconds(region, frozenset(), A100, execution, run.precision, run.layout, 1.0)
+
+    waiting, cut = found(how), found(replace(how, pipelines_tensor=True))
+    assert waiting.forward.transfers == pytest.approx(4 * each)
+    assert cut.forward.transfers == pytest.approx(4 * each * (1 / 4 + 3 / 4 * A100.reached.shared))
+    assert cut.forward.compute == waiting.forward.compute
+    assert cut.inputs.transfers < waiting.inputs.transfers
 
 
 def test_two_nodes_need_a_network() -> None:

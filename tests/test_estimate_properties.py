@@ -86,7 +86,7 @@ def test_delays_never_save_time(run: Run, device: Hardware, name: str, times: fl
 def test_overlap_never_makes_a_step_slower(run: Run, device: Hardware) -> None:
     how = execution_of(run)
     waits = estimate(run, device, execution=how.without_overlap()).step_seconds
-    for hidden in ("hides_tensor", "hides_data", "hides_stages", "hides_offload"):
+    for hidden in ("hides_tensor", "pipelines_tensor", "hides_data", "hides_stages", "hides_offload"):
         one = replace(how.without_overlap(), **{hidden: True})
         assert estimate(run, device, execution=one).step_seconds <= waits * (1 + 1e-9)
     assert estimate(run, device, execution=how).step_seconds <= waits * (1 + 1e-9)

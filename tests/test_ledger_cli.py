@@ -160,7 +160,17 @@ def test_flags_reach_the_run(capsys):
     flags = ("--cp", 2, "--dp", 4, "--ep", 8, "--zero", 3, "--dropout", 0, "--loss", "chunked", "--kernels", "megatron")
     more = ("--optimizer", "sgd", "--precision", "bf16-main32", "--gradients", "one-by-one", "--capacity-factor", 1.5)
     pipeline = ("--pp", 2, "--schedule", "zero-bubble", "--micro-batches", 6, "--recompute", "block:3", "--offload")
-    last = ("--gathered-inputs", "--keep-stage-outputs", "--attention", "sdpa", "--micro-batch", 2, "--tp", 2)
+    last = (
+        "--gathered-inputs",
+        "--tp-comm-overlap",
+        "--keep-stage-outputs",
+        "--attention",
+        "sdpa",
+        "--micro-batch",
+        2,
+        "--tp",
+        2,
+    )
     asked = document(capsys, "mixtral-8x7b", *flags, *more, *pipeline, *last)["request"]
     layout = asked.pop("layout")
     assert {key: layout[key] for key in ("tp", "sp", "cp", "ep", "pp", "dp", "zero", "world")} == {
@@ -168,6 +178,7 @@ def test_flags_reach_the_run(capsys):
     }  # fmt: skip
     assert layout["schedule"] == "zero-bubble"
     assert layout["gathered_inputs"] is layout["keeps_stage_outputs"] is asked["offload"] is True
+    assert asked["tp_comm_overlap"] is True
     assert {
         "recompute": "block:3",
         "loss": "chunked",

@@ -133,21 +133,25 @@ def largest_and_least(whole: Space) -> tuple[int, int]:
 @settings(max_examples=16)
 @example(
     name="small-llama", gpus=8, batch=8, share=0.1, offload=False, schedule="1f1b,interleaved,zero-bubble",
-    gradients="one-by-one",
+    gradients="one-by-one", overlap=False,
 )  # fmt: skip
-@example(name="wide-llama", gpus=4, batch=16, share=0.05, offload=False, schedule=None, gradients="upfront")
-@example(name="wide-llama", gpus=4, batch=8, share=0.4, offload=True, schedule=None, gradients="one-by-one")
+@example(
+    name="wide-llama", gpus=4, batch=16, share=0.05, offload=False, schedule=None, gradients="upfront", overlap=True
+)  # fmt: skip
+@example(
+    name="wide-llama", gpus=4, batch=8, share=0.4, offload=True, schedule=None, gradients="one-by-one", overlap=False
+)  # fmt: skip
 @given(
     name=st.sampled_from(sorted(MODELS)), gpus=st.sampled_from([2, 4]), batch=st.sampled_from([4, 8]),
     share=st.floats(0, 1) | st.floats(0, 0.2), offload=st.booleans(),
     schedule=st.sampled_from([None, "1f1b,zero-bubble", "interleaved,gpipe"]),
-    gradients=st.sampled_from(["one-by-one", "upfront"]),
+    gradients=st.sampled_from(["one-by-one", "upfront"]), overlap=st.booleans(),
 )  # fmt: skip
 def test_nothing_that_fits_is_faster_or_smaller(
-    name: str, gpus: int, batch: int, share: float, offload: bool, schedule: str | None, gradients: str
+    name: str, gpus: int, batch: int, share: float, offload: bool, schedule: str | None, gradients: str, overlap: bool
 ) -> None:
     """Plans that have a name: the whole list, and the whole front."""
-    fixed = {"schedule": schedule, "offload": offload, "gradients": gradients}
+    fixed = {"schedule": schedule, "offload": offload, "gradients": gradients, "tp_comm_overlap": overlap}
     whole = space(MODELS[name], gpus, batch, recompute="none,selective,selective-op,full,every", **fixed)
     most, least = largest_and_least(whole)
     budget = int(least + share * (most - least))
@@ -195,9 +199,15 @@ def test_more_memory_never_makes_the_best_slower(name: str, share: float, more: 
 
 
 @settings(max_examples=25)
-@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), gradients=st.sampled_from(["one-by-one", "upfront"]))
-def test_bounds_are_below_everything_that_they_bound(data: st.DataObject, name: str, gradients: str) -> None:
+@given(
+    data=st.data(), name=st.sampled_from(sorted(MODELS)), gradients=st.sampled_from(["one-by-one", "upfront"]),
+    overlap=st.booleans(),
+)  # fmt: skip
+def test_bounds_are_below_everything_that_they_bound(
+    data: st.DataObject, name: str, gradients: str, overlap: bool
+) -> None:
     every = {"schedule": "1f1b,interleaved,zero-bubble,gpipe", "offload": True, "gradients": gradients}
+    every |= {"tp_comm_overlap": overlap}
     whole = space(MODELS[name], 8, 16, recompute="none,selective,selective-op,full,every,block:2,interval:2", **every)
     setup = data.draw(st.sampled_from(whole.setups))
     depth = whole.template.model.depth
@@ -214,9 +224,9 @@ def test_bounds_are_below_everything_that_they_bound(data: st.DataObject, name: 
 
 
 @settings(max_examples=25)
-@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1))
-def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, share: float) -> None:
-    whole = space(MODELS[name], 8, 16, schedule="1f1b,interleaved,zero-bubble,gpipe")
+@given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1), overlap=st.booleans())
+def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, share: float, overlap: bool) -> None:
+    whole = space(MODELS[name], 8, 16, schedule="1f1b,interleaved,zero-bubble,gpipe", tp_comm_overlap=overlap)
     setup = data.draw(st.sampled_from(whole.setups))
     plain = forecast(setup_run(setup, whole.template))
     static = static_bytes(plain)

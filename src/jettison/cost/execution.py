@@ -28,6 +28,8 @@ class Execution:
     Args:
         hides_tensor: in backward, the transfer of an input's gradient over tp and the gathering of a saved shard run
             beside the products of the same layer (arXiv 2205.05198 §4.2.2).
+        pipelines_tensor: transfers over tp run beside the very product that reads or makes the tensor, in t pieces of
+            which one is waited for: Megatron's --tp-comm-overlap.
         hides_data: gradients are reduced, and ZeRO 3's parameters gathered, while other layers work.
         hides_stages: a pipeline stage goes on while its output is on the way.
         hides_offload: copies to and from the host run beside the layers.
@@ -37,12 +39,15 @@ class Execution:
         fused_optimizer: the optimizer reads and writes everything once; otherwise as often as it has operations.
         splits_outputs: without sequence parallelism, a stage's output crosses the network in t parts, one from each
             rank, and is gathered on the other side (arXiv 2104.04473 §4.1).
+        delayed_scaling: fp8 scales come from earlier steps, so that norms and activations can write fp8 themselves and
+            nothing is read for its largest magnitude first; weights are quantised once a step (Transformer Engine).
         hooks: what is computed again is chosen by Jettison's runtime, whose hooks cost the host time.
         attention: speed of its fused attention, as a multiple of what the hardware file states.
     """
 
     fusion: Fusion = Fusion.NONE
     hides_tensor: bool = False
+    pipelines_tensor: bool = False
     hides_data: bool = True
     hides_stages: bool = False
     hides_offload: bool = True
@@ -51,6 +56,7 @@ class Execution:
     reduces_each: bool = True
     fused_optimizer: bool = False
     splits_outputs: bool = False
+    delayed_scaling: bool = False
     hooks: bool = False
     attention: float = 1.0
 
@@ -60,12 +66,14 @@ class Execution:
 
     def without_overlap(self) -> Execution:
         """The same with every transfer waited for."""
-        return replace(self, hides_tensor=False, hides_data=False, hides_stages=False, hides_offload=False)
+        return replace(
+            self, hides_tensor=False, pipelines_tensor=False, hides_data=False, hides_stages=False, hides_offload=False
+        )  # fmt: skip
 
 
 MEGATRON: Final = Execution(
     fusion=Fusion.POINTWISE, hides_tensor=True, repeats_all=True, adds_in_product=True, fused_optimizer=True,
-    splits_outputs=True,
+    splits_outputs=True, delayed_scaling=True,
 )  # fmt: skip
 PYTORCH: Final = Execution(fused_optimizer=True, hooks=True)
 _BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
@@ -73,4 +81,5 @@ _BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
 
 def execution_of(run: Run) -> Execution:
     """What goes with a run's kernels."""
-    return _BY_KERNELS.get(run.kernels.name, PYTORCH)
+    how = _BY_KERNELS.get(run.kernels.name, PYTORCH)
+    return replace(how, pipelines_tensor=True) if run.tp_comm_overlap else how

@@ -14,7 +14,8 @@ of (n, k, m). A bias costs one pass over the gradient of y.
 
 NOTE [ Quantising ]
 Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
-one byte. The tape has the second half of that for x, which is saved.
+one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
+kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"
 """Reads one number of each row."""
 LOSSES = frozenset(("chunked_cross_entropy", "fused_linear_cross_entropy"))
-TRANSFER, HOLD = "c10d.", "hold"
+TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"
 FLASH_BACKWARD = 2.5
 """Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
 LOSS_PASSES = 3
@@ -115,26 +116,32 @@ class Work:
 
 
 @lru_cache(maxsize=4096)
-def work(region: Region, fusion: Fusion, gradient: str, product: str | None) -> Work:
+def work(region: Region, fusion: Fusion, gradient: str, product: str | None, *, delayed_scaling: bool = False) -> Work:
     """Everything that a region launches.
 
     Args:
+        delayed_scaling: see NOTE [ Quantising ].
         gradient: dtype of weight gradients.
         product: dtype of the inputs of products with weights, where they are quantised.
     """
-    return _Listing(region=region, fusion=fusion, gradient_bytes=DTYPE_BYTES[gradient], product=product).work()
+    return _Listing(
+        region=region, fusion=fusion, gradient_bytes=DTYPE_BYTES[gradient], product=product,
+        delayed_scaling=delayed_scaling,
+    ).work()  # fmt: skip
 
 
-def groups(steps: Sequence[Step], fusion: Fusion) -> list[list[int]]:
-    """Steps that are one kernel, as in NOTE [ Fusion ]."""
+def groups(steps: Sequence[Step], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
+    """Steps that are one kernel, as in NOTE [ Fusion ] and NOTE [ Quantising ]."""
     fusable = {Fusion.NONE: frozenset(), Fusion.POINTWISE: POINTWISE, Fusion.COMPILED: POINTWISE | REDUCTIONS}[fusion]
     made: list[list[int]] = []
     group_of: dict[int, int] = {}
     maker: dict[int, int] = {}
     for index, step in enumerate(steps):
         chosen = None
-        if step.name in fusable:
-            chosen = _joined(step, steps, made, group_of, maker, fusion)
+        late = delayed_scaling and step.name == QUANTISE
+        if step.name in fusable or late:
+            leaders = POINTWISE | REDUCTIONS if late else fusable
+            chosen = _joined(step, steps, made, group_of, maker, fusion, leaders)
         if chosen is None:
             chosen = len(made)
             made.append([])
@@ -147,16 +154,15 @@ def groups(steps: Sequence[Step], fusion: Fusion) -> list[list[int]]:
 
 def _joined(
     step: Step, steps: Sequence[Step], made: list[list[int]], group_of: dict[int, int], maker: dict[int, int],
-    fusion: Fusion,
+    fusion: Fusion, leaders: frozenset[str],
 ) -> int | None:  # fmt: skip
-    """The group that a step may join: the last of those whose results it reads."""
+    """The group that a step may join: the last of those whose results it reads, if one of ``leaders`` starts it."""
     makers = [maker[v.storage] for v in step.inputs if v.storage in maker]
     if not makers:
         return None
     chosen = group_of[max(makers)]
     first = made[chosen][0]
-    fusable = POINTWISE if fusion is Fusion.POINTWISE else POINTWISE | REDUCTIONS
-    if steps[first].name not in fusable or any(group_of[i] != chosen and i > first for i in makers):
+    if steps[first].name not in leaders or any(group_of[i] != chosen and i > first for i in makers):
         return None
     size, other = _size(step), max(_size(steps[i]) for i in made[chosen])
     return chosen if size == other or (fusion is Fusion.COMPILED and size < other) else None
@@ -174,6 +180,7 @@ class _Listing:
     fusion: Fusion
     gradient_bytes: int
     product: str | None
+    delayed_scaling: bool
 
     @property
     def tape(self) -> Tape:
@@ -181,12 +188,16 @@ class _Listing:
 
     def work(self) -> Work:
         steps = self.tape.steps
-        members = [group for group in groups(steps, self.fusion) if not self._is_free(steps[group[0]])]
+        members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
+        narrow_only: defaultdict[int, set[int]] = defaultdict(set)
+        narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.delayed_scaling}
         for number, group in enumerate(members):
             for i in group:
                 for v in steps[i].inputs:
                     readers[v.storage].add(number)
+                    if v.index in narrowed and self._quantises(steps[i]):
+                        narrow_only[v.storage].add(number)
         for i, step in enumerate(steps):  # transfers and what is held for others read, too
             if self._is_free(step):
                 for v in step.inputs:
@@ -199,10 +210,16 @@ class _Listing:
             leaving = [
                 v for step in own for v in step.outputs if v.storage in saved or readers[v.storage] - {number}
             ]  # fmt: skip
-            forward += self._forward(group, own, leaving)
+            written = [
+                v for v in leaving if v.storage in saved or readers[v.storage] - narrow_only[v.storage] - {number}
+            ]
+            forward += self._forward(group, own, written)
             backward += self._backward(group, own, leaving)
         backward += self._sums()
         return Work(forward=tuple(forward), backward=tuple(reversed(backward)))
+
+    def _groups(self, steps: Sequence[Step]) -> list[list[int]]:
+        return groups(steps, self.fusion, delayed_scaling=self.delayed_scaling)
 
     def _is_free(self, step: Step) -> bool:
         return step.name == HOLD or step.name.startswith(TRANSFER)
@@ -210,6 +227,7 @@ class _Listing:
     # forward ----------------------------------------------------------------------------------------------------------
 
     def _forward(self, group: list[int], own: list[Step], leaving: list[Value]) -> Iterator[Kernel]:
+        """Args: leaving: values that it writes."""
         step, indices = own[0], tuple(group)
         written = sum(v.nbytes for v in leaving)
         if step.name == PICKED:
@@ -224,10 +242,13 @@ class _Listing:
         elif step.name == FLASH:
             yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops)
         else:
-            if self.product is not None and step.name in PRODUCTS:  # see NOTE [ Quantising ]
+            if self._quantises(step) and not self.delayed_scaling:  # see NOTE [ Quantising ]
                 weight, x = step.weights[0], step.inputs[0]
                 yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
             yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step))
+
+    def _quantises(self, step: Step) -> bool:
+        return self.product is not None and step.name in PRODUCTS
 
     def _read(self, own: list[Step]) -> int:
         """Bytes that come from outside, each storage once."""
@@ -302,9 +323,9 @@ class _Listing:
     ) -> Iterator[Kernel]:  # fmt: skip
         if step.weights:
             weight, *bias = step.weights
-            if self.product is not None and step.name in PRODUCTS:
-                narrow = prod(step.outputs[0].local_shape)
-                yield Kernel(steps=indices, nbytes=2 * incoming + narrow, half=Half.INPUTS, launches=2)
+            if self._quantises(step):
+                narrow, reads = prod(step.outputs[0].local_shape), 1 if self.delayed_scaling else 2
+                yield Kernel(steps=indices, nbytes=reads * incoming + narrow, half=Half.INPUTS, launches=reads)
             if any(v.grad for v in step.inputs):
                 moved = incoming + weight.nbytes + step.inputs[0].nbytes
                 dx = Product(p.batch, p.m, p.k, p.n, p.dtype)

@@ -4,18 +4,20 @@ NOTE [ What hides behind what ]
 Within a layer every forward transfer is waited for: the next kernel needs it. In backward the gradient of a
 column-parallel product's input is reduced beside the product for its weight, and a saved shard is gathered beside the
 product for its input, where an execution does so. A gathering in backward that mirrors a forward reduce-scatter brings
-the gradient itself and is waited for. What hides still takes `Reached.shared` of the device while it lasts.
+the gradient itself and is waited for. Where products are cut into t pieces, all of these hide behind products but for
+the first piece. What hides still takes `Reached.shared` of the device while it lasts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.kernels import BATCHED, PRODUCTS, TRANSFER, Half, Kernel, work
+from jettison.cost.kernels import BATCHED, PRODUCTS, TRANSFER, Half, Kernel, Work, work
 from jettison.cost.matmul import kernel_seconds
 from jettison.formula.region import Region
 from jettison.spec.hardware import Hardware
@@ -112,7 +114,7 @@ def class_seconds(
 ) -> dict[Class, float]:
     """A forward and a backward by kinds of kernels."""
     timer = _Timer(region, hardware, execution, precision, layout, visible)
-    listed = work(region, execution.fusion, precision.gradient, precision.product)
+    listed = timer.listed
     found = dict.fromkeys(Class, 0.0)
     for kernel in (*listed.forward, *listed.backward):
         found[timer.kind(kernel)] += timer.kernel(kernel)
@@ -136,19 +138,28 @@ class _Timer:
         self.region, self.hardware, self.execution, self.layout = region, hardware, execution, layout
         self.precision, self.visible = precision, visible
 
+    @cached_property
+    def listed(self) -> Work:
+        """The kernels of both passes."""
+        how, precision = self.execution, self.precision
+        return work(
+            self.region, how.fusion, precision.gradient, precision.product, delayed_scaling=how.delayed_scaling
+        )  # fmt: skip
+
     def seconds(self, again: frozenset[int], *, hooked: bool = False) -> RegionSeconds:
-        listed = work(self.region, self.execution.fusion, self.precision.gradient, self.precision.product)
+        listed = self.listed
         repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
         halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
-        waited, hidden = self._backward_transfers(listed.backward)
         return RegionSeconds(
             forward=self._pass(
                 listed.forward,
-                self._forward_transfers(None) + self._ring(listed.forward),
+                self._forward_transfers(None, listed.forward) + self._ring(listed.forward),
                 host=len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0,
             ),
-            again=self._pass(repeated, self._forward_transfers(again) + self._ring(tuple(repeated))),
-            inputs=self._pass(halves[Half.INPUTS], waited + hidden + self._ring(listed.backward)),
+            again=self._pass(repeated, self._forward_transfers(again, repeated) + self._ring(tuple(repeated))),
+            inputs=self._pass(
+                halves[Half.INPUTS], self._backward_transfers(listed.backward) + self._ring(listed.backward)
+            ),
             weights=self._pass(halves[Half.WEIGHTS], 0.0),
         )
 
@@ -181,18 +192,30 @@ class _Timer:
     def _collective(self, kind: str, axis: str, nbytes: int) -> float:
         return transfer_seconds(kind, nbytes, group(self.layout, axis, self.hardware.node), self.hardware)
 
-    def _forward_transfers(self, steps: frozenset[int] | None) -> float:
-        """Those of a forward, or of the steps of it that run again."""
+    def _exposed(self, axis: str) -> float:
+        """Share of a transfer that its own product does not cover. See NOTE [ What hides behind what ]."""
+        return 1 / self.layout.tp if axis == "tp" and self.execution.pipelines_tensor else 1.0
+
+    def _cost(self, waited: float, hidden: float, kernels: Sequence[Kernel]) -> float:
+        """Seconds waited for, and what those that hide behind products cost nevertheless."""
+        steps = self.region.tape.steps
+        products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
+        out = max(0.0, hidden - products)
+        return waited + out + (hidden - out) * self.hardware.reached.shared
+
+    def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
+        """Those of a forward, or of the steps of it that run again, which are ``kernels``."""
         forward = [c for c in self.region.collectives if not c.backward]
         at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
-        return sum(
-            self._collective(c.kind, c.axis, c.nbytes)
-            for i, c in zip(at, forward, strict=True)
-            if steps is None or i in steps
-        )
+        waited = hidden = 0.0
+        for i, c in zip(at, forward, strict=True):
+            if steps is None or i in steps:
+                seconds, exposed = self._collective(c.kind, c.axis, c.nbytes), self._exposed(c.axis)
+                waited += seconds * exposed
+                hidden += seconds * (1 - exposed)
+        return self._cost(waited, hidden, kernels)
 
-    def _backward_transfers(self, kernels: tuple[Kernel, ...]) -> tuple[float, float]:
-        """Seconds waited for whatever happens, and seconds that what hides costs nevertheless."""
+    def _backward_transfers(self, kernels: Sequence[Kernel]) -> float:
         waited = hidden = 0.0
         mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
         for c in self.region.collectives:
@@ -203,13 +226,11 @@ class _Timer:
             if mirror:
                 mirrored.remove((c.axis, c.nbytes))
             if mirror or c.axis != "tp" or not self.execution.hides_tensor:
-                waited += seconds
+                waited += seconds * self._exposed(c.axis)
+                hidden += seconds * (1 - self._exposed(c.axis))
             else:
                 hidden += seconds
-        steps = self.region.tape.steps
-        products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
-        out = max(0.0, hidden - products)
-        return waited, out + (hidden - out) * self.hardware.reached.shared
+        return self._cost(waited, hidden, kernels)
 
     def _ring(self, kernels: tuple[Kernel, ...]) -> float:
         """Keys and values that go round under context parallelism, where attention does not cover it."""

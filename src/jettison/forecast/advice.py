@@ -47,6 +47,8 @@ def _tensor_parallel(run: Run) -> Iterator[str]:
         )
     if layout.tp == 1 and layout.sp:
         yield "--sp does nothing without tensor parallelism; give --tp"
+    if layout.tp == 1 and run.tp_comm_overlap:
+        yield "--tp-comm-overlap does nothing without tensor parallelism; give --tp"
     if layout.gathered_inputs and layout.tp > 1 and layout.sp:
         yield (
             f"--gathered-inputs: each rank holds the whole input of its column-parallel products, {layout.tp} times "

@@ -162,11 +162,18 @@ def _op_seconds(
 ) -> list[float]:
     """What an op adds to a recompute, at least, whatever else runs again."""
     steps = range(len(region.tape.steps))
-    found = [
+    alone = [
         region_seconds(region, frozenset((i,)), hardware, execution, precision, layout, visible).again.transfers
         for i in steps
     ]  # fmt: skip
-    for kernel in work(region, execution.fusion, precision.gradient, precision.product).forward:
+    # beside products that run again, too, a transfer costs less than alone
+    exposed = 1 / layout.tp if execution.pipelines_tensor else 1.0
+    least = exposed + (1 - exposed) * hardware.reached.shared
+    found = [seconds * least for seconds in alone]
+    listed = work(
+        region, execution.fusion, precision.gradient, precision.product, delayed_scaling=execution.delayed_scaling
+    )  # fmt: skip
+    for kernel in listed.forward:
         took = kernel_seconds(
             kernel, hardware, visible=visible, dtype=precision.compute, attention=execution.attention
         )  # fmt: skip

@@ -58,6 +58,7 @@ class RunRequest:
         kernels: megatron, pytorch or huggingface: whose code runs.
         loss: upcast, vocab-parallel, fused or chunked.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
+        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them, or upfront, in buffers.
@@ -84,6 +85,7 @@ class RunRequest:
     kernels: str | None = None
     loss: str | None = None
     capacity_factor: float | None = None
+    tp_comm_overlap: bool | None = None
     gathered_inputs: bool | None = None
     keep_stage_outputs: bool | None = None
     gradients: str | None = None
@@ -179,6 +181,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
         dropout=_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
+        tp_comm_overlap=_or(request.tp_comm_overlap, False),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 

@@ -281,7 +281,9 @@ class Timing:
             for item in items
         )
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
-        return memory_seconds(nbytes * passes, self.hardware)
+        narrowed = sum(item.count * _quantised_bytes(item.region, run.precision) for item in items if item.in_layer)
+        again = narrowed if self.execution.delayed_scaling else 0
+        return memory_seconds(nbytes * passes + again, self.hardware)
 
 
 @lru_cache(maxsize=4096)
@@ -329,6 +331,15 @@ def _adding(
             elements = -(-weight.numel // ranks) if sharded else weight.numel
             nbytes += elements * (into if execution.adds_in_product else gradient + 2 * into)
     return memory_seconds(nbytes, hardware)
+
+
+@lru_cache(maxsize=16384)
+def _quantised_bytes(region: Region, precision: Precision) -> int:
+    """Read and written to have a layer's matrices in the dtype of products, once a step."""
+    if precision.product is None:
+        return 0
+    each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.product]
+    return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
 
 
 @lru_cache(maxsize=16384)

@@ -84,11 +84,11 @@ def linear(
 
 
 def quantise(w: Writer, x: Value) -> Value:
-    """x in fp8 for a product; one copy for all products that read it."""
+    """x in fp8 for a product; one copy for all products that read it. No gradient comes through what is only saved."""
     if x.index not in w.quantised:
         product = w.run.precision.product
         assert product is not None
-        w.quantised[x.index] = w.tape.op("quantise.fp8", [x], dtype=product)
+        w.quantised[x.index] = w.tape.op("quantise.fp8", [x], dtype=product, grad=False)
     return w.quantised[x.index]
 
 

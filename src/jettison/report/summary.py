@@ -205,6 +205,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "offload": run.recompute.offload,
         "gradients": str(run.gradients),
         "capacity_factor": run.capacity_factor,
+        "tp_comm_overlap": run.tp_comm_overlap,
         "assumed": sorted(asked.assumed),
     }
 

@@ -106,6 +106,7 @@ class Run:
         dropout: probability at every site that the architecture has; 0 switches all of them off.
         capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
         padding: the batch has an attention mask, as encoders' batches do.
+        tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them. Bytes stay.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -124,6 +125,7 @@ class Run:
     dropout: float = 0.0
     capacity_factor: float | None = None
     padding: bool = False
+    tp_comm_overlap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
