@@ -15,7 +15,7 @@ if not torch.distributed.is_available():
 from benchmarks.train_two_ranks import RECIPE, TOLERANCE, measure  # noqa: E402
 
 from jettison.api.training import train  # noqa: E402
-from jettison.errors import Infeasible  # noqa: E402
+from jettison.errors import Infeasible, PlanMismatch, UsageError  # noqa: E402
 from jettison.train.read import read_recipe  # noqa: E402
 from jettison.train.recipe import (  # noqa: E402
     BatchSection,
@@ -103,6 +103,38 @@ def test_two_ranks(tmp_path: Path, cases: dict[str, Any]) -> None:
 def test_four_ranks(tmp_path: Path) -> None:
     found = run_ranks(budgets, 4, {"folder": str(tmp_path), "cases": FOUR}, timeout=280)
     check(found[0])
+
+
+def given_again(args: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: a pipeline under a budget, and under the plans that it left; what is said of one file alone."""
+    folder = Path(args["folder"])
+    made = recipe(folder / "first", args["case"])
+    first = train(replace(made, plan=PlanSection(budget=args["budget"])))
+    left = sorted(path.name for path in (folder / "first").glob("plan*.json"))
+    elsewhere = replace(made, log=LogSection(folder=str(folder / "again")))
+    again = train(replace(elsewhere, plan=PlanSection(file=str(folder / "first"))))
+    said = []
+    for wrong in (folder / "first" / "plan-0.json", folder / "nowhere"):
+        with pytest.raises(UsageError) as error:
+            train(replace(elsewhere, plan=PlanSection(file=str(wrong))))
+        said.append(str(error.value))
+    other = replace(elsewhere, batch=replace(made.batch, seq=64), plan=PlanSection(file=str(folder / "first")))
+    with pytest.raises(PlanMismatch, match="of another model, batch or layout"):
+        train(other)
+    runs = [
+        [run.predicted_peak_bytes, run.second_step_peaks.peak_bytes, run.first_loss, run.last_loss]  # type: ignore[union-attr]
+        for run in (first, again)
+    ]
+    return {"left": left, "runs": runs, "said": said}
+
+
+def test_the_plans_of_a_pipeline_can_be_given_again(tmp_path: Path) -> None:
+    case = {"layout": {"pp": 2, "virtual_stages": 2}}
+    for rank in run_ranks(given_again, 2, {"folder": str(tmp_path), "case": case, "budget": "7500kB"}, timeout=200):
+        assert rank["left"] == [f"plan-{number}.json" for number in range(4)]
+        assert rank["runs"][0] == rank["runs"][1]
+        assert "every stage of a pipeline has a plan of its own" in rank["said"][0]
+        assert "cannot be read" in rank["said"][1]
 
 
 def too_little(args: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from jettison.spec.config import parse_config, read_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS, preset
 from jettison.trace.model import ModelTrace, trace_model
+from jettison.train.log import plan_name
 from jettison.train.loop import train as run_recipe
 from jettison.train.read import read_recipe
 from jettison.train.recipe import ModelSection, PlanSection, TrainRecipe
@@ -86,7 +87,7 @@ class _Tools:
     def decide(self, parts: Sequence[Part], section: PlanSection, scene: Scene | None, say: Say) -> Decision:
         """Plan, on this rank alone."""
         if section.file is not None:
-            return _from_file(Path(section.file), parts[0])
+            return _from_files(Path(section.file), parts)
         if section.policy is not None:
             return Decision(policy=section.policy)
         assert section.budget is not None and scene is not None
@@ -209,8 +210,22 @@ def _hub_config(values: Any) -> Any:
     return AutoConfig.for_model(**values)
 
 
-def _from_file(path: Path, part: Part) -> Decision:
-    """A plan that was made before, for this model as it is on this rank."""
+def _from_files(path: Path, parts: Sequence[Part]) -> Decision:
+    """Plans that were made before, for this model as it is on this rank."""
+    if parts[0].number is not None and path.is_file():
+        raise UsageError(
+            f"plan.file: got the file {path}, and every stage of a pipeline has a plan of its own; expected the folder "
+            f"that holds {plan_name(0)} and those that follow, such as the log folder of a run under a budget"
+        )
+    found = [_from_file(path / plan_name(part.number) if path.is_dir() else path, part) for part in parts]
+    return Decision(
+        plans=tuple(text for text, _, _ in found), likenesses=tuple(like for _, like, _ in found),
+        predicted_peak_bytes=max(peak for _, _, peak in found),
+    )  # fmt: skip
+
+
+def _from_file(path: Path, part: Part) -> tuple[str, str, int]:
+    """A plan's text, what a module has to be like for it, and the peak that it states."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -222,9 +237,7 @@ def _from_file(path: Path, part: Part) -> Decision:
         plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
     except PlanMismatch as error:
         raise PlanMismatch(f"plan.file: {path} is of another model, batch or layout: {error}") from None
-    return Decision(
-        plans=(text,), likenesses=(likeness(traced),), predicted_peak_bytes=plan.predicted.peak_bytes
-    )  # fmt: skip
+    return text, likeness(traced), plan.predicted.peak_bytes
 
 
 def _apply(part: Part, plan_text: str, like: str) -> Applied:

@@ -281,7 +281,7 @@ def train(
         bool, Parameter(negative="", show_default=False, help="Fail where there is no checkpoint to go on from.")
     ] = False,
     budget: Annotated[str | None, Parameter(help="Peak bytes of a step on one rank, instead of [plan].")] = None,
-    plan: Annotated[Path | None, Parameter(help="A plan.json, instead of [plan].")] = None,
+    plan: Annotated[Path | None, Parameter(help="A plan.json or a run's log folder, instead of [plan].")] = None,
     recompute: Annotated[str | None, Parameter(help="A policy word, instead of [plan].")] = None,
     gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
     form: Format = "human",

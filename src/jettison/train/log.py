@@ -19,8 +19,11 @@ from jettison.errors import UsageError
 
 SCHEMA: Final = "jettison.train/1"
 _FILE: Final = "log.jsonl"
-PLAN: Final = "plan.json"
-STAGE_PLAN: Final = "plan-{}.json"
+
+
+def plan_name(stage: int | None) -> str:
+    """What the plan of a stage of a pipeline is called, or of a whole model."""
+    return "plan.json" if stage is None else f"plan-{stage}.json"
 
 
 class RunLog:
@@ -46,7 +49,7 @@ class RunLog:
     def keep_plans(self, texts: Sequence[str]) -> None:
         """Leave them beside the log, for the next run and for whoever wants to know: one, or one for each stage."""
         for number, text in enumerate(texts):
-            name = PLAN if len(texts) == 1 else STAGE_PLAN.format(number)
+            name = plan_name(None if len(texts) == 1 else number)
             self._attempt(partial((self.path.parent / name).write_text, text, encoding="utf-8"))
 
     def write(self, event: str, **values: Any) -> None:

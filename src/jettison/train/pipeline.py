@@ -111,12 +111,12 @@ class Pipeline:
             virtual_stages=layout.virtual_stages,
         )  # fmt: skip
         held = in_flight(work)
-        for stage, whole, half in zip(self.stages, held.forward, held.weight, strict=True):
+        for stage, number, whole, half in zip(self.stages, self._numbers, held.forward, held.weight, strict=True):
             stream = torch.zeros_like(self._stream(stage), device=self._device)
             batch = (rows[:, :-1],) if stage.is_first else received(stream)
             yield Part(
                 model=stage, batch=batch, loss_fn=stand_in_loss, regions=blocks_of(stage),
-                in_flight=min(whole + half, micro_batches),
+                in_flight=min(whole + half, micro_batches), number=number,
             )  # fmt: skip
 
     def context(self) -> AbstractContextManager[object]:

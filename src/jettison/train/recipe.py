@@ -217,7 +217,10 @@ class LayoutSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSection:
-    """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word."""
+    """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word.
+
+    ``file`` may be the log folder of a run that was planned; where there is a pipeline it has to be.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

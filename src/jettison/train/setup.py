@@ -111,8 +111,6 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
 def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
     """The layout, and the micro-batches of a step on one data-parallel rank."""
     layout = recipe.layout.over(ranks)
-    if layout.pp > 1 and recipe.plan.file is not None:
-        raise UsageError("plan.file: a file plans one module, and a pipeline has several; give plan.budget again")
     if layout.schedule is Schedule.ZERO_BUBBLE and layout.zero == 3:
         raise UsageError(
             "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "

@@ -44,6 +44,7 @@ class Part:
         regions: names of its blocks; those that repeat where left out.
         mode: of the module's twin in a scene.
         in_flight: the most micro-batches that it has between forward and backward.
+        number: of the stages of a pipeline, which it is; None where it is the whole model.
     """
 
     model: nn.Module
@@ -52,6 +53,7 @@ class Part:
     regions: Sequence[str] | None = None
     mode: FakeTensorMode | None = None
     in_flight: int = 1
+    number: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
