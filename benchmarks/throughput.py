@@ -33,7 +33,9 @@ from jettison.units import GIB
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
-GPUS = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-80gb", "H100-96GB": "h100-96gb", "H100": "h100-96gb"}
+GPUS = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-80gb", "H100-96GB": "h100-96gb", "H100": "h100-96gb",
+    "B200-180GB": "b200-192gb", "GB200-186GB": "gb200-192gb",
+}  # fmt: skip
 """An H100 in torchtitan's own pull requests is Meta's."""
 MPT = {
     "mpt-1b": (2048, 24, 16), "mpt-3b": (2560, 32, 20), "mpt-7b": (4096, 32, 32), "mpt-13b": (5120, 40, 40),
@@ -153,14 +155,15 @@ def _nanotron(row: Mapping[str, str]) -> tuple[Run, Execution]:
 
 
 def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
-    """Megatron-Core with Transformer Engine's delayed scaling, ZeRO 1, bf16 gradients and sends that hide, dropout 0.1
-    in GPT-3 and none in Llama: what the launcher's files say."""
+    """Megatron-Core with Transformer Engine, ZeRO 1, bf16 gradients and sends that hide, dropout 0.1 in GPT-3 and none
+    in the others: what the files of launcher and scripts say."""
     tp, pp, cp, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "gpus"))
     seq, micro_batch, dp = int(row["sequence"]), int(row["micro_batch"]), gpus // (tp * pp * cp)
     sequences = int(row["global_batch"] or NEMO_TOKENS // seq)
     gpt = row["model"].startswith("gpt3")
     request = RunRequest(
-        seq=seq, micro_batch=micro_batch, micro_batches=sequences // (micro_batch * dp), tp=tp, sp=tp > 1, pp=pp, cp=cp,
+        seq=seq, micro_batch=micro_batch, micro_batches=sequences // (micro_batch * dp), tp=tp, sp=tp > 1,
+        pp=pp, cp=cp, ep=int(row["ep"]),
         virtual_stages=int(row["virtual_stages"]), dp=dp, zero=1 if dp > 1 else 0, precision="fp8", attention="flash",
         kernels=MEGATRON.name, dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",
@@ -170,7 +173,7 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
     else:
         model = preset(row["model"].replace("gpt3", "gpt"))
     run = resolve(model, request).run
-    return run, replace(execution_of(run), hides_stages=True)
+    return run, replace(execution_of(run), hides_stages=True, delayed_scaling=row["scaling"] == "delayed")
 
 
 RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = MappingProxyType(
@@ -215,7 +218,8 @@ def token_flops(run: Run) -> float:
 
 def _words(run: Run) -> str:
     layout = run.layout
-    sizes = {"tp": layout.tp, "pp": layout.pp, "v": layout.virtual_stages, "cp": layout.cp, "dp": layout.dp}
+    sizes = {"tp": layout.tp, "pp": layout.pp, "v": layout.virtual_stages, "cp": layout.cp, "ep": layout.ep}
+    sizes |= {"dp": layout.dp}
     return "-".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
 
 
@@ -226,9 +230,11 @@ def page() -> str:
     """The whole page."""
     found = rows()
     listed, others, nemo = ([row for row in found if row.file == name] for name in (LISTED, FOUNDRY, NEMO))
+    hopper, blackwell = ([row for row in nemo if ("H100" in row.gpu) is old] for old in (True, False))
     words = {
-        "listed": _table(listed), "others": _table(others), "nemo": _table(nemo),
-        "listed_summary": _summary(listed), "others_summary": _summary(others), "nemo_summary": _summary(nemo),
+        "listed": _table(listed), "others": _table(others), "nemo": _table(hopper), "blackwell": _table(blackwell),
+        "listed_summary": _summary(listed), "others_summary": _summary(others), "nemo_summary": _summary(hopper),
+        "blackwell_summary": _summary(blackwell),
         "table5": _table5(), "appendix_c": _appendix_c(),
     }  # fmt: skip
     return TEMPLATE.read_text(encoding="utf-8").format_map(words)

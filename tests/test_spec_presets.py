@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from jettison.errors import UsageError
-from jettison.formula.parameters import parameter_count
+from jettison.formula.parameters import active_parameter_count, parameter_count
 from jettison.spec.model import Activation, Arrangement, Attention, LatentAttention, Moe
 from jettison.spec.presets import PRESETS, preset
 
@@ -159,3 +159,27 @@ def test_an_unknown_name_without_a_close_one_lists_all() -> None:
     with pytest.raises(UsageError) as caught:
         preset("zzz")
     assert all(name in str(caught.value) for name in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "without_embedding"),
+    [
+        ("mixtral-8x7b", 12.9, False),  # arXiv 2401.04088: 13B
+        ("mixtral-8x22b", 39.2, False),  # Mistral's announcement: 39B
+        ("deepseek-v2", 21.4, False),  # arXiv 2405.04434: 21B
+        ("deepseek-v3", 37.6, False),  # arXiv 2412.19437: 37B
+        ("qwen3-30b-a3b", 3.4, False),  # arXiv 2505.09388: 3B
+        ("qwen3-235b-a22b", 22.2, False),  # the same: 22B
+        ("gpt-oss-20b", 3.61, True),  # arXiv 2508.10925, Table 1, which counts the table once
+        ("gpt-oss-120b", 5.13, True),
+    ],
+)
+def test_a_token_meets_as_many_parameters_as_are_published(name: str, billions: float, without_embedding: bool) -> None:
+    model = preset(name)
+    table = model.vocab * model.hidden if without_embedding else 0
+    places = 2 if without_embedding else 1
+    assert round((active_parameter_count(model) - table) / 1e9, places) == billions
+
+
+def test_every_parameter_of_a_dense_model_meets_every_token() -> None:
+    assert active_parameter_count(preset("llama3-8b")) == parameter_count(preset("llama3-8b"))

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from jettison.cost.kernels import BATCHED, FLASH
 from jettison.cost.recompute import everything
-from jettison.formula.parameters import parameter_count
+from jettison.formula.parameters import active_parameter_count
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import Layout
@@ -32,7 +32,7 @@ class Counting(StrEnum):
 
     LEDGER = "ledger"  # three times the matrix products of a forward, attention in full
     CAUSAL = "causal"  # the same, of attention only what is not masked
-    PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B)
+    PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B), N without experts that a token does not meet
     PARAMETERS = "6n"  # 6N a token
 
 
@@ -111,7 +111,7 @@ def _micro_batch_flops(scene: Scene, causal: bool) -> float:
 @lru_cache(maxsize=1024)
 def _token_flops(model: ModelSpec, seq: int, attention: bool) -> float:
     width = sum(_attended_width(layer) for layer in model.layers)
-    return 6 * parameter_count(model) + (12 * width * seq if attention else 0)
+    return 6 * active_parameter_count(model) + (12 * width * seq if attention else 0)
 
 
 def _attended_width(layer: Layer) -> int:

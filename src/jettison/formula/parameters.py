@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
-from jettison.spec.model import ModelSpec
+from jettison.spec.model import ModelSpec, Moe
 from jettison.spec.run import Run
 
 
@@ -23,3 +23,14 @@ def regions(model: ModelSpec) -> Iterator[tuple[Region, int]]:
 def parameter_count(model: ModelSpec) -> int:
     """Parameters of the whole model; a tied weight counts once."""
     return sum(n * sum(w.total for w in region.weights if not w.tied) for region, n in regions(model))
+
+
+def active_parameter_count(model: ModelSpec) -> int:
+    """Parameters that one token meets: of each layer's experts those that it is sent to."""
+    scene = Run(model=model, seq=1).scene
+    idle = 0
+    for kind, layers in Counter(model.layers).items():
+        if isinstance(kind.mlp, Moe):
+            experts = sum(w.total for w in layer_region(scene, kind).weights if w.expert)
+            idle += layers * experts * (kind.mlp.experts - kind.mlp.top_k) // kind.mlp.experts
+    return parameter_count(model) - idle
