@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,28 @@ def test_two_ranks(tmp_path: Path, cases: dict[str, Any]) -> None:
 def test_four_ranks(tmp_path: Path) -> None:
     found = run_ranks(budgets, 4, {"folder": str(tmp_path), "cases": FOUR}, timeout=280)
     check(found[0])
+
+
+def another_recipe(args: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: what is said where rank 1 alone has no plan, or another one, and after how many seconds."""
+    made = recipe(Path(args["folder"]), {"layout": {"zero": 3}})
+    found = {}
+    for name, plans in (
+        ("none", (PlanSection(policy="full"), PlanSection())),
+        ("other", (PlanSection(policy="full"), PlanSection(budget="2GiB"))),
+    ):
+        start = time.monotonic()
+        with pytest.raises(UsageError) as error:
+            train(replace(made, plan=plans[int(os.environ["RANK"])]))
+        found[name] = [str(error.value), time.monotonic() - start]
+    return found
+
+
+def test_ranks_with_different_recipes_are_refused_within_seconds(tmp_path: Path) -> None:
+    for rank in run_ranks(another_recipe, 2, {"folder": str(tmp_path)}, timeout=100):
+        assert rank["none"][0].startswith("plan.policy: rank 1 was given None and rank 0 'full'")
+        assert rank["other"][0].startswith("plan.budget: rank 1 was given '2GiB' and rank 0 None")
+        assert rank["none"][1] < 20 and rank["other"][1] < 20
 
 
 def given_again(args: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import distributed as dist
 
-from jettison.errors import JettisonError
+from jettison.errors import JettisonError, UsageError
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import MicroBatch
 from jettison.train.log import SCHEMA, RunLog
@@ -27,7 +27,7 @@ from jettison.train.result import TrainResult
 from jettison.train.setup import Session, prepare
 from jettison.train.signals import StopRequest
 from jettison.train.tools import Say, Tools, silent
-from jettison.train.world import World, joined
+from jettison.train.world import World, agreed, joined
 
 _LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "gloo")
 
@@ -61,7 +61,9 @@ def train(
     with joined() as world, StopRequest() as stop:
         if not world.leads:
             say = warn = silent
-        session = prepare(world.together(make), world, tools, must_resume=must_resume, say=say, warn=warn)
+        recipe = world.together(make)
+        _same_everywhere(recipe, world)
+        session = prepare(recipe, world, tools, must_resume=must_resume, say=say, warn=warn)
         run = _Run(session, stop, say, warn)
         try:
             return run.to_the_end()
@@ -74,6 +76,33 @@ def train(
             ) from error
         finally:
             run.close()
+
+
+def _same_everywhere(recipe: TrainRecipe, world: World) -> None:
+    """Ranks that do different things wait for each other until a timeout.
+
+    Raises:
+        UsageError: on every rank, about the first that was given something else than rank 0.
+    """
+    first, *others = [dict(_flat(fields, "")) for fields in world.gather(asdict(recipe))]
+    for rank, given in enumerate(others, start=1):
+        for name in sorted(first.keys() | given.keys()):
+            here, there = first.get(name), given.get(name)
+            if here != there:
+                raise agreed(
+                    UsageError(
+                        f"{name}: rank {rank} was given {there!r} and rank 0 {here!r}; expected one recipe, with the "
+                        "same flags, on every rank"
+                    )
+                )
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _flat(inner, f"{name}.{key}" if name else str(key))
 
 
 @dataclass(kw_only=True)
