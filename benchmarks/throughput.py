@@ -18,7 +18,7 @@ from statistics import median
 from types import MappingProxyType
 
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.flops import Counting
+from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.forecast.request import RunRequest, resolve
 from jettison.forecast.time import Estimate, estimate
 from jettison.forecast.trilemma import microbatch_level
@@ -33,7 +33,8 @@ from jettison.units import GIB
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
-GPUS = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-80gb", "H100-96GB": "h100-96gb", "H100": "h100-96gb",
+GPUS = {
+    "A100-80GB": "a100-80gb", "H100-80GB": "h100-80gb", "H100-96GB": "h100-96gb", "H100": "h100-96gb",
     "B200-180GB": "b200-192gb", "GB200-186GB": "gb200-192gb",
 }  # fmt: skip
 """An H100 in torchtitan's own pull requests is Meta's."""
@@ -163,9 +164,8 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
     gpt = row["model"].startswith("gpt3")
     request = RunRequest(
         seq=seq, micro_batch=micro_batch, micro_batches=sequences // (micro_batch * dp), tp=tp, sp=tp > 1,
-        pp=pp, cp=cp, ep=int(row["ep"]),
-        virtual_stages=int(row["virtual_stages"]), dp=dp, zero=1 if dp > 1 else 0, precision="fp8", attention="flash",
-        kernels=MEGATRON.name, dropout=0.1 if gpt else 0.0,
+        pp=pp, cp=cp, ep=int(row["ep"]), virtual_stages=int(row["virtual_stages"]), dp=dp, zero=1 if dp > 1 else 0,
+        precision="fp8", attention="flash", kernels=MEGATRON.name, dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",
     )  # fmt: skip
     if row["model"] in NEMO_GPT:
@@ -180,8 +180,6 @@ RULES: Mapping[str, Callable[[Mapping[str, str]], tuple[Run, Execution]]] = Mapp
     {"torchtitan": _torchtitan, "llm-foundry": _foundry, "ultrascale": _nanotron, "NeMo": _nemo}
 )
 """By the first word of a source."""
-
-
 LISTED, FOUNDRY, NEMO = "published_runs.csv", "llm_foundry_throughput.csv", "nemo_throughput.csv"
 
 
@@ -212,11 +210,11 @@ def _tokens(run: Run, teraflops: str) -> float:
 
 def token_flops(run: Run) -> float:
     """Model FLOPs of a token."""
-    tokens = run.seq * run.micro_batch * run.micro_batches * run.layout.dp
-    return estimate(run, hardware("h100-80gb")).model_flops() / tokens
+    return model_flops(run) / tokens(run)
 
 
 def _words(run: Run) -> str:
+    """Its layout as a layout column has it."""
     layout = run.layout
     sizes = {"tp": layout.tp, "pp": layout.pp, "v": layout.virtual_stages, "cp": layout.cp, "ep": layout.ep}
     sizes |= {"dp": layout.dp}

@@ -60,6 +60,10 @@ class Execution:
     hooks: bool = False
     attention: float = 1.0
 
+    def exposed(self, ranks: int) -> float:
+        """Share of a transfer over so many ranks of tensor parallelism that its own product does not cover."""
+        return 1 / ranks if self.pipelines_tensor else 1.0
+
     def compiled(self) -> Execution:
         """The same under torch.compile."""
         return replace(self, fusion=Fusion.COMPILED)

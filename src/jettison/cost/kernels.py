@@ -190,7 +190,7 @@ class _Listing:
         steps = self.tape.steps
         members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
         readers: defaultdict[int, set[int]] = defaultdict(set)
-        narrow_only: defaultdict[int, set[int]] = defaultdict(set)
+        narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers that take the copy in fp8
         narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.delayed_scaling}
         for number, group in enumerate(members):
             for i in group:

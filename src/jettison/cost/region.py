@@ -84,6 +84,13 @@ class RegionSeconds:
 NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
 
 
+def kernels_of(region: Region, execution: Execution, precision: Precision) -> Work:
+    """Everything that a region launches when it is run like that."""
+    return work(
+        region, execution.fusion, precision.gradient, precision.product, delayed_scaling=execution.delayed_scaling
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=16384)
 def region_seconds(
     region: Region, again: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
@@ -141,10 +148,7 @@ class _Timer:
     @cached_property
     def listed(self) -> Work:
         """The kernels of both passes."""
-        how, precision = self.execution, self.precision
-        return work(
-            self.region, how.fusion, precision.gradient, precision.product, delayed_scaling=how.delayed_scaling
-        )  # fmt: skip
+        return kernels_of(self.region, self.execution, self.precision)
 
     def seconds(self, again: frozenset[int], *, hooked: bool = False) -> RegionSeconds:
         listed = self.listed
@@ -193,11 +197,13 @@ class _Timer:
         return transfer_seconds(kind, nbytes, group(self.layout, axis, self.hardware.node), self.hardware)
 
     def _exposed(self, axis: str) -> float:
-        """Share of a transfer that its own product does not cover. See NOTE [ What hides behind what ]."""
-        return 1 / self.layout.tp if axis == "tp" and self.execution.pipelines_tensor else 1.0
+        """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""
+        return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
 
     def _cost(self, waited: float, hidden: float, kernels: Sequence[Kernel]) -> float:
         """Seconds waited for, and what those that hide behind products cost nevertheless."""
+        if not hidden:
+            return waited
         steps = self.region.tape.steps
         products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
         out = max(0.0, hidden - products)

@@ -22,10 +22,9 @@ from functools import lru_cache
 from itertools import pairwise, takewhile
 
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.kernels import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.cost.pipeline import schedule_seconds
-from jettison.cost.region import region_seconds
+from jettison.cost.region import kernels_of, region_seconds
 from jettison.forecast.bounds import least_seconds, with_ends
 from jettison.forecast.run import Forecast, Stage
 from jettison.forecast.stage_time import StageSeconds, Timing
@@ -167,13 +166,10 @@ def _op_seconds(
         for i in steps
     ]  # fmt: skip
     # beside products that run again, too, a transfer costs less than alone
-    exposed = 1 / layout.tp if execution.pipelines_tensor else 1.0
+    exposed = execution.exposed(layout.tp)
     least = exposed + (1 - exposed) * hardware.reached.shared
     found = [seconds * least for seconds in alone]
-    listed = work(
-        region, execution.fusion, precision.gradient, precision.product, delayed_scaling=execution.delayed_scaling
-    )  # fmt: skip
-    for kernel in listed.forward:
+    for kernel in kernels_of(region, execution, precision).forward:
         took = kernel_seconds(
             kernel, hardware, visible=visible, dtype=precision.compute, attention=execution.attention
         )  # fmt: skip
