@@ -10,19 +10,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jettison.cost.execution import execution_of
+from jettison.cost.region import region_seconds
 from jettison.errors import Infeasible
 from jettison.forecast.auto import choose
 from jettison.forecast.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.forecast.evaluate import Bench, Question
 from jettison.forecast.hunt import REACH, Hunt, Room
 from jettison.forecast.peak import peak_bytes
-from jettison.forecast.planner_bound import planner_seconds
-from jettison.forecast.request import model_spec
+from jettison.forecast.planner_bound import least_op_seconds, planner_seconds
+from jettison.forecast.request import RunRequest, model_spec, resolve
 from jettison.forecast.run import forecast
 from jettison.forecast.search import NothingFits, search
 from jettison.forecast.search_request import SearchRequest
 from jettison.forecast.space import Setup, Space, setup_run
 from jettison.forecast.time import estimate
+from jettison.formula.region import layer_region
 from jettison.report.search import SearchReport, search_report
 from jettison.spec.config import parse_config
 from jettison.spec.hardware import hardware
@@ -228,6 +231,18 @@ def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, 
     for row in planned(whole, setup, limit):
         assert least is not None
         assert least * (1 - SHAVED) <= row.seconds
+
+
+@given(data=st.data(), overlap=st.booleans())
+def test_ops_that_run_again_take_no_less_than_one_by_one(data: st.DataObject, overlap: bool) -> None:
+    """Of a layer over 4 ranks, whose gatherings hide behind products that run again where products are cut."""
+    request = RunRequest(tp=4, sp=True, kernels="megatron", tp_comm_overlap=overlap)
+    run = resolve(WIDE, request).run
+    region, how, layout = layer_region(run.scene, WIDE.layers[0]), execution_of(run), run.layout.within_stage
+    least = least_op_seconds(region, A100, how, run.precision, layout, 1.0)
+    again = data.draw(st.frozensets(st.integers(0, len(least) - 1)) | st.just(frozenset(range(len(least)))))
+    took = region_seconds(region, again, A100, how, run.precision, layout, 1.0).again
+    assert sum(least[i] for i in again) <= (took.compute + took.transfers) * (1 + 1e-9)
 
 
 # what people chose ----------------------------------------------------------------------------------------------------

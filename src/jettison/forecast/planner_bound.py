@@ -151,12 +151,12 @@ def _segments(
     region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
 ) -> Segments:
     """The hull, from plain autograd on."""
-    seconds = _op_seconds(region, hardware, execution, precision, layout, visible)
+    seconds = least_op_seconds(region, hardware, execution, precision, layout, visible)
     points = pareto_frontier(region.program, seconds, max_points=ALL_POINTS)[::-1]
     return tuple((more.kept_bytes - less.kept_bytes, less.seconds - more.seconds) for more, less in pairwise(points))
 
 
-def _op_seconds(
+def least_op_seconds(
     region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
 ) -> list[float]:
     """What an op adds to a recompute, at least, whatever else runs again."""
