@@ -86,18 +86,14 @@ def _same_everywhere(recipe: TrainRecipe, world: World) -> None:
     """
     first, *others = [dict(_flat(fields, "")) for fields in world.gather(asdict(recipe))]
     for rank, given in enumerate(others, start=1):
-        for name in sorted(first.keys() | given.keys()):
-            here, there = first.get(name), given.get(name)
-            if here != there:
-                raise agreed(
-                    UsageError(
-                        f"{name}: rank {rank} was given {there!r} and rank 0 {here!r}; expected one recipe, with the "
-                        "same flags, on every rank"
-                    )
-                )
+        for name, expected in first.items():
+            if given[name] != expected:
+                text = f"{name}: rank {rank} was given {given[name]!r} and rank 0 {expected!r}"
+                raise agreed(UsageError(f"{text}; expected one recipe, with the same flags, on every rank"))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Keys of sections, such as plan.budget, with what they are."""
     if not isinstance(value, dict):
         yield name, value
         return
