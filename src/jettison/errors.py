@@ -93,6 +93,10 @@ class StaleTensor(JettisonError, RuntimeError):
     """A tensor that backward needs was written to after forward had saved it."""
 
 
+class WrongValue(JettisonError, RuntimeError):
+    """A tensor that was computed again is not the one that forward had. The gradients of this step are not usable."""
+
+
 class PlanMismatch(JettisonError, RuntimeError):
     """A plan does not belong to this model, this input, or to what the other ranks hold."""
 

@@ -20,6 +20,7 @@ from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatmen
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.witness import Check, check_of
 from jettison.trace.model import LossFn, ModelTrace, trace_model
 from jettison.trace.sharded import sharded_modules
 from jettison.units import parse_bytes
@@ -106,6 +107,7 @@ def auto_checkpoint(
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
     holds_output: bool = True,
+    check: str | Check = Check.ALWAYS,
     group: Group | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Applied:
@@ -122,6 +124,7 @@ def auto_checkpoint(
         holds_output: the loop still holds the model's output (logits and all) while it runs backward, as
             ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which
             frees it.
+        check: as in `apply`.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -132,6 +135,7 @@ def auto_checkpoint(
         UsageError: the budget cannot be read.
     """
     budget_bytes = parse_bytes(memory_budget)
+    how = check_of(check)
     _refuse(model)
     if sharded_modules(model):
         raise UnsupportedModule(
@@ -142,15 +146,16 @@ def auto_checkpoint(
         progress("tracing")
         traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
         traced.holds_output = holds_output
+        traced.how = how
 
         def make() -> Applied:
             mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
             planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
-            return apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
+            return apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes, how)
 
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
-            applied = apply_from_another_rank(model, traced, *json.loads(applied))
+            applied = apply_from_another_rank(model, traced, *json.loads(applied), how)
         return _agreed(applied, agreement)
 
 
@@ -162,7 +167,9 @@ def likeness(traced: ModelTrace) -> str:
     return " ".join(replace(p, ops=tuple(replace(op, price_key="") for op in p.ops)).digest() for p in programs)
 
 
-def apply_from_another_rank(model: nn.Module, traced: ModelTrace, plan_text: str, like: str) -> Applied:
+def apply_from_another_rank(
+    model: nn.Module, traced: ModelTrace, plan_text: str, like: str, how: Check = Check.ALWAYS
+) -> Applied:
     """The same decisions on this rank's programs, under the digests that they have here.
 
     Args:
@@ -177,13 +184,15 @@ def apply_from_another_rank(model: nn.Module, traced: ModelTrace, plan_text: str
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
     layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
     own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
-    return replace(_apply_plan(model, traced, own), plan=plan)
+    return replace(_apply_plan(model, traced, own, how), plan=plan)
 
 
-def apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int) -> Applied:
+def apply_rehearsed(
+    model: nn.Module, planner: Planner, found: Rehearsed, budget_bytes: int, how: Check = Check.ALWAYS
+) -> Applied:
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
-    regions = install(model, planner.trace, found.part.treatments, found.part.root, found.part.segments)
+    regions = install(model, planner.trace, found.part.treatments, found.part.root, found.part.segments, how=how)
     return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
 
 
@@ -195,6 +204,7 @@ def apply(
     batch: Any = None,
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
+    check: str | Check = Check.ALWAYS,
     group: Group | None = None,
 ) -> Applied:
     """Apply a plan, or a policy of your own.
@@ -208,6 +218,9 @@ def apply(
             `Treatment`, or a mapping from block name to one of these (blocks left out keep everything).
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
+        check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
+            elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all elements),
+            ``exact`` (as ``always``, and no rounding is let through on accelerators), ``off``.
         group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
             that communicates by other means.
 
@@ -218,20 +231,24 @@ def apply(
     """
     if (policy is None) == (plan is None):
         raise UsageError("give either policy= or plan=, not both and not neither")
+    how = check_of(check)
     _refuse(model)
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
     with Agreement(groups_for(model, group)) as agreement:
         traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
         if plan is not None:
-            return _agreed(_apply_plan(model, traced, plan), agreement)
+            return _agreed(_apply_plan(model, traced, plan, how), agreement)
         assert policy is not None
         treatments, segments = treatments_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
         _warn_pointless(traced, treatments, policy)
-        return _agreed(Applied(regions=install(model, traced, treatments, KeepAll(), segments)), agreement)
+        if any(chosen.word != "none" for chosen in treatments.values()):
+            for text in traced.warnings:
+                warnings.warn(text, stacklevel=2)
+        return _agreed(Applied(regions=install(model, traced, treatments, KeepAll(), segments, how=how)), agreement)
 
 
-def _apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan) -> Applied:
+def _apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan, how: Check) -> Applied:
     names = list(dict.fromkeys(c.name for c in traced.calls))
     programs = {c.name: traced.program(c) for c in traced.calls}
     digests = {name: program.digest() for name, program in programs.items()}
@@ -239,7 +256,7 @@ def _apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan) -> Applied:
     treatments = {entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers}
     root = exactly(traced.root.program, frozenset(plan.root.kept))
     segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
-    return Applied(regions=install(model, traced, treatments, root, segments), plan=plan)
+    return Applied(regions=install(model, traced, treatments, root, segments, how=how), plan=plan)
 
 
 def _agreed(applied: Applied, agreement: Agreement) -> Applied:

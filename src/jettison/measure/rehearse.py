@@ -23,6 +23,7 @@ from jettison.plan.problem import RegionOption
 from jettison.plan.treatment import Exactly, KeepAll, Treatment
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
+from jettison.runtime.witness import Check
 from jettison.trace.capture import RegionTrace
 from jettison.trace.fakes import fake_batch
 from jettison.trace.model import BlockClass, ModelTrace
@@ -109,9 +110,11 @@ class OneBatch:
 
 
 @contextlib.contextmanager
-def planned(module: nn.Module, name: str, treatment: Treatment, trace: RegionTrace, signature: Any) -> Iterator[None]:
+def planned(
+    module: nn.Module, name: str, treatment: Treatment, trace: RegionTrace, signature: Any, how: Check
+) -> Iterator[None]:
     """The module runs under a treatment, with a program that is known already."""
-    region = PlannedForward(module, name, treatment)
+    region = PlannedForward(module, name, treatment, how=how)
     region.adopt(signature, trace, checked=True)
     try:
         yield
@@ -131,7 +134,8 @@ def rehearse_block(
     module = trace.twin.get_submodule(cls.example)
     treatment = Exactly(cls.trace.program.digest(), kept, KeepAll())
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
-    with trace.context(), quiet_gc(), planned(module, cls.example, treatment, cls.trace, cls.signature):
+    how = Check(trace.how)
+    with trace.context(), quiet_gc(), planned(module, cls.example, treatment, cls.trace, cls.signature, how):
         resident, forward_peak, backward_peak = block_levels(module, (cls.args, cls.kwargs), shared, workspace)
         module.zero_grad(set_to_none=True)
     return RegionOption(
@@ -190,7 +194,9 @@ def rehearse_scene(parts: Sequence[Part], scene: Scene, *, workspace: Workspace 
 @contextlib.contextmanager
 def _under(module: nn.Module, part: Part) -> Iterator[None]:
     """The module under its treatments."""
-    regions = install(module, part.trace, part.treatments, part.root, part.segments, checked=True)
+    regions = install(
+        module, part.trace, part.treatments, part.root, part.segments, checked=True, how=Check(part.trace.how)
+    )  # fmt: skip
     for region in regions:
         if region.name in part.opaque:
             region.forward = StandIn(part.trace, region.name, part.opaque[region.name], region.module)

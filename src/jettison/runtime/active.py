@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from jettison.errors import TraceError
-from jettison.runtime.frame import Frame
+from jettison.errors import TraceError, WrongValue
+from jettison.runtime.frame import Frame, Handle
 from jettison.runtime.graphprint import next_sequence_number
-from jettison.runtime.recipe import Recipe, get_state
+from jettison.runtime.recipe import Recipe, SlotAction
 from jettison.runtime.verify import SequenceCheck
+from jettison.runtime.witness import Witness
 from jettison.trace.capture import CaptureMode, TensorRef
+from jettison.trace.streams import Streams
 from jettison.trace.wrapped import plain, wrapping
 
 _running = threading.local()
@@ -24,15 +25,36 @@ _running = threading.local()
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("check", "nested", "region", "start", "taps_seen")
+    __slots__ = ("check", "nested", "number", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: Any) -> None:
         super().__init__(recipe, region.name, region.owners, region.model)
         self.region = region
+        self.number = region.calls
         self.check: SequenceCheck | None = None
         self.start = next_sequence_number()
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
+
+    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
+        """As any frame's, and no op of the model's."""
+        if self.check is None:
+            return super().witness(slot, tensor, index)
+        self.check.paused = True
+        try:
+            return super().witness(slot, tensor, index)
+        finally:
+            self.check.paused = False
+
+    def wrong(self, handle: Handle) -> WrongValue:
+        """As any frame's, and the region is not trusted again."""
+        plain_words = str(super().wrong(handle))
+        kind = likely_kind(self.recipe, handle.index, self.region)
+        self.region.distrust(self.recipe, f"{plain_words}. {kind}")
+        return WrongValue(
+            f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
+            "from the next step on this region runs without a recording"
+        )
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
         """A module boundary was crossed; box what recipes want of it."""
@@ -54,6 +76,20 @@ class ActiveFrame(Frame):
                 n = wanted.get((call, leaf))
                 if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
                     self.boxes[n].fill(tensor)
+
+
+def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
+    """A guess at what a recording took as fixed and was not."""
+    program = recipe.trace.program
+    changed = region.guard.words() if region.guard is not None else ""
+    if changed:
+        return f"Since it was recorded, {changed} changed."
+    closure = program.closure(program.slots[slot].buffer)
+    if any(recipe.trace.calls[i].state_in is not None for i in closure.ops):
+        return "Its values come from a random stream that something moved between forward and its recompute."
+    if recipe.trace.reads:
+        return "Its forward reads numbers out of tensors."
+    return "Its forward hangs on Python state, or on values, that were other ones when it was recorded."
 
 
 def _is(found: Any, recorded: TensorRef) -> bool:
@@ -89,6 +125,8 @@ class Listener:
         self.path = path
         self.is_output = is_output
 
+    of_a_region = True
+
     def __call__(self, _module: nn.Module, args: Any, result: Any) -> None:
         frame = current_frame()
         if frame is None or frame.region is not self.region:
@@ -105,19 +143,23 @@ class Listener:
 class Before:
     """Enough of the world to run a region's forward again: random states, and proof that nothing else changed."""
 
-    def __init__(self, module: nn.Module, *, cuda: bool) -> None:
-        self.module = module
-        self.cpu = get_state("cpu")
-        # dear on CUDA, and needed only where the region may draw
-        self.cuda = torch.cuda.get_rng_state_all() if cuda and torch.cuda.is_initialized() else None
-        self.versions = [b._version for b in module.buffers()]
+    def __init__(self, module: nn.Module, leaves: list[Any], *, cuda: bool) -> None:
+        self.tensors = [*module.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        self.streams = Streams.now(cuda=cuda)  # dear on CUDA, and needed only where the region may draw
+        self.versions = [t._version for t in self.tensors]
 
-    def restore(self, name: str, why: str) -> None:
-        if self.versions != [b._version for b in self.module.buffers()]:
+    def restore(self, name: str, why: str, effects: str) -> None:
+        """Go back to before a run that was broken off.
+
+        Raises:
+            TraceError: the run has left something behind that cannot be undone.
+        """
+        done = "written to its buffers or arguments" if self.versions != [t._version for t in self.tensors] else ""
+        done = done or (effects and f"changed Python's state ({effects})")
+        if done:
             raise TraceError(
-                f"{name or 'the model'} did not run as recorded ({why}) and has written to its buffers, so it cannot "
-                "be run again; leave it out with regions=[...]"
+                f"{name or 'the model'} did not run as recorded ({why}) and has {done}, so it cannot be run again in "
+                "this step; the next step runs it without a recording. Leave it out with regions=[...] to have no such "
+                "steps"
             )
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state_all(self.cuda)
+        self.streams.restore()

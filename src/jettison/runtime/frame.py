@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.errors import StaleTensor
+from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, run_step, set_state, view_of, whole_copy
+from jettison.runtime.witness import Check, Rounded, Witness, compare
 from jettison.trace.capture import TensorRef, layout, layout_of
 from jettison.trace.sharded import whole_now
 from jettison.trace.wrapped import arrived, plain, storage_of, wrapping
@@ -29,6 +30,12 @@ class Held:
         self.tensor = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
         self.version = tensor._version
 
+    def open(self) -> Tensor:
+        """The tensor, if nobody has written to it."""
+        if self.tensor._version != self.version:
+            raise _stale("a kept tensor", "a planned region", self.version, self.tensor._version)
+        return self.tensor
+
 
 class Box:
     """A value that recipes read. Empty until the forward comes by it."""
@@ -48,21 +55,26 @@ class Box:
 
 
 class Handle:
-    """A dropped slot. Owns the boxes that its recipe reads."""
+    """A dropped slot. Owns the boxes that its recipe reads, and a witness of what was dropped."""
 
-    __slots__ = ("boxes", "frame", "slot")
+    __slots__ = ("boxes", "frame", "index", "slot", "witness")
 
-    def __init__(self, frame: Frame, slot: SlotAction, boxes: tuple[Box | Handle, ...]) -> None:
+    def __init__(
+        self, frame: Frame, slot: SlotAction, boxes: tuple[Box | Handle, ...], witness: Witness | None = None,
+        index: int = -1,
+    ) -> None:  # fmt: skip
         self.frame = frame
         self.slot = slot
         self.boxes = boxes
+        self.witness = witness
+        self.index = index
 
 
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "index", "memo", "model", "name",
-                 "owners", "parameters", "precision", "recipe")  # fmt: skip
+    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "how", "index", "memo", "model", "name", "owners",
+                 "parameters", "precision", "recipe", "rounded", "salt", "share")  # fmt: skip
 
     def __init__(
         self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]], model: nn.Module
@@ -83,6 +95,10 @@ class Frame:
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.precision = torch.get_float32_matmul_precision()
+        self.how = Check.ALWAYS
+        self.share = 1  # one slot in so many leaves a witness
+        self.salt = 0
+        self.rounded = Rounded()
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -129,7 +145,11 @@ class Frame:
         if slot.kind == "drop":
             boxes = self.boxes
             assert boxes is not None
-            return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]))
+            index = self.index - 1
+            witness = None
+            if self.how is not Check.OFF and (self.share == 1 or (self.salt + index) % self.share == 0):
+                witness = self.witness(slot, inner if inner is tensor else arrived(tensor), index)
+            return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
             if storage_of(table[leaf]) != inner.untyped_storage()._cdata:
@@ -138,6 +158,10 @@ class Frame:
             assert self.boxes is not None
             self.boxes[slot.fill].fill(tensor)
         return Held(tensor, self)
+
+    def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
+        """What a dropped tensor leaves behind."""
+        return Witness(tensor, slot.spots, self.salt * 7919 + index, full=self.how is Check.FULL)
 
     def leave(self) -> None:
         """The forward is over: every slot was met and every box is full. From here on handles own everything."""
@@ -174,9 +198,22 @@ class Frame:
                     tensor = self._pull(buffer, handle)
             else:
                 tensor = self._pull(buffer, handle)
-            if not _asked_again():
+            if not is_asked_again():
                 self._release(buffer)
-            return tensor if slot.view is None else view_of(tensor, slot.view)
+            tensor = tensor if slot.view is None else view_of(tensor, slot.view)
+            if handle.witness is not None:
+                rounded = None if self.how is Check.EXACT else self.rounded
+                compare(handle.witness, plain(tensor), rounded, lambda: self.wrong(handle))
+            return tensor
+
+    def wrong(self, handle: Handle) -> WrongValue:
+        """What to raise where a tensor came back as another one."""
+        slot = self.recipe.trace.program.slots[handle.index]
+        where = ".".join(filter(None, (self.name, slot.path))) or "the model"
+        return WrongValue(
+            f"saved tensor {slot.index} of {where} (shape {slot.shape}, {slot.dtype}, after {slot.op or 'the start'}) "
+            "was computed again for backward and is not what forward had"
+        )
 
     def _pull(self, buffer: int, handle: Handle) -> Tensor:
         tensor = self.memo.get(buffer)
@@ -252,12 +289,11 @@ def unpack(packed: Any) -> Tensor:
     """Autograd wants a saved tensor back."""
     if type(packed) is Handle:
         return packed.frame.recompute(packed)
-    if packed.tensor._version != packed.version:
-        raise _stale("a kept tensor", "a planned region", packed.version, packed.tensor._version)
-    return packed.tensor
+    kept: Held = packed
+    return kept.open()
 
 
-def _asked_again() -> bool:
+def is_asked_again() -> bool:
     """Whether the node that unpacks will do so a second time, to finish what this pass leaves out of it.
 
     A backward split in two, as zero-bubble pipelines do, first asks for the gradients of inputs and keeps the graph;

@@ -9,6 +9,7 @@ from torch import nn
 
 from jettison.plan.treatment import Treatment
 from jettison.runtime.region import Link, PlannedForward
+from jettison.runtime.witness import Check
 from jettison.trace.model import ModelTrace
 
 
@@ -20,6 +21,7 @@ def install(
     segments: Iterable[list[str]] = (),
     *,
     checked: bool = False,
+    how: Check = Check.ALWAYS,
 ) -> list[PlannedForward]:
     """Wrap the blocks and the model, with the programs that were traced. Remove in reverse order.
 
@@ -27,18 +29,20 @@ def install(
         treatments: by block name.
         segments: runs of block names; within a run only the first block holds its input.
         checked: the programs ran on these very tensors, so that the first run need not be compared with them.
+        how: how closely what is computed again is held against what forward had.
     """
     regions = {
-        name: PlannedForward(model.get_submodule(name), name, how, model=model) for name, how in treatments.items()
+        name: PlannedForward(model.get_submodule(name), name, treatment, model=model, how=how)
+        for name, treatment in treatments.items()
     }
     _link(regions, traced, segments)
     for call in traced.calls:
         cls = traced.classes[call.class_key]
         if call.name in regions and cls.opaque:
-            regions[call.name].give_up(cls.signature, cls.problem)
+            regions[call.name].give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
-            regions[call.name].adopt(cls.signature, cls.trace, checked=checked)
-    outer = PlannedForward(model, "", root, blocks=tuple(treatments))
+            regions[call.name].adopt(call.signature, cls.trace, checked=checked)
+    outer = PlannedForward(model, "", root, blocks=tuple(treatments), how=how)
     outer.adopt(traced.root_signature, traced.root, checked=checked)
     return [*regions.values(), outer]
 

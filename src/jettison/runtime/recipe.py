@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from jettison.errors import TraceError
 from jettison.ledger.program import Source
+from jettison.runtime.witness import Spots, spots_of
 from jettison.trace.capture import RegionTrace, Tap, TensorRef
 from jettison.trace.opinfo import is_collective
 
@@ -49,7 +51,7 @@ class Step:
     waits: bool = False  # a collective: its results are there after waiting for them
 
 
-@dataclass(slots=True)
+@dataclass
 class SlotAction:
     """What happens to one saved slot: ``parameter`` (passed through), ``keep`` or ``drop``."""
 
@@ -59,6 +61,11 @@ class SlotAction:
     boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads
     view: TensorRef | None = None  # how the slot views the recomputed tensor; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
+
+    @cached_property
+    def spots(self) -> Spots:
+        """Where a witness of the slot is taken."""
+        return spots_of(tuple(self.ref.size), tuple(self.ref.stride))
 
 
 @dataclass(kw_only=True)
@@ -179,7 +186,7 @@ def _slot_action(
     source_refs: dict[int, TensorRef], filled: set[int],
 ) -> SlotAction:  # fmt: skip
     if buffer in recipe.links:
-        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=_within(recipe.trace, ref))
+        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=within(recipe.trace, ref))
     if buffer in recipe.makers:
         source = source_refs.get(buffer)
         return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=None if source == ref else ref)
@@ -215,7 +222,7 @@ def _step(
     tensors = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, TensorRef):
-            view = None if source_refs.get(leaf.buffer) == leaf else _within(trace, leaf)
+            view = None if source_refs.get(leaf.buffer) == leaf else within(trace, leaf)
             tensors.append((position, leaf.buffer, view))
     written = []
     for old, new in call.written:
@@ -255,29 +262,42 @@ class _Within(TensorRef):
     """A view of an argument: ``offset`` counts from where the argument begins, which differs from call to call."""
 
 
-def _within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
+def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
+    """The view, counted from where the argument begins if its buffer is one."""
     given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
     if given is None:
         return ref
     start = given.offset * given.dtype.itemsize // ref.dtype.itemsize
-    return _Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap)
+    return _Within(
+        ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg
+    )  # fmt: skip
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     """The view ``ref`` of the storage that ``tensor`` lies in."""
     offset = ref.offset
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    if tensor.is_conj():
+        tensor = tensor.conj()
     if type(ref) is _Within:
         offset += tensor.storage_offset() * tensor.element_size() // ref.dtype.itemsize
     if tensor.dtype is not ref.dtype:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
     tensor = tensor.as_strided(ref.size, ref.stride, offset)
+    if ref.conj:
+        tensor = tensor.conj()
+    if ref.neg:
+        tensor = torch._neg_view(tensor)
     return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
 
 
 def whole_copy(tensor: Tensor) -> Tensor:
     """A copy of the whole storage, seen as ``tensor`` sees its own."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.is_conj() or tensor.is_neg():
+        raise TraceError("an op writes to a conjugate or negative view")
     flat = tensor.as_strided((count,), (1,), 0).clone()
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 import warnings
@@ -11,27 +12,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from jettison.errors import TraceError
+from jettison.errors import TraceError, WrongValue
 from jettison.ledger.program import Program
 from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
+from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
+from jettison.runtime.reads import reads_hold
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.verify import SequenceCheck
+from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.trace.capture import RegionTrace, Tap
+from jettison.trace.guard import ModuleGuard, Setting
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
 from jettison.trace.sharded import precision_of, unwatched
-from jettison.trace.signature import ModuleGuard, call_signature, global_signature
+from jettison.trace.signature import call_signature, global_signature
 from jettison.trace.wrapped import plain, wrapping
 
-GIVE_UP_AFTER = 8  # recordings of one region before it is left to torch.utils.checkpoint
+GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
+MOST_PREPARED = 256  # signatures of one region that are known at a time
 
 
 @dataclass(kw_only=True)
@@ -42,6 +47,9 @@ class Prepared:
     problem: str = ""
     checked: bool = False
     calls: int = 0
+    settings: frozenset[Any] = frozenset()  # ignored ones, as they were at the last checked run
+    verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
+    told: bool = False  # the user knows that there is none
     graph: Print | None = None  # of the first run, which was checked call by call
 
 
@@ -89,8 +97,13 @@ class PlannedForward:
         blocks: tuple[str, ...] | None = None,
         twin: bool = True,
         model: nn.Module | None = None,
+        how: Check = Check.ALWAYS,
     ) -> None:
         self.module = module
+        self.how = how
+        self.calls = 0
+        self.rounded = Rounded()
+        self.divergences: dict[Any, int] = {}
         self.model = model or module  # the whole, of which this is a part
         self.twin = twin  # record on a fake copy of the module
         self.name = name
@@ -105,10 +118,14 @@ class PlannedForward:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
-        self.suspects: frozenset[tuple[int, str]] = frozenset()
-        self.ignored: frozenset[tuple[int, str]] = frozenset()
+        self.suspects: frozenset[Setting] = frozenset()
+        self.ignored: frozenset[Setting] = frozenset()
+        self.everything: ModuleGuard | None = None  # with what is ignored
         self.outdated: dict[Any, Program] = {}
+        self.distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
+        self.said: set[str] = set()
+        self.last_values: Any = None
         self.quiet = False  # falls back without a warning
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.link: Link | None = None
@@ -119,7 +136,7 @@ class PlannedForward:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transforming():
             return self.forward(*args, **kwargs)
         outer = current_frame()
         first = next_sequence_number()
@@ -140,6 +157,7 @@ class PlannedForward:
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
+        self.calls += 1
         leaves, signature = call_signature(args, kwargs)
         if self.guard is None or not self.guard.holds():
             self._forget()
@@ -154,6 +172,8 @@ class PlannedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # a copied model trains plainly: the plan belongs to the original
+        if self.had_own:
+            return copy.deepcopy(self.forward, memo)
         return types.MethodType(type(self.module).forward, memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> Any:
@@ -165,6 +185,9 @@ class PlannedForward:
             self.module.forward = self.forward
         else:
             self.module.__dict__.pop("forward", None)
+        self._unwatch()
+
+    def _unwatch(self) -> None:
         for hook in self.tap_hooks.values():
             hook.remove()
         self.tap_hooks.clear()
@@ -178,10 +201,17 @@ class PlannedForward:
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
         self._store(key, trace).checked = checked
 
-    def give_up(self, key: Any, problem: str) -> None:
+    def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
         """Calls of this signature are known to have no program."""
         self.guard = self.guard or ModuleGuard(self.module)
-        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
+
+    def distrust(self, recipe: Recipe, problem: str) -> None:
+        """A tensor came back wrong: calls like that one have no program from now on."""
+        for key, prepared in self.prepared.items():
+            if prepared.recipe is recipe:
+                self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+                self.distrusted[key] = problem
 
     def live(self) -> Live:
         """What is between its forward and its backward now."""
@@ -214,6 +244,7 @@ class PlannedForward:
             self.suspects = self.guard.changed()
             self.outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
             self.prepared.clear()
+        self._unwatch()  # a module may have been replaced
         self.owners = owners_of(self.module)
         self.guard = ModuleGuard(self.module, self.ignored)
 
@@ -222,12 +253,15 @@ class PlannedForward:
         if self.suspects and outdated is not None and outdated.digest() == trace.program.digest():
             self.ignored |= self.suspects
             self.guard = ModuleGuard(self.module, self.ignored)
+            self.everything = ModuleGuard(self.module)
 
     def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
         self.recordings += 1
         self.precision = precision_of(self.module)
-        if self.recordings > GIVE_UP_AFTER * 4:
-            return self._fall_back(key, f"recorded {self.recordings} times: it changes from call to call")
+        if key in self.distrusted:
+            return self._fall_back(key, self.distrusted[key])
+        if len(self.prepared) >= MOST_PREPARED:
+            del self.prepared[next(iter(self.prepared))]
         try:
             if self.is_root:
                 trace = trace_root(self.module, args, kwargs, self.blocks)
@@ -250,15 +284,22 @@ class PlannedForward:
         return prepared
 
     def _fall_back(self, key: Any, problem: str) -> Prepared:
-        what = (
-            "kept as plain autograd keeps it" if self.treatment.word == "none" or self.is_root else "checkpointed whole"
-        )
-        if not self.quiet:
-            warnings.warn(
-                f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}: {problem}", stacklevel=4
-            )
         prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
         return prepared
+
+    def _say(self, prepared: Prepared) -> None:
+        """That and why a region is not planned tensor by tensor, once for each reason."""
+        if prepared.told:
+            return
+        prepared.told = True
+        verdict = prepared.verdict
+        kept = self.is_root or self.treatment.word == "none" or (verdict is not None and not verdict.again)
+        what = "kept as plain autograd keeps it" if kept else "checkpointed whole"
+        why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
+        text = f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
+        if not self.quiet and text not in self.said:
+            self.said.add(text)
+            warnings.warn(text, stacklevel=5)
 
     def _watch(self, tap: Tap) -> None:
         where = (tap.path, tap.is_output)
@@ -279,33 +320,63 @@ class PlannedForward:
         for _attempt in range(3):
             prepared.calls += 1
             if prepared.recipe is None:
-                return self._run_fallback(args, kwargs)
-            before = Before(self.module, cuda=not prepared.checked or prepared.recipe.trace.draws)
+                return self._run_fallback(prepared, args, kwargs)
+            before = Before(self.module, leaves, cuda=not prepared.checked or prepared.recipe.trace.draws)
             try:
                 return self._run_planned(prepared, leaves, args, kwargs)
             except Diverged as divergence:
-                before.restore(self.name, str(divergence))
+                times = self.divergences[key] = self.divergences.get(key, 0) + 1
                 adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
-                if (prepared.checked or adopted) and self.recordings <= GIVE_UP_AFTER:
+                again = (prepared.checked or adopted) and times <= GIVE_UP_AFTER
+                if not again:
+                    self.distrusted[key] = str(divergence)
+                try:
+                    before.restore(self.name, str(divergence), prepared.recipe.trace.effects)
+                except TraceError:
+                    self.distrusted[key] = str(divergence)
+                    self.prepared.pop(key, None)
+                    raise
+                if again:
                     self._forget()
-                    prepared = self._prepare(key, args, kwargs)
-                else:
-                    prepared = self._fall_back(key, str(divergence))
-        return self._run_fallback(args, kwargs)
+                prepared = self._prepare(key, args, kwargs)
+        return self._run_fallback(prepared, args, kwargs)
+
+    def _must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
+        """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
+
+        A setting that was found not to matter may come to matter (a counter that reaches a threshold), and so may a
+        number that is read out of a tensor: such runs are compared with the recording, call by call.
+        """
+        settings = self.everything.changed() if self.everything is not None else frozenset()
+        if not prepared.checked or settings != prepared.settings or self._moves(settings):
+            return settings
+        return None if reads_hold(recipe.trace, leaves) else settings
+
+    def _moves(self, settings: frozenset[Any]) -> bool:
+        """Whether a setting has another value than at the last look, for those that are known to have changed."""
+        if not settings or self.everything is None:
+            return False
+        values = self.everything.values(settings)
+        moved, self.last_values = values != self.last_values, values
+        return moved
 
     def _run_planned(self, prepared: Prepared, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         recipe = prepared.recipe
         assert recipe is not None
         frame = ActiveFrame(recipe, self)
+        frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
+        frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
+        settings = self._must_check(prepared, recipe, leaves)
         stack = running()
         frame.enter(leaves, self._from_before(leaves))
         stack.append(frame)
         try:
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
-                if prepared.checked:
+                if settings is None:
                     output = self.forward(*args, **kwargs)
                 else:
-                    with SequenceCheck(recipe.trace) as frame.check, unwatched(self.module, frame.check):
+                    frame.check = SequenceCheck(recipe.trace, leaves, self.owners)
+                    with frame.check, unwatched(self.module, frame.check):
                         output = self.forward(*args, **kwargs)
                         frame.check.finish()
         finally:
@@ -314,6 +385,8 @@ class PlannedForward:
         self.frames.add(frame)
         self._compare_graph(prepared, frame, leaves, output)
         prepared.checked = True
+        if settings is not None:
+            prepared.settings = settings
         if frame.handed:
             tensors = tree_leaves(output)
             self.pending = {leaf: (Seen(tensors[leaf]), handle) for leaf, handle in frame.handed.items()}
@@ -351,13 +424,34 @@ class PlannedForward:
                     found[position] = handle
         return found
 
-    def _run_fallback(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_fallback(self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_root:
+            self._say(prepared)
             return self.forward(*args, **kwargs)
+        if self.treatment.word != "none" and prepared.verdict is None:
+            prepared.verdict = trial(self.module, self.forward, args, kwargs)
+            prepared.told = prepared.told and prepared.verdict.again
+        self._say(prepared)
+        if self.treatment.word != "none" and prepared.verdict is not None and prepared.verdict.again:
+            return self._rerun(prepared, prepared.verdict, args, kwargs).run()
         with torch.autograd.graph.saved_tensors_hooks(Held, unpack):  # what it saves is not the surrounding region's
-            return self._run_whole(args, kwargs)
-
-    def _run_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.treatment.word == "none":
             return self.forward(*args, **kwargs)
-        return torch.utils.checkpoint.checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+    def _rerun(self, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
+        def wrong(what: str) -> WrongValue:
+            prepared.verdict = Verdict(again=False, why=what)
+            return WrongValue(
+                f"{self.name or 'the model'} was checkpointed and ran again for backward, and {what} (call {self.calls} "
+                "of this region). Its forward hangs on state that changed between the two runs. The gradients of this "
+                "step must not be used; from the next step on it is kept as plain autograd keeps it"
+            )
+
+        return Rerun(
+            self.module, self.forward, args, kwargs, verdict=verdict, how=self.how, salt=self.calls, wrong=wrong,
+            rounded=self.rounded,
+        )  # fmt: skip
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` (grad, vmap) is at work: it has no saved tensors to plan."""
+    return torch._C._functorch.maybe_current_level() is not None

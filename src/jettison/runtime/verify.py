@@ -1,28 +1,45 @@
-"""The first real run of every region is checked, op by op, against what was recorded on fake tensors."""
+"""Runs that are checked, op by op, against what was recorded: the first of every region, and any that may differ.
+
+NOTE [ What a checked run checks ]
+The op, its numbers, and shape, stride and dtype of its results; and where its arguments come from. Each storage of the
+run is matched with a buffer of the recording when it is first met; from then on the two must go together, and every
+argument must be the recorded view of its buffer. Swapped operands, another row of a table, another tensor of the same
+shape are differences, although their shapes are not. A storage is known by a weak reference: holding it would hold its
+memory.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from jettison.runtime.frame import Diverged
-from jettison.trace.capture import RegionTrace, signature_of
+from jettison.trace.capture import Expected, RegionTrace, TensorRef, signature_of
 from jettison.trace.opinfo import computes, is_bookkeeping
-from jettison.trace.wrapped import desugars, infers_shapes
+from jettison.trace.wrapped import desugars, infers_shapes, plain, storage_of
+
+Owners = dict[str, tuple[dict[str, Any], str]]
 
 
 class SequenceCheck(TorchDispatchMode):
-    """Raises `Diverged` at the first ATen call that is not the recorded one, or returns other shapes or strides.
+    """Raises `Diverged` at the first ATen call that is not the recorded one. See NOTE [ What a checked run checks ].
 
     Casts that autocast took from its cache are recorded but do not happen: they are skipped.
     """
 
-    def __init__(self, trace: RegionTrace) -> None:
+    def __init__(self, trace: RegionTrace, leaves: list[Any], owners: Owners) -> None:
         super().__init__()
-        self.sequence = trace.sequence
+        self.trace = trace
         self.at = 0
         self.paused = False  # while a nested region, which checks itself, is running
+        self.leaves = leaves
+        self.owners = owners
+        self.bound: dict[int, tuple[Any, int, int]] = {}  # storage -> weak reference, buffer, offset of it there
+        self.skipped: set[int] = set()  # buffers of casts that did not happen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,20 +49,77 @@ class SequenceCheck(TorchDispatchMode):
         if self.paused or infers_shapes() or is_bookkeeping(func) or not computes(func, args, kwargs, out):
             return out
         got = signature_of(func, args, kwargs, out)
-        while self.at < len(self.sequence):
-            expected, skippable = self.sequence[self.at]
+        while self.at < len(self.trace.sequence):
+            expected = self.trace.sequence[self.at]
             self.at += 1
-            if expected == got:
+            if expected.signature == got or (not expected.numbers and expected.signature[:2] == got[:2]):
+                self._match(expected, tree_leaves((args, kwargs)), tree_leaves(out))
                 return out
-            if not skippable:
-                raise Diverged(f"call {self.at} was {_text(got)}, recorded was {_text(expected)}")
+            if not expected.skippable:
+                raise Diverged(f"call {self.at} was {_text(got)}, recorded was {_text(expected.signature)}")
+            self.skipped.update(ref.buffer for ref in expected.makes)
         raise Diverged(f"call {got[0]} came after the last recorded one")
 
     def finish(self) -> None:
         """The forward is over: nothing that was recorded may still be to come."""
-        missing = [signature for signature, skippable in self.sequence[self.at :] if not skippable]
+        missing = [expected for expected in self.trace.sequence[self.at :] if not expected.skippable]
         if missing:
-            raise Diverged(f"{len(missing)} recorded calls did not come, first {missing[0][0]}")
+            raise Diverged(f"{len(missing)} recorded calls did not come, first {missing[0].signature[0]}")
+
+    def _match(self, expected: Expected, given: list[Any], made: list[Any]) -> None:
+        tensors = [plain(t) for t in given if isinstance(t, Tensor)]
+        if len(tensors) != len(expected.reads):
+            raise Diverged(f"call {self.at}, {expected.signature[0]}, has {len(tensors)} tensors")
+        for place, (tensor, ref) in enumerate(zip(tensors, expected.reads, strict=True)):
+            if ref.buffer not in self.skipped and not self._is(tensor, ref):
+                raise Diverged(f"argument {place} of call {self.at}, {expected.signature[0]}, is not the recorded one")
+        for place, new in expected.writes:
+            self._bind(tensors[place], new, 0)
+        for tensor, ref in zip((plain(t) for t in made if isinstance(t, Tensor)), expected.makes, strict=True):
+            if self._known(tensor) != ref.buffer:
+                self._bind(tensor, ref.buffer, 0)
+
+    def _is(self, tensor: Tensor, ref: TensorRef) -> bool:
+        entry = self.bound.get(tensor.untyped_storage()._cdata)
+        if entry is None or entry[0]() is None:
+            start = self._start(tensor, ref)
+            if start is None:
+                return False
+            self._bind(tensor, ref.buffer, start)
+            entry = self.bound[tensor.untyped_storage()._cdata]
+        _, buffer, start = entry
+        offset = tensor.storage_offset() * tensor.element_size() - start
+        return buffer == ref.buffer and offset == ref.offset * ref.dtype.itemsize and (
+            tensor.is_conj() == ref.conj and tensor.is_neg() == ref.neg
+        )  # fmt: skip
+
+    def _start(self, tensor: Tensor, ref: TensorRef) -> int | None:
+        """Bytes by which a storage that is new here lies elsewhere than in the recording; None if it is another one."""
+        trace, b = self.trace, ref.buffer
+        if b in trace.inputs and b in trace.given:
+            leaf = self.leaves[trace.inputs[b]]
+            if not isinstance(leaf, Tensor) or storage_of(leaf) != storage_of(tensor):
+                return None
+            recorded = trace.given[b].offset * trace.given[b].dtype.itemsize
+            return plain(leaf).storage_offset() * plain(leaf).element_size() - recorded
+        if b in trace.named_at:
+            table, name = self.owners[trace.names[b]]
+            there = plain(table[name])
+            if storage_of(there) != storage_of(tensor):
+                return None
+            return (there.storage_offset() - trace.named_at[b]) * there.element_size()
+        return tensor.storage_offset() * tensor.element_size() - ref.offset * ref.dtype.itemsize
+
+    def _known(self, tensor: Tensor) -> int | None:
+        entry = self.bound.get(tensor.untyped_storage()._cdata)
+        return None if entry is None or entry[0]() is None else entry[1]
+
+    def _bind(self, tensor: Tensor, buffer: int, start: int) -> None:
+        storage = tensor.untyped_storage()
+        entry = self.bound.get(storage._cdata)
+        if entry is not None and entry[0]() is storage:
+            start = entry[2]  # a write makes a new buffer of the same memory
+        self.bound[storage._cdata] = (weakref.ref(storage), buffer, start)
 
 
 def _text(signature: tuple[Any, ...]) -> str:

@@ -14,17 +14,24 @@ saved or read the old one refers to the old one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
+from jettison.trace.described import described
 from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
+from jettison.trace.streams import default_stream
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -34,7 +41,8 @@ RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 class TensorRef:
     """A tensor as a view of a buffer; ``offset`` in elements from the start of the storage.
 
-    Of a DTensor this is the part inside; ``wrap`` puts it back.
+    Of a DTensor this is the part inside; ``wrap`` puts it back. ``conj`` and ``neg``: the view is seen through a
+    conjugation or a change of sign that nobody has carried out.
     """
 
     buffer: int
@@ -43,6 +51,22 @@ class TensorRef:
     offset: int
     dtype: torch.dtype
     wrap: Wrapping | None = None
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value that left tensors for Python: how the tensor is seen, and what was found in it.
+
+    ``shape_only``: an op whose output's shape hangs on values was run, and ``found`` is that shape. ``calls`` compute
+    the tensor out of the region's arguments, by position among its calls; None where it is made of something else.
+    """
+
+    ref: TensorRef
+    found: Any
+    shape_only: bool
+    calls: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +98,23 @@ class Call:
     device: str = "cpu"
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the check of a run waits for: a call's `signature_of`, and the buffers that it reads, writes and makes.
+
+    ``reads`` lines up with the call's flat tensor arguments, ``makes`` with its flat tensor results. ``writes`` pairs
+    a position among the arguments with the buffer that it becomes. ``skippable``: a cast that autocast may have cached.
+    ``numbers``: whether its plain numbers are those of the recording, and not read out of the batch.
+    """
+
+    signature: tuple[Any, ...]
+    reads: tuple[TensorRef, ...]
+    makes: tuple[TensorRef, ...]
+    writes: tuple[tuple[int, int], ...]
+    skippable: bool
+    numbers: bool
+
+
 @dataclass(kw_only=True)
 class RegionTrace:
     """A captured region: the pure `Program`, and what is needed to run parts of it again."""
@@ -86,12 +127,22 @@ class RegionTrace:
     names: dict[int, str]  # buffer -> dotted name of the parameter or registered buffer
     output_leaves: list[Any]  # TensorRef, or the value itself, in the order of the flattened output
     output_spec: Any
-    # every call's signature, and whether it may be skipped
-    sequence: list[tuple[Any, bool]] = field(default_factory=list)
+    sequence: list[Expected] = field(default_factory=list)
     initial_state: int | None = None  # buffer of the random state at the start, if the region draws
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
     given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
+    named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
+    reads: tuple[Read, ...] = ()  # what must be found in the arguments for the recording to hold
+    effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
+    entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
+
+    def likeness(self) -> str:
+        """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
+        leaves = [leaf if isinstance(leaf, TensorRef) else described(leaf) for leaf in self.output_leaves]
+        calls = [(str(c.func), described((c.args, c.kwargs)), c.outputs, c.written, c.state_in) for c in self.calls]
+        text = repr((self.program.digest(), calls, self.slots, self.inputs, self.names, leaves, self.reads))
+        return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
 
     @property
     def draws(self) -> bool:
@@ -120,13 +171,19 @@ class Recorder:
         self.initial_state: int | None = None
         self.state: int | None = None
         self.state_broken = False
-        self.read_number = False
-        self.sequence: list[tuple[Any, bool]] = []
+        self.reads: list[tuple[TensorRef, Any, bool]] = []
+        self.entangled = False
+        self.sequence: list[Expected] = []
+        self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
+        self._stream = default_stream()
         self._current: dict[int, int] = {}
         self._alive: list[Any] = []
         self._named: dict[int, str] = {}
+        self._named_at: dict[int, int] = {}
+        self.named_at: dict[int, int] = {}
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
-            self._named.setdefault(storage_of(tensor), name)
+            if self._named.setdefault(storage_of(tensor), name) == name:
+                self._named_at[storage_of(tensor)] = plain(tensor).storage_offset()
         for position, leaf in enumerate(inputs):
             if isinstance(leaf, Tensor):
                 self._input(leaf, position)
@@ -163,11 +220,14 @@ class Recorder:
             if name is not None:
                 index = self._new_buffer(tensor, Source.PARAMETER, name=name, free=True)
                 self.names[index] = name
+                self.named_at[index] = self._named_at[key]
             else:
                 index = self._new_buffer(tensor, Source.OUTER)
+                self.entangled = self.entangled or tensor.grad_fn is not None
         return TensorRef(
-            index, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, wrap
-        )
+            index, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype, wrap,
+            tensor.is_conj(), tensor.is_neg(),
+        )  # fmt: skip
 
     def block_output(self, tensor: Tensor, call: int, leaf: int) -> None:
         """A nested region made this tensor."""
@@ -179,6 +239,8 @@ class Recorder:
 
     def saved(self, tensor: Tensor) -> None:
         """Autograd saved this tensor."""
+        if plain(tensor).layout is not torch.strided:
+            raise TraceError(f"it saves a tensor whose layout is {plain(tensor).layout}")
         ref = self.ref(tensor)
         self.slots.append(ref)
         self.slot_info.append((len(self.ops) - 1, self.where))
@@ -199,18 +261,30 @@ class Recorder:
         written_tensors = writes(func, args, kwargs)
         before = [self._current[_storage_key(t)] for t in written_tensors]
         out = run()
-        if func is torch.ops.aten._local_scalar_dense.default and not isinstance(out, bool):
-            self.read_number = True
+        if torch.Tag.data_dependent_output in func.tags:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self.reads.append((self.ref(leaf), _values_of(leaf), False))
+        expected = None
         if computes(func, args, kwargs, out):
-            self.sequence.append((signature_of(func, args, kwargs, out), self._is_weight_cast(func, spec_args)))
+            expected = len(self.sequence)
+            reads = tuple(leaf for leaf in tree_leaves((spec_args, spec_kwargs)) if isinstance(leaf, TensorRef))
+            numbers = not (self.reads and takes_number(func, args, kwargs))
+            self.sequence.append(
+                Expected(
+                    signature_of(func, args, kwargs, out), reads, (), (), self._is_weight_cast(func, spec_args), numbers
+                )
+            )
         out_leaves = tree_leaves(out)
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
             return out
         random = draws(func, args, kwargs)
         anchor = anchor_of(func, kwargs, spec_args)
-        if anchor is None and self.read_number and takes_number(func, args, kwargs):
+        if anchor is None and self.reads and takes_number(func, args, kwargs):
             anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
+        if random:
+            self._require_own_stream()
         index = len(self.ops)
         inputs = list(
             dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef))
@@ -227,6 +301,8 @@ class Recorder:
             elif all(ref.buffer != old for ref in self.slots):  # whoever held it would hold the new values
                 self.buffers[old]["keepable"] = False
                 self.taps.pop(old, None)
+            else:  # autograd holds it, new values and all, and nobody may compute it or with it
+                self.overtaken.add(old)
             written.append((old, new))
             outputs.append(new)
         refs: list[TensorRef | None] = []
@@ -234,6 +310,14 @@ class Recorder:
             if isinstance(t, Tensor) and _storage_key(t) not in self._current:
                 outputs.append(self._new_buffer(t, Source.OP, producer=index))
             refs.append(self.ref(t) if isinstance(t, Tensor) and self.ref(t).buffer in outputs else None)
+        self._reads_of_shapes(func, args, refs)
+        if expected is not None:
+            entry = self.sequence[expected]
+            places = {leaf.buffer: place for place, leaf in enumerate(entry.reads)}
+            self.sequence[expected] = replace(
+                entry, makes=tuple(self.ref(t) for t in out_leaves if isinstance(t, Tensor)),
+                writes=tuple((places[old], new) for old, new in written if old in places),
+            )  # fmt: skip
         device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
         state_in = state_out = None
         if random and anchor is None:
@@ -256,6 +340,27 @@ class Recorder:
         )
         return out
 
+    def _require_own_stream(self) -> None:
+        """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand."""
+        if default_stream() != self._stream:
+            raise TraceError("it moves torch's random generator by hand (a seed, a saved state, fork_rng)")
+
+    def _reads_of_shapes(self, func: Any, args: Any, refs: list[TensorRef | None]) -> None:
+        if func._schema.name in _INDEXING:
+            masks = (torch.bool, torch.uint8)
+            depends = any(isinstance(t, Tensor) and t.dtype in masks for t in tree_leaves(args[1:2]))
+        else:
+            depends = torch.Tag.dynamic_output_shape in func.tags
+        if depends:
+            self.reads.extend((ref, ref.size, True) for ref in refs if ref is not None)
+
+    def read_by_hand(self, tensor: Tensor) -> None:
+        """Python got at a tensor's values in a way that no op tells (``tolist``, ``numpy``)."""
+        if type(plain(tensor)) is FakeTensor:
+            raise TraceError("it reads values out of a tensor (tolist, numpy)")
+        if storage_of(tensor) in self._current:
+            self.reads.append((self.ref(tensor), _values_of(tensor), False))
+
     def _spec(self, leaf: Any) -> Any:
         return self.ref(leaf) if isinstance(leaf, Tensor) else leaf
 
@@ -276,12 +381,16 @@ class Recorder:
 
     def finish(self, output: Any) -> RegionTrace:
         """Close the record."""
+        self._require_own_stream()
         leaves, spec = tree_flatten(output)
         output_leaves = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         overwritten = {b["index"] for b in self.buffers if b.pop("overwritten", False)}
         for op in self.ops:
             if op["anchor"] is None and overwritten.intersection(op["inputs"]):
                 op["anchor"] = Anchor.MUTATED
+            elif op["anchor"] is None and self.overtaken.intersection((*op["inputs"], *op["outputs"])):
+                op["anchor"] = Anchor.MUTATED
+        reads = tuple(self._read(*read) for read in self.reads)
         self.program = Program(
             buffers=tuple(Buffer(**b) for b in self.buffers),
             ops=tuple(Op(**op) for op in self.ops),
@@ -297,9 +406,49 @@ class Recorder:
         return RegionTrace(
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
-            initial_state=self.initial_state, blocks=self.blocks, given=self.given,
+            initial_state=self.initial_state, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
+            reads=tuple(read for read in reads if read is not None), entangled=self.entangled,
         )  # fmt: skip
+
+    def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:
+        """How to find out, for other arguments, what the forward would read there. None for what is always the same."""
+        calls: set[int] = set()
+        stack, from_arguments = [ref.buffer], False
+        while stack:
+            buffer = self.buffers[stack.pop()]
+            if buffer["source"] is Source.INPUT:
+                from_arguments = True
+                continue
+            index = buffer.get("producer")
+            if index is None or self.calls[index].written or self.calls[index].state_in is not None:
+                return Read(ref, found, shape_only, None)
+            if index not in calls:
+                calls.add(index)
+                stack.extend(self.ops[index]["inputs"])
+        return Read(ref, found, shape_only, tuple(sorted(calls))) if from_arguments else None
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return tensor.detach().clone()
+
+
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.fget}  # type: ignore[attr-defined] # noqa: E501
+
+
+class ReadingWatch(TorchFunctionMode):
+    """Tells a recorder of values that Python takes out of tensors past the dispatcher."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BY_HAND:
+            self.recorder.read_by_hand(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 class CaptureMode(TorchDispatchMode):
@@ -335,7 +484,7 @@ class CaptureMode(TorchDispatchMode):
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), ReadingWatch(recorder):
                 yield
         finally:
             listening.clear()

@@ -215,6 +215,7 @@ class _Linker(_Tracer):
     def __init__(self, trace: ModelTrace) -> None:
         super().__init__(trace.twin, list(dict.fromkeys(call.name for call in trace.calls)))
         self.known = trace.classes
+        self.traced = trace.calls
         self.arguments: list[dict[int, int]] = []
 
     def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -225,14 +226,15 @@ class _Linker(_Tracer):
             self.arguments.append({p: current[key] for p, key in storages.items() if key in current})
         return super()._block(name, module, forward, args, kwargs)
 
-    def _record(self, key: str, name: str, *call: Any) -> BlockClass:
-        if key not in self.known:
+    def _class_of(self, name: str, *call: Any) -> BlockClass:
+        index = len(self.calls)
+        if index >= len(self.traced) or self.traced[index].name != name or self.traced[index].signature != call[-1]:
             raise TraceError(
                 f"block {name} runs on other tensors now than when it was traced; "
                 "read the ledger under the same autocast and train/eval state"
             )
-        super()._record(key, name, *call)  # run it as the trace did: models collect router logits on the side
-        return self.known[key]
+        super()._class_of(name, *call)  # run it as the trace did: models collect router logits on the side
+        return self.known[self.traced[index].class_key]
 
 
 def _link(trace: ModelTrace) -> _Links:

@@ -19,6 +19,7 @@ from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
+from jettison.trace.isolation import forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
@@ -38,6 +39,7 @@ class BlockCall:
     shared: frozenset[int] = frozenset()  # leaf positions of arguments that other blocks get as well
     links: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the call before) that are one tensor
     problem: str = ""
+    signature: Any = None  # of this call; those of a class may differ in what its forward does not look at
 
 
 @dataclass(kw_only=True)
@@ -51,6 +53,7 @@ class BlockClass:
     kwargs: dict[str, Any]
     signature: Any = None
     problem: str = ""  # why it has no program; its trace then knows inputs and outputs only
+    verdict: Any = None  # whether its Python may run again, where that was tried
 
     @property
     def opaque(self) -> bool:
@@ -74,13 +77,17 @@ class ModelTrace:
     seconds: float
     root_signature: Any = None
     holds_output: bool = True  # the training loop still has the model's output while it runs backward
+    how: str = "always"  # how closely the runtime will hold what it computes again against what forward had
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Everything run on the twin belongs into this context; autocast is as it was when the trace was taken."""
-        with as_signed(self.root_signature[1]), tracing(self.mode, values_known=self.values_known):
+        with (
+            as_signed(self.root_signature[1]), leaving_nothing([self.twin]),
+            tracing(self.mode, values_known=self.values_known),
+        ):  # fmt: skip
             yield
 
     def ledger(self) -> Ledger:
@@ -147,9 +154,14 @@ def trace_model(
             held = _as_batch(*cast_batch(model, *as_call(held)))
     watchable = values_known and is_real(model) and not sharded_modules(model)
     tracer = _Tracer(twin, regions, model if watchable else None)
-    with tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad():
-        root, outside = tracer.run(held, loss_fn)
-        root_signature = (call_signature(*as_call(held))[1], global_signature())
+    root_signature = (call_signature(*as_call(held))[1], global_signature())
+    given = _as_batch(*opaque_copy(as_call(held)))
+    with (
+        tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad(),
+        leaving_nothing([twin], tree_leaves(given)) as state,
+    ):  # fmt: skip
+        root, outside = tracer.run(given, loss_fn)
+        root.effects = state.effects()
     trace = ModelTrace(
         calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
         values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started,
@@ -158,7 +170,8 @@ def trace_model(
     for cls in trace.classes.values():
         if cls.problem:
             trace.warnings.append(
-                f"blocks like {cls.example} cannot be recorded and fall back to checkpointing: {cls.problem}"
+                f"blocks like {cls.example} cannot be recorded: they are checkpointed whole where a second run of their "
+                f"Python gives the same values, and kept where not: {cls.problem}"
             )
     _mark_shared(trace, tracer)
     return trace
@@ -185,15 +198,19 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     mode = mode_of(module, args, kwargs)
     twin = fake_twin(module, mode)
     tracer = _Tracer(twin, blocks, module if is_real(module) and not sharded_modules(module) else None)
+    args, kwargs = opaque_copy((args, kwargs))
     with (
         recording_errors(),
         tracing(mode, values_known=True),
         tracer.installed(),
         uncached_autocast(),
         torch.enable_grad(),
+        leaving_nothing([twin], tree_leaves((args, kwargs))) as state,
     ):
         output, root = tracer.forward(args, kwargs)
-    return root.finish(output)
+        trace = root.finish(output)
+        trace.effects = state.effects()
+    return trace
 
 
 def mode_of(module: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
@@ -229,7 +246,7 @@ class _Tracer:
         self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
         self.leaf_storages: list[dict[int, int]] = []  # a call's leaf position -> storage
         self._keys: dict[str, Any] = {}
-        self._class_ids: dict[Any, str] = {}
+        self._likenesses: dict[Any, BlockClass] = {}
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
 
@@ -237,6 +254,7 @@ class _Tracer:
     def installed(self) -> Iterator[None]:
         modules = dict(self.twin.named_modules())
         self._keys = structural_keys({name: modules[name] for name in self.names})
+        own = {name: vars(modules[name])["forward"] for name in self.names if "forward" in vars(modules[name])}
         for name in self.names:
             module = modules[name]
             module.forward = self._wrap(name, module, module.forward)
@@ -245,6 +263,8 @@ class _Tracer:
         finally:
             for name in self.names:
                 modules[name].__dict__.pop("forward", None)
+                if name in own:
+                    modules[name].forward = own[name]
 
     def _wrap(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -256,7 +276,7 @@ class _Tracer:
         leaves, _ = call_signature(args, kwargs)
         self.root = root = Recorder(self.twin, leaves)
         with self.capture, self.capture.recording(root):
-            output = type(self.twin).forward(self.twin, *args, **kwargs)
+            output = forward_of(self.twin, self.twin)(*args, **kwargs)
         return output, root
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
@@ -276,23 +296,19 @@ class _Tracer:
         if not torch.is_grad_enabled() or self.root is None:
             return forward(*args, **kwargs)
         leaves, signature = call_signature(args, kwargs)
-        identity = (self._keys[name], signature)
-        key = self._class_ids.get(identity)
-        if key is not None:
-            self._effects_only(forward, args, kwargs)
-        else:
-            key = f"{type(module).__name__}.{len(self._class_ids)}"
-            self._class_ids[identity] = key
-            self.classes[key] = self._record(key, name, module, forward, args, kwargs, leaves)
-            self.classes[key].signature = (signature, global_signature())
         call = len(self.calls)
-        cls = self.classes[key]
+        cls = self._class_of(name, module, forward, args, kwargs, leaves, (signature, global_signature()))
         links = tuple(
             (position, self._last_output[id(leaf)])
             for position, leaf in enumerate(leaves)
             if id(leaf) in self._last_output
         )
-        self.calls.append(BlockCall(name=name, class_key=key, links=links, problem=cls.problem))
+        self.calls.append(
+            BlockCall(
+                name=name, class_key=cls.key, links=links, problem=cls.problem,
+                signature=(signature, global_signature()),
+            )
+        )  # fmt: skip
         storages = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -309,27 +325,39 @@ class _Tracer:
                 self._held.append(leaf)
         return output
 
+    def _class_of(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any],
+        signature: Any,
+    ) -> BlockClass:  # fmt: skip
+        """Every call is recorded; two are of one class if their programs are equal."""
+        found = self._record(name, module, forward, args, kwargs, leaves)
+        if found.problem:
+            likeness: Any = (type(module), signature, found.problem, self._keys[name])
+        else:
+            likeness = found.trace.likeness()
+        known = self._likenesses.get(likeness)
+        if known is not None:
+            return known
+        found.key = f"{type(module).__name__}.{len(self.classes)}"
+        found.signature = signature
+        self.classes[found.key] = self._likenesses[likeness] = found
+        return found
+
     def _record(
-        self,
-        key: str,
-        name: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        leaves: list[Any],
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> BlockClass:
         recorder = Recorder(module, leaves)
         problem = ""
-        before = opaque_copy((args, kwargs))
+        before = (args, kwargs)
         try:
+            before = opaque_copy((args, kwargs))
             with recording_errors(), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
         except TraceError as error:
             problem = str(error)
             trace = self._observe(name, problem, *before)
-        return BlockClass(key=key, trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
+        return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
 
     def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
         """The block's outputs as a real call of the real block gives them."""
@@ -339,17 +367,6 @@ class _Tracer:
                 "trace a model with real weights and a real batch, or leave the block out with regions=[...]"
             )
         return observed_trace(self.real.get_submodule(name), args, kwargs)
-
-    def _effects_only(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run a block for what it leaves in caches and side lists; what it computes is known from its class."""
-        recorders, self.capture.recorders = self.capture.recorders, []
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda t: t), recording_errors():
-                forward(*args, **kwargs)
-        except TraceError:
-            pass  # a block that cannot run on fake tensors was observed instead
-        finally:
-            self.capture.recorders = recorders
 
     def _stub(self, cls: BlockClass, leaves: list[Any]) -> Any:
         """Outputs like the block's own, tied to its inputs in the graph, without its memory."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.trace.capture import RegionTrace, TensorRef
+from jettison.trace.isolation import forward_of
 from jettison.trace.wrapped import plain
 
 
@@ -37,7 +38,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     with _disable_current_modes(), undisturbed(module), torch.no_grad():
         given = [stand_in(leaf) for leaf in leaves]
         real_args, real_kwargs = tree_unflatten(given, spec)
-        output = type(module).forward(module, *real_args, **real_kwargs)
+        output = forward_of(module, module)(*real_args, **real_kwargs)
     return _trace_of(given, output)
 
 

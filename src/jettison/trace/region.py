@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace
 from jettison.trace.fakes import fake_twin
+from jettison.trace.isolation import forward_of, leaving_nothing
 from jettison.trace.model import mode_of, recording_errors, uncached_autocast
+from jettison.trace.signature import opaque_copy
 from jettison.trace.values import tracing
 from jettison.trace.wrapped import arrived, plain, wrapping
 
@@ -44,12 +46,14 @@ def trace_region(
         torch.enable_grad(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
-        faked = [_like(leaf, mode) for leaf in leaves]
+        faked = tree_leaves(opaque_copy([_like(leaf, mode) for leaf in leaves], lambda t: _like(t, mode)))
         fake_args, fake_kwargs = tree_unflatten(faked, spec)
-        recorder = Recorder(twin, faked)
-        with capture, capture.recording(recorder):
-            output = type(module).forward(twin, *fake_args, **fake_kwargs)
-        trace = recorder.finish(output)
+        with leaving_nothing([twin], faked) as state:
+            recorder = Recorder(twin, faked)
+            with capture, capture.recording(recorder):
+                output = forward_of(module, twin)(*fake_args, **fake_kwargs)
+            trace = recorder.finish(output)
+            trace.effects = state.effects()
     free = {b for b, position in trace.inputs.items() if position in shared}
     buffers = tuple(replace(b, free=True) if b.index in free else b for b in trace.program.buffers)
     trace.program = replace(trace.program, buffers=buffers)

@@ -1,0 +1,294 @@
+"""Regions that have no program: checkpointed by running their Python again, where that gives the same values.
+
+NOTE [ Running Python again ]
+A second run of a forward may differ from the first: its Python may have counted on, drawn numbers, left something in a
+list. So before a region without a program is checkpointed, it is tried: its forward runs twice on copies of what it
+writes to, the second time as backward would run it, and every tensor that autograd saves is compared. If all are equal
+the region is checkpointed; else it is kept as plain autograd keeps it. Later runs leave witnesses as recomputed tensors
+do (NOTE [ The promise ]), so that a run which differs after all stops the step. What the second run does to Python
+state, buffers and random streams is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from jettison.errors import StaleTensor, WrongValue
+from jettison.runtime.frame import Held, is_asked_again
+from jettison.runtime.witness import Check, Rounded, Witness, compare, spots_of
+from jettison.trace.reach import Reach
+from jettison.trace.signature import as_signed, global_signature
+from jettison.trace.streams import Streams
+from jettison.trace.wrapped import arrived, plain, storage_of
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a trial found: whether the forward may run ``again`` in backward, and if not, why."""
+
+    again: bool
+    why: str = ""
+    written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
+
+
+def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
+    """Run a forward twice as its checkpoint would, compare, and leave nothing behind.
+
+    Args:
+        forward: of ``module``, on real tensors.
+    """
+    reach = Reach([module], tree_leaves((args, kwargs)), copies=True)
+    streams, signature = Streams.now(), global_signature()
+    try:
+        with _buffers_as(module, _copies(module)) as copies:
+            versions = {key: b._version for key, b in copies.items()}
+            looks = _Looks()
+            given = _copied((args, kwargs))
+            first = _run(forward, given, looks.first)
+            written = tuple(key for key, b in copies.items() if b._version != versions[key])
+            streams.restore()
+            with as_signed(signature), _buffers_as(module, _copies(module)):
+                second = _run(forward, given, looks.second)
+            if looks.at != len(looks.seen):
+                return Verdict(again=False, why="a second run of its forward saves other tensors")
+            if not _same(first, second):
+                return Verdict(again=False, why="a second run of its forward returns something else")
+            return Verdict(again=True, written=written)
+    except WrongValue:
+        return Verdict(again=False, why="a second run of its forward gives other values")
+    finally:
+        streams.restore()
+        reach.restore()
+
+
+@dataclass(kw_only=True)
+class _Looks:
+    """Digests of the tensors of a first run, held against those of a second."""
+
+    seen: list[Witness] = field(default_factory=list)
+    at: int = 0
+
+    def first(self, tensor: Tensor) -> None:
+        self.seen.append(_witness(tensor, 0, Check.FULL))
+
+    def second(self, tensor: Tensor) -> None:
+        witness = self.seen[self.at] if self.at < len(self.seen) else None
+        self.at += 1
+        inner = arrived(tensor)
+        if witness is None or not _is_like(witness, inner) or not witness.agrees(inner):
+            raise WrongValue("a second run differs")
+
+
+def _witness(tensor: Tensor, salt: int, how: Check) -> Witness:
+    inner = arrived(tensor)
+    spots = spots_of(tuple(inner.shape), tuple(inner.stride()))
+    return Witness(inner, spots, salt, full=how is Check.FULL)
+
+
+def _is_like(witness: Witness, tensor: Tensor) -> bool:
+    return witness.dtype is tensor.dtype and witness.spots == spots_of(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _run(forward: Forward, call: tuple[Any, Any], saved: Callable[[Tensor], None]) -> list[Witness]:
+    """A forward of which only what ``saved`` makes of its saved tensors stays."""
+
+    def pack(tensor: Tensor) -> None:
+        saved(tensor)
+
+    def unpack(_packed: None) -> Tensor:
+        raise AssertionError("nobody runs a trial's backward")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = forward(*call[0], **call[1])
+    return [_witness(leaf, 0, Check.FULL) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _same(first: list[Witness], second: list[Witness]) -> bool:
+    return len(first) == len(second) and all(
+        a.spots == b.spots and a.dtype is b.dtype and torch.equal(a.seen, b.seen)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _copied(call: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Arguments whose tensors may be written to."""
+    leaves, spec = tree_flatten(call)
+    with torch.no_grad():
+        made = [_argument(leaf.clone(), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(made, spec)
+
+
+def _argument(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that wants gradients as the other one does, and in a forward is no leaf where that is none."""
+    tensor = tensor.detach()
+    if not like.requires_grad:
+        return tensor
+    tensor.requires_grad_()
+    if like.is_leaf:
+        return tensor
+    with torch.enable_grad():
+        return tensor.view_as(tensor)
+
+
+# buffers --------------------------------------------------------------------------------------------------------------
+
+Buffers = dict[tuple[int, str], Tensor]
+
+
+def _tables(module: nn.Module) -> list[dict[str, Any]]:
+    return [sub._buffers for sub in module.modules()]
+
+
+def _copies(module: nn.Module, only: tuple[tuple[int, str], ...] | None = None) -> Buffers:
+    with torch.no_grad():
+        return {
+            (i, name): buffer.clone()
+            for i, table in enumerate(_tables(module))
+            for name, buffer in table.items()
+            if buffer is not None and (only is None or (i, name) in only)
+        }
+
+
+@contextlib.contextmanager
+def _buffers_as(module: nn.Module, buffers: Buffers) -> Iterator[Buffers]:
+    """The module has other tensors for buffers meanwhile: what is written to them is gone afterwards."""
+    tables = _tables(module)
+    before = {(i, name): tables[i][name] for i, name in buffers}
+    for (i, name), buffer in buffers.items():
+        tables[i][name] = buffer
+    try:
+        yield buffers
+    finally:
+        for (i, name), buffer in before.items():
+            tables[i][name] = buffer
+
+
+# checkpointing --------------------------------------------------------------------------------------------------------
+
+
+class Dropped:
+    """A tensor that autograd saved in a region that will run again."""
+
+    __slots__ = ("index", "rerun", "witness")
+
+    def __init__(self, rerun: Rerun, index: int, witness: Witness | None) -> None:
+        self.rerun = rerun
+        self.index = index
+        self.witness = witness
+
+
+class Rerun:
+    """One call of a region whose forward runs again when backward asks for what it saved.
+
+    Args:
+        wrong: makes the error for a tensor that came back as another one, from what is wrong with it.
+    """
+
+    def __init__(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, verdict: Verdict,
+        how: Check, salt: int, wrong: Callable[[str], WrongValue], rounded: Rounded,
+    ) -> None:  # fmt: skip
+        self.module = module
+        self.forward = forward
+        self.call = (args, kwargs)
+        self.how = how
+        self.salt = salt
+        self.wrong = wrong
+        self.rounded = None if how is Check.EXACT else rounded
+        self.versions = [(leaf, leaf._version) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
+        self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers())}
+        self.free |= {storage_of(leaf) for leaf, _ in self.versions}
+        self.streams = Streams.now()
+        self.signature = global_signature()
+        self.buffers = _copies(module, verdict.written)
+        self.count = 0
+        self.wanted: dict[int, Witness | None] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def run(self) -> Any:
+        """The forward itself."""
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack_dropped):
+            return self.forward(*self.call[0], **self.call[1])
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What is there anyway is kept; everything else leaves a witness."""
+        index = self.count
+        self.count += 1
+        if storage_of(tensor) in self.free:
+            return Held(tensor)
+        witness = None if self.how is Check.OFF else _witness(tensor, self.salt * 7919 + index, self.how)
+        self.wanted[index] = witness
+        return Dropped(self, index, witness)
+
+    def value(self, index: int) -> Tensor:
+        """The tensor of that number, as the forward saved it."""
+        if index not in self.values:
+            self._again()
+        return self.values[index] if is_asked_again() else self.values.pop(index)
+
+    def _again(self) -> None:
+        for leaf, version in self.versions:
+            if leaf._version != version:
+                raise StaleTensor(
+                    f"an argument of a checkpointed region was modified by an inplace operation between forward and "
+                    f"backward: it is at version {leaf._version}; expected version {version}. Write to it after "
+                    "backward, or clone it first"
+                )
+        leaves, spec = tree_flatten(self.call)
+        with torch.no_grad():
+            given = [_argument(leaf, leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(given, spec)
+        at = 0
+
+        def pack(tensor: Tensor) -> None:
+            nonlocal at
+            if at in self.wanted:
+                self._take(at, tensor)
+            at += 1
+
+        def unpack(_packed: None) -> Tensor:
+            raise AssertionError("nobody runs this backward")
+
+        now, reach = Streams.now(), Reach([self.module], leaves)
+        self.streams.restore()
+        try:
+            with (
+                torch.enable_grad(), as_signed(self.signature), _buffers_as(self.module, self._buffers()),
+                torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+            ):  # fmt: skip
+                self.forward(*args, **kwargs)
+        finally:
+            now.restore()
+            reach.restore()
+        if at != self.count:
+            raise self.wrong(f"its forward saved {at} tensors when it ran again, and {self.count} before")
+
+    def _buffers(self) -> Buffers:
+        """As they were when the forward began; copies, so that another backward finds them so again."""
+        with torch.no_grad():
+            return {key: buffer.clone() for key, buffer in self.buffers.items()}
+
+    def _take(self, index: int, tensor: Tensor) -> None:
+        witness = self.wanted[index]
+        if witness is not None:
+            inner = arrived(tensor)
+            if not _is_like(witness, inner):
+                raise self.wrong(f"saved tensor {index} came back with another shape, {tuple(inner.shape)}")
+            compare(witness, inner, self.rounded, lambda: self.wrong(f"saved tensor {index} is not what forward had"))
+        self.values[index] = tensor.detach() if not plain(tensor).is_leaf or not tensor.requires_grad else tensor
+
+
+def unpack_dropped(packed: Any) -> Tensor:
+    """Autograd wants a saved tensor of a region that runs again, or one that it held."""
+    if type(packed) is Dropped:
+        return packed.rerun.value(packed.index)
+    return packed.open()

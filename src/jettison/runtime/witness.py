@@ -1,0 +1,294 @@
+"""Witnesses: what is left of a dropped tensor, so that the one that comes back can be held against it.
+
+NOTE [ The promise ]
+A planned step and a plain one run the same forward, build the same graph and call the same backward kernels. They can
+differ in one way only: where `unpack` hands the engine other bits than `pack` was given. A recording can be outdated
+in ways without end (numbers read out of tensors, Python state, random streams, instances that run other code), so the
+promise does not hang on noticing those. Every tensor that will be computed again leaves a witness, the bits of some of
+its elements, taken in `pack`; `unpack` compares. Wrong values without an error need a change that spares every element
+that was looked at. A change of a share f of a tensor's elements escapes with chance (1 - f)^32 in one step, and the
+elements move from call to call, so that whatever persists is met. Tensors of up to 64 elements are compared whole;
+``full`` compares a digest of every element.
+
+NOTE [ When a difference is told ]
+On the CPU at once, out of `unpack`. On an accelerator a comparison would wait for the device at every tensor: there
+both looks are collected, compared together when backward is over, before anybody can use the gradients, and read once.
+There, too, a product that runs again may take another kernel: what differs by no more than rounding is counted, unless
+the check is ``exact``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from jettison.errors import UsageError, WrongValue
+
+WHOLE_BELOW = 64
+"""Elements up to which a tensor is compared whole."""
+LOOKS = 32
+"""Elements that are looked at in a larger one."""
+SAMPLED_SHARE = 8
+"""With ``sampled``, one slot in so many is looked at in a step."""
+SAMPLED_AFTER = 3
+"""With ``sampled``, runs of a recording in which everything is looked at first."""
+ROUNDING = 4.0
+"""Units in the last place, of the largest element looked at, that two runs of one product may differ by."""
+COLUMNS = 61  # of a digest; a prime, so that moving values along a row or a plane changes columns
+
+
+class Check(StrEnum):
+    """How closely what is computed again is held against what forward had."""
+
+    ALWAYS = "always"
+    SAMPLED = "sampled"
+    FULL = "full"
+    EXACT = "exact"
+    OFF = "off"
+
+
+def check_of(word: str | Check) -> Check:
+    """The check of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return Check(word)
+    except ValueError:
+        raise UsageError(f"check: got {word!r}; expected one of {', '.join(Check)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Spots:
+    """Where a tensor of some layout is looked at.
+
+    ``size`` and ``stride`` pick the elements; ``slack`` says how far their start may move: pairs of a number of places
+    and the elements from one to the next.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    slack: tuple[tuple[int, int], ...]
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.size)
+
+
+@lru_cache(maxsize=4096)
+def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> Spots:
+    """Where to look in a tensor of this size and stride: spread over all of it, never outside of it."""
+    dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and (step or n == 0)]
+    count = prod(n for n, _ in dims)
+    if count <= WHOLE_BELOW:
+        return Spots(tuple(n for n, _ in dims), tuple(step for _, step in dims), ())
+    if _is_dense(dims):
+        step = (count // LOOKS - 1) | 1  # odd: rows have lengths with many factors of two
+        return Spots((LOOKS,), (step,), ((count - (LOOKS - 1) * step, 1),))
+    looks = LOOKS
+    chosen = []  # a grid, of as many places in each dim as their product needs
+    for left, (n, step) in zip(range(len(dims), 0, -1), sorted(dims), strict=True):
+        places = min(n, ceil(looks ** (1 / left) - 1e-9))
+        looks = ceil(looks / places)
+        chosen.append((places, n // places, n - (places - 1) * (n // places), step))
+    return Spots(
+        tuple(places for places, _, _, _ in chosen),
+        tuple(by * step for _, by, _, step in chosen),
+        tuple((slack, step) for _, _, slack, step in chosen),
+    )
+
+
+def _is_dense(dims: Sequence[tuple[int, int]]) -> bool:
+    expected = 1
+    for n, step in sorted(dims, key=lambda dim: dim[1]):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
+    """Some of a plain tensor's elements, as a tensor of their own.
+
+    Args:
+        salt: moves the place of the elements; the same for both looks at one tensor.
+    """
+    if isinstance(tensor, FakeTensor):  # a rehearsal: only the bytes matter
+        return torch.empty(spots.count, dtype=tensor.dtype, device=tensor.device)
+    return _strided(tensor.detach(), spots, salt).clone()
+
+
+def _strided(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
+    start = tensor.storage_offset()
+    for places, step in spots.slack:
+        start += salt % places * step
+        salt = salt * 31 + 7
+    return tensor.as_strided(spots.size, spots.stride, start)
+
+
+def digest(tensor: Tensor, spots: Spots) -> Tensor:
+    """A few numbers that change with any element of a plain tensor, and with the place of any."""
+    if spots.slack == ():
+        return look(tensor, spots, 0)
+    tensor = tensor.detach()
+    size, stride = tuple(tensor.shape), tuple(tensor.stride())
+    dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and step]
+    if isinstance(tensor, FakeTensor):
+        width = COLUMNS if _is_dense(dims) else dims[-1][0]
+        return torch.empty(width + COLUMNS, dtype=torch.int64, device=tensor.device)
+    if tensor.dtype.is_complex:
+        return digest_of_bits(torch.view_as_real(tensor.resolve_conj()))
+    return digest_of_bits(tensor.as_strided([n for n, _ in dims], [s for _, s in dims], tensor.storage_offset()))
+
+
+def digest_of_bits(tensor: Tensor) -> Tensor:
+    """See `digest`."""
+    bits = bits_of(tensor)
+    dims = list(zip(bits.shape, bits.stride(), strict=True))
+    if not _is_dense(dims):
+        return torch.hash_tensor(bits, dim=list(range(bits.dim() - 1))).view(torch.int64)
+    count = bits.numel()
+    rows = count // COLUMNS
+    body = bits.as_strided((rows, COLUMNS), (COLUMNS, 1), bits.storage_offset())
+    tail = bits.as_strided((count - rows * COLUMNS,), (1,), bits.storage_offset() + rows * COLUMNS)
+    return torch.cat([torch.hash_tensor(body, dim=[0]).view(torch.int64), tail.to(torch.int64)])
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The same memory as integers: NaN equals itself there, and zero is not minus zero."""
+    if tensor.dtype is torch.complex128:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+class Witness:
+    """What one dropped tensor left behind."""
+
+    __slots__ = ("dtype", "full", "salt", "seen", "spots")
+
+    def __init__(self, tensor: Tensor, spots: Spots, salt: int, *, full: bool) -> None:
+        self.spots = spots
+        self.salt = salt
+        self.full = full
+        self.dtype = tensor.dtype
+        self.seen = bits_of(digest(tensor, spots) if full else look(tensor, spots, salt))
+
+    def agrees(self, tensor: Tensor) -> bool:
+        """Whether a plain tensor is the one that this was left by, as far as was looked."""
+        if self.full or tensor.is_complex() or tensor.is_neg():
+            return torch.equal(self.seen, self.again(tensor))
+        return torch.equal(self.seen, bits_of(_strided(tensor.detach(), self.spots, self.salt)))
+
+    def again(self, tensor: Tensor) -> Tensor:
+        """A second look, to be compared later."""
+        return bits_of(digest(tensor, self.spots) if self.full else look(tensor, self.spots, self.salt))
+
+    def is_rounding(self, found: Tensor) -> bool:
+        """Whether a second look differs by what a sum in another order may differ by."""
+        return not self.full and is_rounding(self.seen.view(self.dtype), found.view(self.dtype))
+
+
+Describe = Callable[[], WrongValue]
+
+
+@dataclass(kw_only=True)
+class Rounded:
+    """What differed by no more than rounding so far."""
+
+    tensors: int = 0
+
+
+class _Docket(threading.local):
+    """Looks that wait for the end of their backward, by graph task."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, list[tuple[Witness, Tensor, Rounded | None, Describe]]] = {}
+
+
+_docket = _Docket()
+
+
+def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe: Describe) -> None:
+    """Hold a tensor that was computed again against its witness, now or when backward is over.
+
+    Args:
+        rounded: counts what differs by rounding; None where nothing may.
+        describe: makes the error.
+
+    Raises:
+        WrongValue: they differ.
+    """
+    if isinstance(tensor, FakeTensor):
+        return
+    task = torch._C._current_graph_task_id()
+    if task == -1 or is_told_at_once(tensor):
+        if not witness.agrees(tensor):
+            raise describe()
+        return
+    if task not in _docket.waiting:
+        _docket.waiting[task] = []
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: settle(task))  # type: ignore[attr-defined]
+    _docket.waiting[task].append((witness, witness.again(tensor), rounded, describe))
+
+
+def is_told_at_once(tensor: Tensor) -> bool:
+    """Whether looking costs no wait; see NOTE [ When a difference is told ]."""
+    return tensor.device.type == "cpu"
+
+
+def settle(task: int) -> None:
+    """Compare everything that a backward has collected.
+
+    Raises:
+        WrongValue: some tensor came back wrong; the first one is described.
+    """
+    waiting = _docket.waiting.pop(task, [])
+    if not _any_difference(waiting):
+        return
+    for witness, found, rounded, describe in waiting:
+        if torch.equal(witness.seen, found):
+            continue
+        if rounded is None or not witness.is_rounding(found):
+            raise describe()
+        rounded.tensors += 1
+
+
+def _any_difference(waiting: list[tuple[Witness, Tensor, Rounded | None, Describe]]) -> bool:
+    """One read from each device, whatever the number of tensors."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for witness, found, _, _ in waiting:
+        before, after = witness.seen.reshape(-1), found.reshape(-1)
+        lists = kinds.setdefault((before.dtype, before.device), ([], []))
+        lists[0].append(before)
+        lists[1].append(after)
+    flags: dict[torch.device, Tensor] = {}
+    for (_, device), (before_all, after_all) in kinds.items():
+        differs = torch.ne(torch.cat(before_all), torch.cat(after_all)).any()
+        flags[device] = differs if device not in flags else flags[device] | differs
+    return any(bool(flag) for flag in flags.values())
+
+
+def is_rounding(first: Tensor, second: Tensor) -> bool:
+    """Whether two looks differ by what a sum in another order may differ by."""
+    if not first.dtype.is_floating_point:
+        return False
+    a, b = first.double(), second.double()
+    if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+        return False
+    a, b = a.nan_to_num(), b.nan_to_num()
+    bound = ROUNDING * torch.finfo(first.dtype).eps * torch.maximum(a.abs().max(), b.abs().max())
+    return bool(((a - b).abs() <= bound).all())

@@ -1,0 +1,66 @@
+"""Running a forward on fake tensors so that nothing of it stays behind.
+
+The module is a copy, and so are the objects among its arguments. What a copy does not cover are tables that the code
+reaches by name or closure (side stores, functions with a cache) and the random streams of Python and numpy: they are
+put back, and a recording that drew from such a stream is refused, since it cannot hold what was drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from jettison.errors import TraceError
+from jettison.trace.reach import Reach
+from jettison.trace.streams import Streams
+
+
+class Isolation:
+    """What a run on fake tensors changes outside of them."""
+
+    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
+        self.reach = Reach(modules, values)
+        self.streams = Streams.now(cuda=False)
+
+    def effects(self) -> str:
+        """What of Python's state has changed so far, in words; empty where nothing has.
+
+        Raises:
+            TraceError: numbers were drawn from a stream that no recording holds.
+        """
+        moved = self.streams.moved_outside_torch()
+        if moved:
+            raise TraceError(f"it draws from {' and '.join(moved)}")
+        changes = self.reach.changes()
+        drawn = next((change for change in changes if change.endswith("was drawn from")), None)
+        if drawn is not None:
+            raise TraceError(f"{drawn}: a generator of its own")
+        return "; ".join(changes[:3])
+
+    def undo(self) -> None:
+        """Put everything back."""
+        self.streams.restore()
+        self.reach.restore()
+
+
+@contextlib.contextmanager
+def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> Iterator[Isolation]:
+    """Python's state is as it was when this ends."""
+    state = Isolation(modules, values)
+    try:
+        yield state
+    finally:
+        state.undo()
+
+
+def forward_of(module: nn.Module, twin: nn.Module) -> Callable[..., Any]:
+    """The twin's own forward: its class's, or what stands in the place of the class's on the instance."""
+    own = vars(twin).get("forward")
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    kind: Any = type(module)
+    return types.MethodType(kind.forward, twin)

@@ -1,0 +1,102 @@
+"""The random streams of a process: torch's default generators, Python's `random` and numpy's."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Streams:
+    """Where every default stream stands. ``cuda`` is None where CUDA is not in use or was not asked for."""
+
+    cpu: Tensor
+    cuda: tuple[Tensor, ...] | None
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls, *, cuda: bool = True) -> Streams:
+        """The states at this moment.
+
+        Args:
+            cuda: reading those costs a wait for every device.
+        """
+        states = tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else None
+        return cls(torch.get_rng_state(), states, random.getstate(), numpy_state())
+
+    def restore(self) -> None:
+        """Put every stream back to where it stood."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+    def moved(self) -> tuple[str, ...]:
+        """Names of the streams that stand elsewhere now."""
+        now = Streams.now(cuda=self.cuda is not None)
+        found = [] if torch.equal(now.cpu, self.cpu) else ["torch's generator"]
+        if self.cuda is not None and not all(map(torch.equal, now.cuda or (), self.cuda)):
+            found.append("torch's generator on CUDA")
+        return (*found, *self.moved_outside_torch(now))
+
+    def moved_outside_torch(self, now: Streams | None = None) -> tuple[str, ...]:
+        """As `moved`, of Python's and numpy's."""
+        python, numpy = (random.getstate(), numpy_state()) if now is None else (now.python, now.numpy)
+        found = [] if python == self.python else ["Python's random"]
+        if pickle.dumps(numpy) != pickle.dumps(self.numpy):
+            found.append("numpy's random")
+        return tuple(found)
+
+
+def default_stream() -> bytes:
+    """Where torch's generator on the CPU stands, read past every dispatch and function mode."""
+    with torch._C.DisableTorchFunction():
+        state = torch.default_generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def numpy_state() -> Any:
+    """Of numpy's global generator; None where nobody has imported it."""
+    module = sys.modules.get("numpy.random")
+    return None if module is None else module.get_state()
+
+
+def stream_state(stream: Any) -> Any:
+    """The state of one generator object of Python's, torch's or numpy's, in a form that can be compared."""
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    if isinstance(stream, torch.Generator):
+        return bytes(stream.get_state().tolist())
+    if hasattr(stream, "bit_generator"):
+        return pickle.dumps(stream.bit_generator.state)
+    return pickle.dumps(stream.get_state(legacy=False))
+
+
+def set_stream_state(stream: Any, state: Any) -> None:
+    """Put a generator object back to where `stream_state` found it."""
+    if isinstance(stream, random.Random):
+        stream.setstate(state)
+    elif isinstance(stream, torch.Generator):
+        stream.set_state(torch.tensor(list(state), dtype=torch.uint8))
+    elif hasattr(stream, "bit_generator"):
+        stream.bit_generator.state = pickle.loads(state)
+    else:
+        stream.set_state(pickle.loads(state))
+
+
+def is_stream(value: Any) -> bool:
+    """Whether a value is a random generator with a state of its own."""
+    numpy = sys.modules.get("numpy.random")
+    return isinstance(value, random.Random | torch.Generator) or (
+        numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+    )
