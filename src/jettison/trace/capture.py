@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
+from jettison.trace.randomness import ADVANCE, Movement, movement_of
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -61,7 +62,8 @@ class Call:
     """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
 
     ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
-    ``written`` maps each buffer that the op overwrites to the buffer that it becomes.
+    ``written`` maps each buffer that the op overwrites to the buffer that it becomes. ``state_out`` may be the output of
+    another op, which moves the state and does nothing else: NOTE [ The state moves by shape ] in randomness.py.
     """
 
     func: Any
@@ -88,15 +90,15 @@ class RegionTrace:
     output_spec: Any
     # every call's signature, and whether it may be skipped
     sequence: list[tuple[Any, bool]] = field(default_factory=list)
-    initial_state: int | None = None  # buffer of the random state at the start, if the region draws
+    initial_states: dict[str, int] = field(default_factory=dict)  # device -> buffer of its random state at the start
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
     given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
 
     @property
     def draws(self) -> bool:
-        """Whether the region uses the default random generator."""
-        return self.initial_state is not None
+        """Whether the region uses a default random generator."""
+        return bool(self.initial_states)
 
 
 class Recorder:
@@ -117,8 +119,8 @@ class Recorder:
         self.path: list[str] = []
         # asked here: while autocast casts an argument it counts as switched off
         self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        self.initial_state: int | None = None
-        self.state: int | None = None
+        self.initial_states: dict[str, int] = {}
+        self.states: dict[str, int] = {}  # device -> buffer of its random state now
         self.state_broken = False
         self.read_number = False
         self.sequence: list[tuple[Any, bool]] = []
@@ -207,10 +209,16 @@ class Recorder:
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
             return out
-        random = draws(func, args, kwargs)
         anchor = anchor_of(func, kwargs, spec_args)
+        random = anchor is not Anchor.GENERATOR and draws(func, args, kwargs)
         if anchor is None and self.read_number and takes_number(func, args, kwargs):
             anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
+        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
+        state_in = state_out = None
+        if random and not self.state_broken:
+            move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
+            if move is not None:
+                state_in, state_out = self.move_state(move, device)
         index = len(self.ops)
         inputs = list(
             dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef))
@@ -234,15 +242,14 @@ class Recorder:
             if isinstance(t, Tensor) and _storage_key(t) not in self._current:
                 outputs.append(self._new_buffer(t, Source.OP, producer=index))
             refs.append(self.ref(t) if isinstance(t, Tensor) and self.ref(t).buffer in outputs else None)
-        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
-        state_in = state_out = None
-        if random and anchor is None:
-            if self.state_broken:
-                anchor = Anchor.OPAQUE
+        if random and state_in is None:
+            if self.state_broken or anchor is not None:  # nobody can tell where the stream goes on
+                anchor, self.state_broken = anchor or Anchor.OPAQUE, True
             else:
-                state_in, state_out = self._advance_state(index, device)
-                inputs.append(state_in)
+                state_in, state_out = self._next_state(index, device)
                 outputs.append(state_out)
+        if state_in is not None:
+            inputs.append(state_in)
         flops, moved = op_cost(func, args, kwargs, out)
         self.ops.append(
             {
@@ -264,14 +271,31 @@ class Recorder:
             return False
         return self.buffers[spec_args[0].buffer]["source"] is Source.PARAMETER
 
-    def _advance_state(self, op: int, device: str) -> tuple[int, int]:
+    def move_state(self, move: Movement, device: str) -> tuple[int, int]:
+        """Record what moves the random state and does nothing else; buffers of the state before and after."""
+        index = len(self.ops)
+        before, after = self._next_state(index, device)
+        self.ops.append(
+            {
+                "index": index, "name": ADVANCE, "inputs": (before,), "outputs": (after,), "flops": 0,
+                "bytes_moved": move.nbytes, "path": self.where, "price_key": move.price_key,
+            }
+        )  # fmt: skip
+        self.calls.append(
+            Call(move.func, move.args, dict(move.kwargs), (), state_in=before, state_out=after, device=device)
+        )
+        return before, after
+
+    def _next_state(self, op: int, device: str) -> tuple[int, int]:
         size = RNG_STATE_BYTES.get(device, 5056)
-        if self.state is None:
-            self.state = self.initial_state = len(self.buffers)
-            self.buffers.append({"index": self.state, "nbytes": size, "source": Source.RANDOM, "keepable": True})
-        before, after = self.state, len(self.buffers)
+        if device not in self.states:
+            self.states[device] = self.initial_states[device] = len(self.buffers)
+            self.buffers.append(
+                {"index": self.states[device], "nbytes": size, "source": Source.RANDOM, "keepable": True}
+            )
+        before, after = self.states[device], len(self.buffers)
         self.buffers.append({"index": after, "nbytes": size, "source": Source.RANDOM, "producer": op})
-        self.state = after
+        self.states[device] = after
         return before, after
 
     def finish(self, output: Any) -> RegionTrace:
@@ -280,7 +304,7 @@ class Recorder:
         output_leaves = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         overwritten = {b["index"] for b in self.buffers if b.pop("overwritten", False)}
         for op in self.ops:
-            if op["anchor"] is None and overwritten.intersection(op["inputs"]):
+            if op.get("anchor") is None and overwritten.intersection(op["inputs"]):
                 op["anchor"] = Anchor.MUTATED
         self.program = Program(
             buffers=tuple(Buffer(**b) for b in self.buffers),
@@ -297,7 +321,7 @@ class Recorder:
         return RegionTrace(
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
-            initial_state=self.initial_state, blocks=self.blocks, given=self.given,
+            initial_states=self.initial_states, blocks=self.blocks, given=self.given,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
         )  # fmt: skip
 

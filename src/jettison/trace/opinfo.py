@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from jettison.ledger.program import Anchor
+from jettison.trace.randomness import is_private
 
 aten = torch.ops.aten
 
@@ -82,7 +83,7 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | Non
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:
         return Anchor.DISCRETE
-    if any(isinstance(v, torch.Generator) for v in tree_leaves((spec_args, kwargs))):
+    if any(isinstance(v, torch.Generator) and is_private(v) for v in tree_leaves((spec_args, kwargs))):
         return Anchor.GENERATOR
     if is_communication(func) and not is_collective(func):
         return Anchor.COLLECTIVE
