@@ -231,7 +231,7 @@ def _step(
     ]
     consumes = tuple(b for b in trace.program.ops[index].inputs if b in counts)
     simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
-    state_out = call.state_out if makers.get(call.state_out) == index else None
+    state_out = call.state_out if call.state_out is not None and makers.get(call.state_out) == index else None
     return Step(
         call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, state_out, call.device,
         simple, is_collective(call.func),

@@ -62,8 +62,8 @@ class Call:
     """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
 
     ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
-    ``written`` maps each buffer that the op overwrites to the buffer that it becomes. ``state_out`` may be the output of
-    another op, which moves the state and does nothing else: NOTE [ The state moves by shape ] in randomness.py.
+    ``written`` maps each buffer that the op overwrites to the buffer that it becomes. ``state_out`` is often the output
+    of another op, which moves the state and does nothing else: NOTE [ The state moves by shape ] in randomness.py.
     """
 
     func: Any
@@ -122,6 +122,7 @@ class Recorder:
         self.initial_states: dict[str, int] = {}
         self.states: dict[str, int] = {}  # device -> buffer of its random state now
         self.state_broken = False
+        self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
         self.read_number = False
         self.sequence: list[tuple[Any, bool]] = []
         self._current: dict[int, int] = {}
@@ -215,7 +216,7 @@ class Recorder:
             anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
         device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
         state_in = state_out = None
-        if random and not self.state_broken:
+        if random and self.follows(device):
             move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
             if move is not None:
                 state_in, state_out = self.move_state(move, device)
@@ -243,8 +244,10 @@ class Recorder:
                 outputs.append(self._new_buffer(t, Source.OP, producer=index))
             refs.append(self.ref(t) if isinstance(t, Tensor) and self.ref(t).buffer in outputs else None)
         if random and state_in is None:
-            if self.state_broken or anchor is not None:  # nobody can tell where the stream goes on
-                anchor, self.state_broken = anchor or Anchor.OPAQUE, True
+            if not self.follows(device):
+                anchor = anchor or Anchor.OPAQUE
+            elif anchor is not None:  # it moves the state by values that will not be there
+                self.state_broken = True
             else:
                 state_in, state_out = self._next_state(index, device)
                 outputs.append(state_out)
@@ -285,6 +288,33 @@ class Recorder:
             Call(move.func, move.args, dict(move.kwargs), (), state_in=before, state_out=after, device=device)
         )
         return before, after
+
+    def follows(self, device: str) -> bool:
+        """Whether the state of a device's generator is known here."""
+        return not self.state_broken and (self.lent is None or device == "cpu")
+
+    def lend(self, borrowed: Movement, left: Movement) -> None:
+        """The default generators draw another stream from here on, until `take_back`.
+
+        On other devices than the CPU it cannot be followed; they go on as before afterwards.
+
+        Args:
+            borrowed: from the CPU's state to the first of that stream.
+            left: from the CPU's state to the one after the loan.
+        """
+        if not self.follows("cpu") or self.lent is not None:
+            self.state_broken = True
+            return
+        before, after = self.move_state(left, "cpu")
+        self.states["cpu"], self.lent = before, after
+        self.move_state(borrowed, "cpu")
+
+    def take_back(self) -> None:
+        """The loan ends. One that began before this region did has nothing to come back to."""
+        if self.lent is None:
+            self.state_broken = True
+        else:
+            self.states["cpu"], self.lent = self.lent, None
 
     def _next_state(self, op: int, device: str) -> tuple[int, int]:
         size = RNG_STATE_BYTES.get(device, 5056)

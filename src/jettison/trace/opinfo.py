@@ -38,12 +38,17 @@ def is_bookkeeping(func: Any) -> bool:
 
 def is_communication(func: Any) -> bool:
     """Whether a call talks to other ranks."""
-    return is_collective(func) or func._schema.name.split("::")[0] in _COMMUNICATION
+    return is_collective(func) or _full_name(func).split("::")[0] in _COMMUNICATION
 
 
 def is_collective(func: Any) -> bool:
     """Whether a call talks to other ranks and can do so again; its result must be waited for."""
-    return func._schema.name in _COLLECTIVES
+    return _full_name(func) in _COLLECTIVES
+
+
+def _full_name(func: Any) -> str:
+    schema = getattr(func, "_schema", None)  # what moves a random state has none
+    return "" if schema is None else str(schema.name)
 
 
 def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:

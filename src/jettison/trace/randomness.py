@@ -6,10 +6,11 @@ strides and dtypes of their tensors: so many numbers are drawn, whatever is made
 starts from is then had without the values of the first: the op runs once more on scratch memory, which goes at once.
 A recording holds this as an op of its own between states (`Advance`), and the op that draws has the state before it as
 an input and none as an output. Nothing hangs on what an earlier op computed only because it drew.
-`MOVES_BY_SHAPE` lists these ops; `tests/test_randomness.py` holds each of them that runs on a CPU against itself on other
-values. On CUDA an op reserves its share of the Philox stream on the host, before any value is there to be read. Ops that
-draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or for some elements only (`rrelu_with_noise`) are not
-on the list: who needs the state after them runs them again.
+
+`MOVES_BY_SHAPE` lists these ops; `tests/test_randomness.py` holds each that runs on a CPU against itself on other
+values. On CUDA an op reserves its share of the Philox stream on the host, before any value is there to be read. Ops
+that draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or for some elements only (`rrelu_with_noise`)
+are not on the list: who needs the state after them runs them again.
 """
 
 from __future__ import annotations
@@ -75,10 +76,6 @@ class Advance:
 
     func: Any
 
-    @property
-    def _schema(self) -> Any:
-        return self.func._schema
-
     def __str__(self) -> str:
         return f"{ADVANCE}[{self.func}]"
 
@@ -92,7 +89,7 @@ class Advance:
 class Movement:
     """What is run to move the state: `Advance` or anything that is called with these arguments."""
 
-    func: Callable[..., None]
+    func: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
 
@@ -115,8 +112,10 @@ def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, num
     """
     name = _name(func)
     leaves = tree_leaves((args, kwargs, out))
-    if func.namespace != "aten" or name not in MOVES_BY_SHAPE or "Tensor" in func._overloadname and "rand" in name:
+    if func.namespace != "aten" or name not in MOVES_BY_SHAPE:
         return None
+    if name == "randint_like" and func._overloadname.startswith("Tensor"):
+        return None  # reads its range out of a tensor
     if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in leaves) or not all(
         isinstance(n, int) for v in leaves if isinstance(v, Tensor) for n in (*v.shape, *v.stride())
     ):
