@@ -1,4 +1,4 @@
-"""Random states in a recipe: an op that is computed again leaves the state after it, and nobody need move it once more."""
+"""Random states in a recipe: an op that is computed again leaves the state after it, and spares whoever moves it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from jettison.ledger.program import Anchor
-from jettison.trace.randomness import is_private
+from jettison.trace.randomness import MOVES_BY_NUMBER, is_private
 
 aten = torch.ops.aten
 
@@ -101,6 +101,8 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | Non
 
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call gets a plain number to compute with, and not as a dim or a size."""
+    if func._schema.name.split("::")[1] in MOVES_BY_NUMBER:
+        return True  # whole numbers, of a range
     given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
     return any(isinstance(v, int | float) and str(a.type) not in ("int", "bool", "Optional[int]") for a, v in given)
 

@@ -40,7 +40,7 @@ MOVES_BY_SHAPE = frozenset({
 })  # fmt: skip
 """Ops of aten, by name."""
 
-_MOVES_BY_NUMBER = frozenset({"random", "random_", "randint", "randint_like", "randperm"})
+MOVES_BY_NUMBER = frozenset({"random", "random_", "randint", "randint_like", "randperm"})
 """Of these: a range above 2^32 takes two words for a number."""
 
 _READS_VALUES = frozenset({"bernoulli", "bernoulli_", "normal"})
@@ -120,7 +120,7 @@ def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, num
         isinstance(n, int) for v in leaves if isinstance(v, Tensor) for n in (*v.shape, *v.stride())
     ):
         return None
-    if name in _MOVES_BY_NUMBER and not numbers_known:
+    if name in MOVES_BY_NUMBER and not numbers_known:
         return None
 
     def scratch(leaf: Any, dtype: torch.dtype | None = None) -> Any:
