@@ -179,7 +179,7 @@ def _recomputing(row: Row, model: Any, leaf: Any, mask_ss: Any) -> Callable[[], 
         return lambda: None
     if row.sp:
         return jettison.apply(model, row.recompute, batch=(leaf.detach().requires_grad_(), mask_ss)).remove
-    for layer in model.layers:  # drawn under a loan, masks would stay: NOTE [ Whose numbers ] in parallel/dropout.py
+    for layer in model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return lambda: None
 

@@ -23,6 +23,7 @@ from jettison.measure import buffer_digest, parameter_digest, rng_digest  # noqa
 from jettison.measure.peak import allocation_deltas  # noqa: E402
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
+from jettison.trace.randomness import ADVANCE  # noqa: E402
 from jettison.trace.region import trace_region  # noqa: E402
 
 N = 6
@@ -222,12 +223,13 @@ def test_ops_that_draw_are_chained_through_the_random_state() -> None:
     trace = record(body)
     buffers = trace.program.buffers
     first, second = op_named(trace, "aten.bernoulli_"), op_named(trace, "aten.rand_like")
-    start = trace.initial_state
+    start = trace.initial_states.get("cpu")
     assert start is not None and trace.draws
-    middle, end = first.outputs[-1], second.outputs[-1]
+    past_first, past_second = (op for op in trace.program.ops if op.name == ADVANCE)
+    (middle,), (end,) = past_first.outputs, past_second.outputs
     assert [b.index for b in buffers if b.source is Source.RANDOM] == [start, middle, end]
     assert start in first.inputs and middle in second.inputs
-    assert [buffers[b].producer for b in (start, middle, end)] == [None, first.index, second.index]
+    assert past_first.inputs == (start,) and past_second.inputs == (middle,), "states hang on states alone"
     assert buffers[start].keepable and not buffers[middle].keepable
     assert buffers[start].nbytes == torch.get_rng_state().nbytes
     assert first.anchor is None and second.anchor is None

@@ -30,6 +30,7 @@ from jettison.plan.problem import Region, RegionOption, RootOption, SegmentOptio
 from jettison.plan.treatment import Exactly, Full, KeepAll, Share, Treatment, treatment
 from jettison.trace.capture import Call, RegionTrace, TensorRef
 from jettison.trace.model import ModelTrace
+from jettison.trace.randomness import ADVANCE
 from jettison.trace.wrapped import plain
 
 BLOCK_POINTS = 12
@@ -219,11 +220,16 @@ class Planner:
     def plain_seconds(self) -> float:
         """A step without recompute: forward once, and backward at twice that (a matmul has two in its backward)."""
         classes = {
-            k: self._observed(k)[1].seconds if c.opaque else sum(self.seconds_of(c.trace))
+            k: self._observed(k)[1].seconds if c.opaque else self._forward_seconds(c.trace)
             for k, c in self.trace.classes.items()
         }
-        forward = sum(classes.get(c.class_key, 0.0) for c in self.trace.calls) + sum(self.seconds_of(self.trace.root))
+        forward = sum(classes.get(c.class_key, 0.0) for c in self.trace.calls) + self._forward_seconds(self.trace.root)
         return 3 * forward
+
+    def _forward_seconds(self, trace: RegionTrace) -> float:
+        """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""
+        seconds = zip(trace.program.ops, self.seconds_of(trace), strict=True)
+        return sum(s for op, s in seconds if op.name != ADVANCE)
 
     # choosing --------------------------------------------------------------------------------------------------------
 

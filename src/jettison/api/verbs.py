@@ -155,7 +155,8 @@ def auto_checkpoint(
 
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
-            applied = apply_from_another_rank(model, traced, *json.loads(applied), how)
+            plan_text, like = json.loads(applied)
+            applied = apply_from_another_rank(model, traced, plan_text, like, how)
         return _agreed(applied, agreement)
 
 
@@ -219,7 +220,7 @@ def apply(
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
         check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
-            elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all elements),
+            elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all),
             ``exact`` (as ``always``, and no rounding is let through on accelerators), ``off``.
         group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
             that communicates by other means.

@@ -7,12 +7,14 @@ and recipes see one stream, as ever.
 Without it, activations outside the blocks are whole on every rank and their masks must be equal, so the default
 generators are in step; only the attention core, which has heads of its own, draws others. `OwnDraws` lends it a
 generator: seeded with the rank, and with one number of the common stream. That number is all that the loan takes, so a
-checkpoint that puts the common stream back gets the same loan. A recording cannot follow the loan, and keeps what is
-drawn under it and after it (`Recorder.state_broken`).
+checkpoint that puts the common stream back gets the same loan. A recording writes down how the CPU's state becomes the
+one that is lent and the one that is left (`Recorder.lend`), so that recipes get the same loan; what another device
+draws under it is kept.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from jettison.parallel.regions import Axis
-from jettison.trace.capture import CaptureMode
+from jettison.trace.capture import CaptureMode, Recorder
+from jettison.trace.randomness import Movement
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours share no pattern
 _SEEDS = 2**62
@@ -46,9 +49,10 @@ class OwnDraws:
         """Draws are this rank's own from here on."""
         if axis.size == 1 or self._before is not None:
             return
-        _tell_recordings()
+        for recorder in _recorders():
+            recorder.lend(Movement(_Borrow(axis.rank)), Movement(_TakeNumber()))
+        seed = _TakeNumber()()
         with _disable_current_modes():
-            seed = int(torch.randint(_SEEDS, (), device="cpu"))
             cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
             self._before = torch.get_rng_state(), cuda
             torch.manual_seed(_mixed(seed, axis.rank))
@@ -58,6 +62,8 @@ class OwnDraws:
         if self._before is None:
             return
         (cpu, cuda), self._before = self._before, None
+        for recorder in _recorders():
+            recorder.take_back()
         with _disable_current_modes():
             torch.set_rng_state(cpu)
             if cuda is not None:
@@ -71,8 +77,32 @@ def _mixed(seed: int, rank: int) -> int:
     return (seed + (rank + 1) * _STRIDE) % 2**63
 
 
-def _tell_recordings() -> None:
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, CaptureMode):
-            for recorder in mode.recorders:
-                recorder.state_broken = True
+@dataclass(frozen=True, slots=True)
+class _TakeNumber:
+    """Takes from the common stream all that a loan takes."""
+
+    def __str__(self) -> str:
+        return "take_number"
+
+    def __call__(self) -> int:
+        with _disable_current_modes():
+            return int(torch.randint(_SEEDS, (), device="cpu"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Borrow:
+    """Makes the CPU's generator the one that a rank is lent. Its text, like a plan, is the same on every rank."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return "borrow"
+
+    def __call__(self) -> None:
+        torch.default_generator.manual_seed(_mixed(_TakeNumber()(), self.rank))
+
+
+def _recorders() -> list[Recorder]:
+    """Of the regions that run now, the innermost of each recording; those around it break with a block's output."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CaptureMode)]
+    return [mode.recorders[-1] for mode in modes if mode.recorders]

@@ -23,6 +23,11 @@ _PRODUCTS = ("aten.mm", "aten.addmm")
 """With a weight: the counted ones of an alternating policy."""
 
 
+_SUMMED = ("reduce_scatter", "all_reduce")
+"""Collectives that make whole sums of the parts that ranks have of a product."""
+_TRANSFERS = ("c10d.", "_c10d_functional.", "_dtensor.")
+"""Collectives of formulas and of recordings begin like this."""
+
 BATCHED = ("aten.bmm", "aten.baddbmm")
 """Products of two activations, as attention scores are; a router's scores are a product with a weight."""
 
@@ -63,10 +68,10 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveOp:
-    """Outputs of matrix products and fused attention stay; the rest is computed again from them.
+    """Outputs of matrix products and fused attention stay, and what reduce-scatters return; the rest is computed again.
 
-    ``alternate`` is torchtitan's policy for each op: of the products with a weight every second one is computed again,
-    and what reduce-scatters return stays as well.
+    Of a product whose parts ranks add up it is the sum that stays. ``alternate`` is torchtitan's policy for each op: of
+    the products with a weight every second one is computed again.
     """
 
     word: str = "selective-op"
@@ -83,26 +88,33 @@ class SelectiveOp:
         those out that nobody reads.
         """
         found: set[int] = set()
+        readers = _readers(program)
         products = 0
         for op in program.ops:
             products += op.name.startswith(_PRODUCTS)
             second = self.alternate and op.name.startswith(_PRODUCTS) and products % 2 == 0
-            stays = op.name.startswith(MATMULS) or (self.alternate and "reduce_scatter" in op.name)
-            if stays and not second:
+            if second:
+                continue
+            if op.name.startswith(MATMULS):
                 found.update(b for b in op.outputs if program.buffers[b].keepable)
-        return frozenset(found)
+            elif any(word in op.name for word in _SUMMED[: 1 if self.alternate else None]):
+                found.update(_holdable(program, b, readers) for b in op.outputs)
+        return frozenset(b for b in found if program.buffers[b].keepable)
 
 
 @dataclass(frozen=True, slots=True)
 class Selective:
-    """The paper's selective recomputation: the attention core (scores, softmax, dropout) goes, the rest stays."""
+    """The paper's selective recomputation: the attention core (scores, softmax, dropout) goes, the rest stays.
+
+    No collective is repeated: what of the core hangs on one stays too.
+    """
 
     word: str = "selective"
 
     def kept(self, program: Program) -> frozenset[int]:
         core = attention_core(program)
         base = frozenset(b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM) and b.keepable)
-        return close(program, program.saved_buffers() - core | base)
+        return close(program, program.saved_buffers() - core | base, transfers=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +146,21 @@ class Share:
         return min(fitting, key=lambda p: p.seconds).kept if fitting else points[0].kept
 
 
-def close(program: Program, wanted: frozenset[int]) -> frozenset[int]:
-    """Add what must be kept because it can be neither computed nor found, and leave out what nobody would read."""
+def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -> frozenset[int]:
+    """Add what must be kept because it can be neither computed nor found, and leave out what nobody would read.
+
+    Args:
+        transfers: collectives may run again.
+    """
     must = set(wanted)
     while True:
-        needed, missing = _demand(program, frozenset(must))
+        needed, missing = _demand(program, frozenset(must), transfers=transfers)
         if not missing:
             return frozenset(b for b in must if b in needed and not program.buffers[b].free)
         must |= missing
 
 
-def _demand(program: Program, kept: frozenset[int]) -> tuple[set[int], set[int]]:
+def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple[set[int], set[int]]:
     """Buffers that backward reads under ``kept``, and slots to keep as well so that it can."""
     missing: set[int] = set()
     needed: set[int] = set()
@@ -159,7 +175,7 @@ def _demand(program: Program, kept: frozenset[int]) -> tuple[set[int], set[int]]
             if b in kept or buffer.free:
                 continue
             op = program.ops[buffer.producer] if buffer.producer is not None else None
-            if op is None or op.anchor is not None:
+            if op is None or op.anchor is not None or (not transfers and op.name.startswith(_TRANSFERS)):
                 nearest = b if buffer.keepable else slot_buffer
                 missing.add(nearest)
                 broken = True
@@ -170,6 +186,25 @@ def _demand(program: Program, kept: frozenset[int]) -> tuple[set[int], set[int]]
     return needed, missing
 
 
+def _readers(program: Program) -> dict[int, list[Op]]:
+    readers: dict[int, list[Op]] = {}
+    for op in program.ops:
+        for b in op.inputs:
+            readers.setdefault(b, []).append(op)
+    return readers
+
+
+def _holdable(program: Program, b: int, readers: dict[int, list[Op]]) -> int:
+    """A buffer, or what its only reader makes of it at the same size (a bias added) where only that can be held."""
+    buffer = program.buffers[b]
+    while not buffer.keepable and len(readers.get(buffer.index, ())) == 1:
+        made = readers[buffer.index][0].outputs
+        if len(made) != 1 or program.buffers[made[0]].nbytes != buffer.nbytes:
+            break
+        buffer = program.buffers[made[0]]
+    return buffer.index
+
+
 def attention_core(program: Program) -> frozenset[int]:
     """Buffers between the product that makes the attention scores and the one that uses the probabilities.
 
@@ -177,10 +212,7 @@ def attention_core(program: Program) -> frozenset[int]:
     fused
     attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
     """
-    readers: dict[int, list[Op]] = {}
-    for op in program.ops:
-        for b in op.inputs:
-            readers.setdefault(b, []).append(op)
+    readers = _readers(program)
     core: set[int] = set()
     for op in program.ops:
         if "softmax" not in op.name or "backward" in op.name:
@@ -193,7 +225,7 @@ def attention_core(program: Program) -> frozenset[int]:
             current = back.pop()
             for b in current.inputs:
                 producer = program.buffers[b].producer
-                if producer is None or producer in seen:
+                if producer is None or producer in seen or program.buffers[b].source is Source.RANDOM:
                     continue
                 seen.add(producer)
                 found.add(b)
@@ -203,6 +235,8 @@ def attention_core(program: Program) -> frozenset[int]:
         while forth:
             current = forth.pop()
             for b in current.outputs:
+                if program.buffers[b].source is Source.RANDOM:  # who draws next is no part of the core
+                    continue
                 found.add(b)
                 for reader in readers.get(b, ()):
                     if reader.name.startswith(MATMULS):

@@ -73,8 +73,8 @@ class Handle:
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "how", "index", "memo", "model", "name", "owners",
-                 "parameters", "precision", "recipe", "rounded", "salt", "share")  # fmt: skip
+    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "how", "index", "memo", "model", "name",
+                 "owners", "parameters", "precision", "recipe", "rounded", "salt", "share")  # fmt: skip
 
     def __init__(
         self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]], model: nn.Module
@@ -119,8 +119,8 @@ class Frame:
                 boxes[n].fill(leaves[position])
         for n, position in self.recipe.from_inputs:
             boxes[n].fill(leaves[position])
-        if self.recipe.state_box is not None:
-            boxes[self.recipe.state_box].fill(get_state(_state_device(self.recipe)))
+        for n, device in self.recipe.state_boxes:
+            boxes[n].fill(get_state(device))
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: keep it, or leave a handle."""
@@ -317,10 +317,6 @@ def _stale(what: str, where: str, then: int, now: int) -> StaleTensor:
         f"{what} of {where} was modified by an inplace operation between forward and backward: it is at version {now}; "
         f"expected version {then}. Write to it after backward, or clone it first"
     )
-
-
-def _state_device(recipe: Recipe) -> str:
-    return next((s.device for s in recipe.steps.values() if s.state_in is not None), "cpu")
 
 
 def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

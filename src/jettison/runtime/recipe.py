@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.errors import TraceError
 from jettison.ledger.program import Source
+from jettison.runtime.states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
 from jettison.trace.capture import RegionTrace, Tap, TensorRef
 from jettison.trace.opinfo import is_collective
@@ -83,7 +84,7 @@ class Recipe:
     from_inputs: list[tuple[int, int]]  # (box, leaf position)
     from_taps: list[tuple[int, Tap]]
     from_blocks: dict[tuple[int, int], int]  # (nested call, output leaf) -> box
-    state_box: int | None
+    state_boxes: list[tuple[int, str]]  # (box, device)
     parameters: dict[int, str]  # buffers that recipes read by name
     # input buffer -> box that holds the block before's output handle
     links: dict[int, int] = field(default_factory=dict)
@@ -131,7 +132,8 @@ def compile_recipe(
     kept = kept - link_buffers
     asked = {leaf: ref for leaf, ref in asked.items() if program.can_compute(ref.buffer, kept | link_buffers)}
     again = program.recompute_set(kept | link_buffers, also=frozenset(ref.buffer for ref in asked.values()))
-    makers = {b: i for i in again for b in program.ops[i].outputs}
+    again, givers = without_idle_moves(trace, again, kept)
+    makers = {b: i for i in again for b in program.ops[i].outputs} | givers
     for b in kept:
         makers.pop(b, None)
     counts = dict.fromkeys((*makers, *link_buffers), 0)
@@ -154,15 +156,16 @@ def compile_recipe(
     closures = _box_closures(program.ops, again, makers, box_of)
     recipe = Recipe(
         trace=trace, kept=kept, slots=[], steps=steps, makers=makers, counts=counts, boxes=boxes, box_of=box_of,
-        from_inputs=[], from_taps=[], from_blocks={}, state_box=None, parameters=parameters, recomputed_ops=again,
+        from_inputs=[], from_taps=[], from_blocks={}, state_boxes=[], parameters=parameters, recomputed_ops=again,
         links={b: box_of[b] for b in link_buffers},
     )  # fmt: skip
     filled: set[int] = set()
+    initial_states = {b: device for device, b in trace.initial_states.items()}
     for n, b in enumerate(boxes):
         if b in link_buffers:
             pass
-        elif b == trace.initial_state:
-            recipe.state_box = n
+        elif b in initial_states:
+            recipe.state_boxes.append((n, initial_states[b]))
         elif b in trace.inputs:
             recipe.from_inputs.append((n, trace.inputs[b]))
         elif b in trace.blocks:
@@ -235,8 +238,9 @@ def _step(
     ]
     consumes = tuple(b for b in trace.program.ops[index].inputs if b in counts)
     simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
+    state_out = call.state_out if call.state_out is not None and makers.get(call.state_out) == index else None
     return Step(
-        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, call.state_out, call.device,
+        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, state_out, call.device,
         simple, is_collective(call.func),
     )  # fmt: skip
 

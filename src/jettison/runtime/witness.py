@@ -241,7 +241,7 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
         return
     if task not in _docket.waiting:
         _docket.waiting[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: settle(task))  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: settle(task))
     _docket.waiting[task].append((witness, witness.again(tensor), rounded, describe))
 
 

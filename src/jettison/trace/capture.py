@@ -31,6 +31,7 @@ from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.trace.described import described
 from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
+from jettison.trace.randomness import ADVANCE, Movement, movement_of
 from jettison.trace.streams import default_stream
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
@@ -85,7 +86,8 @@ class Call:
     """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
 
     ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
-    ``written`` maps each buffer that the op overwrites to the buffer that it becomes.
+    ``written`` maps each buffer that the op overwrites to the buffer that it becomes. ``state_out`` is often the output
+    of another op, which moves the state and does nothing else: NOTE [ The state moves by shape ] in randomness.py.
     """
 
     func: Any
@@ -128,7 +130,7 @@ class RegionTrace:
     output_leaves: list[Any]  # TensorRef, or the value itself, in the order of the flattened output
     output_spec: Any
     sequence: list[Expected] = field(default_factory=list)
-    initial_state: int | None = None  # buffer of the random state at the start, if the region draws
+    initial_states: dict[str, int] = field(default_factory=dict)  # device -> buffer of its random state at the start
     blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
     given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
     named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
@@ -146,8 +148,8 @@ class RegionTrace:
 
     @property
     def draws(self) -> bool:
-        """Whether the region uses the default random generator."""
-        return self.initial_state is not None
+        """Whether the region uses a default random generator."""
+        return bool(self.initial_states)
 
 
 class Recorder:
@@ -168,11 +170,12 @@ class Recorder:
         self.path: list[str] = []
         # asked here: while autocast casts an argument it counts as switched off
         self.autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        self.initial_state: int | None = None
-        self.state: int | None = None
+        self.initial_states: dict[str, int] = {}
+        self.states: dict[str, int] = {}  # device -> buffer of its random state now
         self.state_broken = False
         self.reads: list[tuple[TensorRef, Any, bool]] = []
         self.entangled = False
+        self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
         self._stream = default_stream()
@@ -279,12 +282,18 @@ class Recorder:
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
             return out
-        random = draws(func, args, kwargs)
         anchor = anchor_of(func, kwargs, spec_args)
+        random = anchor is not Anchor.GENERATOR and draws(func, args, kwargs)
         if anchor is None and self.reads and takes_number(func, args, kwargs):
             anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
         if random:
             self._require_own_stream()
+        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
+        state_in = state_out = None
+        if random and self.follows(device):
+            move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
+            if move is not None:
+                state_in, state_out = self.move_state(move, device)
         index = len(self.ops)
         inputs = list(
             dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef))
@@ -318,15 +327,16 @@ class Recorder:
                 entry, makes=tuple(self.ref(t) for t in out_leaves if isinstance(t, Tensor)),
                 writes=tuple((places[old], new) for old, new in written if old in places),
             )  # fmt: skip
-        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
-        state_in = state_out = None
-        if random and anchor is None:
-            if self.state_broken:
-                anchor = Anchor.OPAQUE
+        if random and state_in is None:
+            if not self.follows(device):
+                anchor = anchor or Anchor.OPAQUE
+            elif anchor is not None:  # it moves the state by values that will not be there
+                self.state_broken = True
             else:
-                state_in, state_out = self._advance_state(index, device)
-                inputs.append(state_in)
+                state_in, state_out = self._next_state(index, device)
                 outputs.append(state_out)
+        if state_in is not None:
+            inputs.append(state_in)
         flops, moved = op_cost(func, args, kwargs, out)
         self.ops.append(
             {
@@ -342,7 +352,7 @@ class Recorder:
 
     def _require_own_stream(self) -> None:
         """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand."""
-        if default_stream() != self._stream:
+        if self.lent is None and default_stream() != self._stream:
             raise TraceError("it moves torch's random generator by hand (a seed, a saved state, fork_rng)")
 
     def _reads_of_shapes(self, func: Any, args: Any, refs: list[TensorRef | None]) -> None:
@@ -369,14 +379,58 @@ class Recorder:
             return False
         return self.buffers[spec_args[0].buffer]["source"] is Source.PARAMETER
 
-    def _advance_state(self, op: int, device: str) -> tuple[int, int]:
+    def move_state(self, move: Movement, device: str) -> tuple[int, int]:
+        """Record what moves the random state and does nothing else; buffers of the state before and after."""
+        index = len(self.ops)
+        before, after = self._next_state(index, device)
+        self.ops.append(
+            {
+                "index": index, "name": ADVANCE, "inputs": (before,), "outputs": (after,), "flops": 0,
+                "bytes_moved": move.nbytes, "path": self.where, "price_key": move.price_key,
+            }
+        )  # fmt: skip
+        self.calls.append(
+            Call(move.func, move.args, dict(move.kwargs), (), state_in=before, state_out=after, device=device)
+        )
+        return before, after
+
+    def follows(self, device: str) -> bool:
+        """Whether the state of a device's generator is known here."""
+        return not self.state_broken and (self.lent is None or device == "cpu")
+
+    def lend(self, borrowed: Movement, left: Movement) -> None:
+        """The default generators draw another stream from here on, until `take_back`.
+
+        On other devices than the CPU it cannot be followed; they go on as before afterwards.
+
+        Args:
+            borrowed: from the CPU's state to the first of that stream.
+            left: from the CPU's state to the one after the loan.
+        """
+        if not self.follows("cpu") or self.lent is not None:
+            self.state_broken = True
+            return
+        before, after = self.move_state(left, "cpu")
+        self.states["cpu"], self.lent = before, after
+        self.move_state(borrowed, "cpu")
+
+    def take_back(self) -> None:
+        """The loan ends. One that began before this region did has nothing to come back to."""
+        if self.lent is None:
+            self.state_broken = True
+        else:
+            self.states["cpu"], self.lent = self.lent, None
+
+    def _next_state(self, op: int, device: str) -> tuple[int, int]:
         size = RNG_STATE_BYTES.get(device, 5056)
-        if self.state is None:
-            self.state = self.initial_state = len(self.buffers)
-            self.buffers.append({"index": self.state, "nbytes": size, "source": Source.RANDOM, "keepable": True})
-        before, after = self.state, len(self.buffers)
+        if device not in self.states:
+            self.states[device] = self.initial_states[device] = len(self.buffers)
+            self.buffers.append(
+                {"index": self.states[device], "nbytes": size, "source": Source.RANDOM, "keepable": True}
+            )
+        before, after = self.states[device], len(self.buffers)
         self.buffers.append({"index": after, "nbytes": size, "source": Source.RANDOM, "producer": op})
-        self.state = after
+        self.states[device] = after
         return before, after
 
     def finish(self, output: Any) -> RegionTrace:
@@ -386,9 +440,9 @@ class Recorder:
         output_leaves = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         overwritten = {b["index"] for b in self.buffers if b.pop("overwritten", False)}
         for op in self.ops:
-            if op["anchor"] is None and overwritten.intersection(op["inputs"]):
-                op["anchor"] = Anchor.MUTATED
-            elif op["anchor"] is None and self.overtaken.intersection((*op["inputs"], *op["outputs"])):
+            if (op.get("anchor") is None and overwritten.intersection(op["inputs"])) or (
+                op.get("anchor") is None and self.overtaken.intersection((*op["inputs"], *op["outputs"]))
+            ):
                 op["anchor"] = Anchor.MUTATED
         reads = tuple(self._read(*read) for read in self.reads)
         self.program = Program(
@@ -406,13 +460,13 @@ class Recorder:
         return RegionTrace(
             program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
-            initial_state=self.initial_state, blocks=self.blocks, given=self.given, named_at=self.named_at,
+            initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=tuple(read for read in reads if read is not None), entangled=self.entangled,
         )  # fmt: skip
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:
-        """How to find out, for other arguments, what the forward would read there. None for what is always the same."""
+        """How to find out what the forward would read there in other arguments. None for what is always the same."""
         calls: set[int] = set()
         stack, from_arguments = [ref.buffer], False
         while stack:
@@ -435,7 +489,7 @@ def _values_of(tensor: Tensor) -> Tensor:
 
 
 _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, torch.Tensor.__cuda_array_interface__.fget}  # type: ignore[attr-defined] # noqa: E501
+_BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
 
 class ReadingWatch(TorchFunctionMode):

@@ -51,8 +51,10 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
     if isinstance(value, functools.partial):
         return "partial", inner(value.func, value.args, value.keywords)
     if isinstance(value, types.MethodType):
-        return "method", value.__func__.__code__ if hasattr(value.__func__, "__code__") else type(value), inner(
-            value.__self__
+        return (
+            "method",
+            value.__func__.__code__ if hasattr(value.__func__, "__code__") else type(value),
+            inner(value.__self__),
         )
     if isinstance(value, types.FunctionType):
         return "function", value.__code__, inner(*_cells(value), value.__defaults__, value.__kwdefaults__)

@@ -224,7 +224,7 @@ def _alike(now: Any, value: Any) -> bool:
 def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
     if len(sequence) != len(before):
         return False
-    return all([a is b or (isinstance(b, _SCALARS) and _alike(a, b)) for a, b in zip(sequence, before, strict=True)])
+    return all(a is b or (isinstance(b, _SCALARS) and _alike(a, b)) for a, b in zip(sequence, before, strict=True))
 
 
 def _same_cell(cell: Any, content: Any) -> bool:

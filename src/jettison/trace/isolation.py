@@ -59,8 +59,8 @@ def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
 
 def forward_of(module: nn.Module, twin: nn.Module) -> Callable[..., Any]:
     """The twin's own forward: its class's, or what stands in the place of the class's on the instance."""
-    own = vars(twin).get("forward")
+    own: Callable[..., Any] | None = vars(twin).get("forward")
     if own is not None:
-        return own  # type: ignore[no-any-return]
+        return own
     kind: Any = type(module)
     return types.MethodType(kind.forward, twin)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from jettison.ledger.program import Anchor
+from jettison.trace.randomness import MOVES_BY_NUMBER, is_private
 
 aten = torch.ops.aten
 
@@ -37,12 +38,17 @@ def is_bookkeeping(func: Any) -> bool:
 
 def is_communication(func: Any) -> bool:
     """Whether a call talks to other ranks."""
-    return is_collective(func) or func._schema.name.split("::")[0] in _COMMUNICATION
+    return is_collective(func) or _full_name(func).split("::")[0] in _COMMUNICATION
 
 
 def is_collective(func: Any) -> bool:
     """Whether a call talks to other ranks and can do so again; its result must be waited for."""
-    return func._schema.name in _COLLECTIVES
+    return _full_name(func) in _COLLECTIVES
+
+
+def _full_name(func: Any) -> str:
+    schema = getattr(func, "_schema", None)  # what moves a random state has none
+    return "" if schema is None else str(schema.name)
 
 
 def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
@@ -82,7 +88,7 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | Non
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:
         return Anchor.DISCRETE
-    if any(isinstance(v, torch.Generator) for v in tree_leaves((spec_args, kwargs))):
+    if any(isinstance(v, torch.Generator) and is_private(v) for v in tree_leaves((spec_args, kwargs))):
         return Anchor.GENERATOR
     if is_communication(func) and not is_collective(func):
         return Anchor.COLLECTIVE
@@ -95,6 +101,8 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | Non
 
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call gets a plain number to compute with, and not as a dim or a size."""
+    if func._schema.name.split("::")[1] in MOVES_BY_NUMBER:
+        return True  # whole numbers, of a range
     given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
     return any(isinstance(v, int | float) and str(a.type) not in ("int", "bool", "Optional[int]") for a, v in given)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -69,7 +69,9 @@ class Reach:
             for table, before in zip(self.tables, self.before, strict=True)
             if not _unchanged(table, before)
         ]
-        found += ["a tensor in Python's hands was written to" for t, version, _ in self.tensors if t._version != version]
+        found += [
+            "a tensor in Python's hands was written to" for t, version, _ in self.tensors if t._version != version
+        ]
         found += [f"global {name!r} changed" for names, name, value in self.named if names.get(name) is not value]
         return found + [f"a {type(s).__name__} was drawn from" for s, state in self.streams if stream_state(s) != state]
 
@@ -200,9 +202,7 @@ def function_reach(function: types.FunctionType) -> Iterator[Any]:
         yield value
 
 
-def globals_of(
-    function: types.FunctionType, *, everywhere: bool = False
-) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """(table, name, value) of every global that a function's code mentions, in its file or as an attribute of another
     file that it imports.
 
@@ -267,14 +267,10 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _put_back(table: Table, before: Any) -> None:
-    if isinstance(table, OrderedDict | dict):
-        table.clear()
-        table.update(before)
-    elif isinstance(table, set):
-        table.clear()
+    table.clear()
+    if isinstance(table, dict | set):
         table.update(before)
     else:
-        table.clear()
         table.extend(before)
 
 

@@ -91,15 +91,16 @@ def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
         yield
         return
     cpu, cpu_dtype, cuda, cuda_dtype, *kernels = signature
-    switches = (
+    switches: tuple[tuple[Any, Any], ...] = (
         (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
         (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
         (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
         (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        *KERNEL_SWITCHES,
     )
-    switches += ((torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),)
-    switches += ((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),)
-    switches += ((torch.get_default_dtype, torch.set_default_dtype), *KERNEL_SWITCHES)
     before = [enabled() for enabled, _ in switches]
     with torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu), torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda):
         try:
