@@ -1,4 +1,4 @@
-"""Programs that once got wrong gradients without a word, and more of their kinds, against their twins without a plan."""
+"""Programs that got wrong gradients without a word, and more of their kinds, next to their twins without a plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from silent.harness import judge  # noqa: E402
 from silent.kit import Case  # noqa: E402
 
 
-
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
-    """Sums over threads are not in a fixed order. (`one_thread` collects garbage as well, which takes longer than a case.)"""
+    """Sums over threads are not in a fixed order. (`one_thread` also collects garbage: that takes longer than a case)"""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

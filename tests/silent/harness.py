@@ -28,6 +28,7 @@ from jettison.plan.treatment import Share
 
 LEARNING_RATE = 0.01
 FAKE, META = "a fake tensor", "a tensor without values"
+PYTHON = "Python's "  # how names of Python state begin
 Step = Callable[[nn.Module, Any, int], list[Tensor]]
 
 
@@ -74,7 +75,11 @@ class Program:
 
 @dataclass(kw_only=True)
 class Verdict:
-    """``equal``, ``raised`` (in a step), ``refused`` (while planning), or ``SILENT``; with what there is to say."""
+    """``equal``, ``raised`` (in a step), ``refused`` (while planning), or ``SILENT``; with what there is to say.
+
+    ``LITTER`` where tensors and streams are right, and plain Python data (a log, a counter) is not what it would be;
+    ``invalid`` where the program fails without a plan: there is nothing to compare with.
+    """
 
     outcome: str = "equal"
     notes: list[str] = field(default_factory=list)
@@ -83,10 +88,15 @@ class Verdict:
 
     @property
     def fair(self) -> bool:
-        return self.outcome != "SILENT"
+        return self.outcome not in ("SILENT", "LITTER")
 
     def blame(self, note: str) -> None:
         self.outcome = "SILENT"
+        self.notes.append(note)
+
+    def litter(self, note: str) -> None:
+        if self.outcome in ("equal", "raised"):
+            self.outcome = "LITTER"
         self.notes.append(note)
 
 
@@ -113,7 +123,9 @@ def _built(make: Callable[[], Program]) -> Program:
     return make()
 
 
-def _judge(plain: Program, planned: Program, policy: str | None, verdict: Verdict, said: list[Any], options: Any) -> None:
+def _judge(
+    plain: Program, planned: Program, policy: str | None, verdict: Verdict, said: list[Any], options: Any
+) -> None:
     handle = None
     seed(99)
     plain.batch(0)
@@ -137,13 +149,18 @@ def _judge(plain: Program, planned: Program, policy: str | None, verdict: Verdic
             handle.remove()
             handle = None
         _one(i, plain, planned, handle, verdict, said)
-        if verdict.outcome == "SILENT" or (verdict.outcome == "raised" and not plain.recovers):
+        if verdict.outcome in ("SILENT", "invalid") or (verdict.outcome == "raised" and not plain.recovers):
             return
 
 
 def _one(i: int, plain: Program, planned: Program, handle: Any, verdict: Verdict, said: list[Any]) -> None:
     where = f"step {i}" if i < plain.steps else "after remove()"
-    expected = _step(plain, i)
+    try:
+        expected = _step(plain, i)
+    except Exception as error:
+        verdict.outcome = "invalid"
+        _note_error(verdict, f"{where}, without a plan", error)
+        return
     calls, warned = _calls(handle), len(said)
     try:
         got = _step(planned, i)
@@ -159,7 +176,7 @@ def _one(i: int, plain: Program, planned: Program, handle: Any, verdict: Verdict
     if handle is not None and warned == len(said):
         now = _calls(handle)
         working = sum(1 for name, n in now.items() if n != calls.get(name))
-        if working < plain.live and not any("plan" in str(w.message) for w in said):
+        if working < plain.live and not any(word in str(w.message) for w in said for word in ("plan", "policy")):
             verdict.blame(f"{where}: {working} of {plain.live} blocks run under the plan, and nothing was said")
 
 
@@ -173,8 +190,9 @@ def _plan(program: Program, batch: Any, policy: str, options: Any) -> Any:
         return jettison.auto_checkpoint(program.model, batch, found.minimum_budget_bytes, **more)
 
 
-def _calls(handle: Any) -> dict[str, int]:
-    return {} if handle is None else {report.name: report.calls for report in handle.report() if report.name}
+def _calls(handle: Any) -> dict[str, tuple[int, int]]:
+    """By block: a call adds to one of the two, or starts the count again."""
+    return {} if handle is None else {r.name: (r.calls, r.recordings) for r in handle.report() if r.name}
 
 
 def _step(program: Program, i: int) -> dict[str, Any]:
@@ -224,22 +242,23 @@ def state(program: Program) -> dict[str, Any]:
         found[name] = bits(tensor)
     for path, module in program.model.named_modules():
         for key, value in _own(module):
-            found[f"{path}.{key}"] = plainly(value)
+            found[f"{PYTHON}{path}.{key}"] = plainly(value)
     for key, value in vars(program.world).items():
-        found[f"world.{key}"] = plainly(value)
+        found[f"{PYTHON}world.{key}"] = plainly(value)
     for n, leaf in enumerate(tree_leaves(program.also())):
-        found[f"also {n}"] = plainly(leaf)
+        found[f"{PYTHON}also {n}"] = plainly(leaf)
     return found
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes of a module that are neither torch's nor a plan's."""
     for key, value in vars(module).items():
-        if key not in _TORCHS and key != "forward" and not key.startswith("_jettison"):
+        if key not in _TORCHS and key != "forward" and not key.startswith(_MARKS):
             yield key, value
 
 
 _TORCHS = frozenset(vars(nn.Module()))
+_MARKS = ("_jettison", "_torchdynamo", "_orig_mod")
 
 
 def plainly(value: Any, depth: int = 4) -> Any:
@@ -267,6 +286,8 @@ def bits(tensor: Tensor | None) -> Any:
     """The very bits of a tensor; a fake one has none."""
     if tensor is None:
         return None
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return "not there yet"
     if isinstance(tensor, FakeTensor) or type(tensor).__name__ == "FunctionalTensor":
         return FAKE
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -283,7 +304,12 @@ def _compare(verdict: Verdict, where: str, expected: dict[str, Any], got: dict[s
         if a == b:
             continue
         empty = next((text for text in (FAKE, META) if text in repr(b)), None)
-        verdict.blame(f"{where}: {name} is or holds {empty}" if empty else f"{where}: {name} differs{_how(a, b)}")
+        if empty is not None:
+            verdict.blame(f"{where}: {name} is or holds {empty}")
+        elif name.startswith(PYTHON):
+            verdict.litter(f"{where}: {name} differs{_how(a, b)}")
+        else:
+            verdict.blame(f"{where}: {name} differs{_how(a, b)}")
 
 
 def _how(a: Any, b: Any) -> str:
@@ -334,7 +360,7 @@ def _take_over(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
         elif _is_data(value):
             ours[key] = _copied(value)
     for key in [k for k, v in ours.items() if k not in theirs and _is_data(v)]:
-        if key not in _TORCHS and key != "forward" and not key.startswith("_jettison"):
+        if key not in _TORCHS and key != "forward" and not key.startswith(_MARKS):
             del ours[key]
 
 

@@ -67,9 +67,7 @@ def shifted(read: Callable[[Any], Any], initial: Any, values: Callable[[int], An
 
 def argued(read: Callable[[Any], Any], values: Callable[[int], Any]) -> Program:
     """Blocks with a second argument out of which ``read`` makes a number."""
-    return program(
-        lambda s, x, given: x + s.b(torch.tanh(s.a(x) + read(given))), batch=lambda i: (rows(i), values(i))
-    )
+    return program(lambda s, x, given: x + s.b(torch.tanh(s.a(x) + read(given))), batch=lambda i: (rows(i), values(i)))
 
 
 # arguments ------------------------------------------------------------------------------------------------------------
