@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 
-from fuzz_programs import Spec, specs  # noqa: E402
+from fuzz_programs import POLICIES, Spec, specs  # noqa: E402
 from silent.harness import judge  # noqa: E402
 
 LENIENT = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -25,34 +26,31 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def holds(spec: Spec) -> None:
-    verdict = judge(spec.build(), spec.policy)
-    assert verdict.fair, "\n".join((*verdict.notes[:5], *verdict.warned[:3], "", spec.source()))
+def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES) -> Counter[str]:
+    """Judge so many programs; how often each outcome came, if all were fair."""
+    outcomes: Counter[str] = Counter()
+
+    @settings(max_examples=programs, suppress_health_check=LENIENT)
+    @given(spec=specs(length, policies))
+    def holds(spec: Spec) -> None:
+        verdict = judge(spec.build(), spec.policy)
+        assert verdict.fair, "\n".join((*verdict.notes[:5], *verdict.warned[:3], "", spec.source()))
+        outcomes[verdict.outcome] += 1
+
+    holds()
+    print(outcomes)
+    return outcomes
 
 
-@settings(max_examples=200, suppress_health_check=LENIENT)
-@given(spec=specs(length=5))
-def test_programs_written_by_chance(spec: Spec) -> None:
-    holds(spec)
-
-
-@settings(max_examples=8, suppress_health_check=LENIENT)
-@given(spec=specs(length=5, policies=("smallest",)))
-def test_programs_written_by_chance_under_a_budget(spec: Spec) -> None:
-    holds(spec)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@settings(max_examples=5000, suppress_health_check=LENIENT)
-@given(spec=specs(length=10))
-def test_many_programs_written_by_chance(spec: Spec) -> None:
-    holds(spec)
+@pytest.mark.parametrize(("programs", "policies"), [(200, POLICIES), (8, ("smallest",))], ids=["policies", "budget"])
+def test_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
+    outcomes = examine(programs, 5, policies)
+    assert outcomes["equal"] >= programs / 3, f"most of them do not run at all: {outcomes}"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(max_examples=200, suppress_health_check=LENIENT)
-@given(spec=specs(length=8, policies=("smallest",)))
-def test_many_programs_written_by_chance_under_a_budget(spec: Spec) -> None:
-    holds(spec)
+@pytest.mark.timeout(10_800)
+@pytest.mark.parametrize(("programs", "policies"), [(5000, POLICIES), (200, ("smallest",))], ids=["policies", "budget"])
+def test_many_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
+    outcomes = examine(programs, 10, policies)
+    assert outcomes["equal"] >= programs / 5, f"most of them do not run at all: {outcomes}"

@@ -20,7 +20,7 @@ from silent.kit import Case  # noqa: E402
 
 @pytest.fixture(autouse=True, scope="module")
 def threads() -> Iterator[None]:
-    """Sums over threads are not in a fixed order. (`one_thread` also collects garbage: that takes longer than a case)"""
+    """Sums over threads have no fixed order. (`one_thread` also collects garbage: that takes longer than a case.)"""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
