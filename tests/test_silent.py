@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from silent import ALL  # noqa: E402
+from silent import ALL, POLICIES  # noqa: E402
 from silent.harness import judge  # noqa: E402
 from silent.kit import Case  # noqa: E402
 
@@ -40,21 +40,21 @@ def holds(case: Case, policy: str) -> None:
     assert verdict.outcome == "equal" or not case.works, f"an ordinary program is {verdict.outcome}: {verdict.notes}"
 
 
-@pytest.mark.parametrize("policy", ["full", "selective-op"])
 @named(QUICK)
-def test_equal_or_stopped(case: Case, policy: str) -> None:
+def test_equal_or_stopped(case: Case) -> None:
     """Losses, gradients, buffers, Python state and random streams to the bit, or an error before the optimizer."""
+    holds(case, "full")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["share", "selective-op", "smallest"])
+@named(QUICK)
+def test_equal_or_stopped_under_other_plans(case: Case, policy: str) -> None:
     holds(case, policy)
 
 
 @pytest.mark.slow
-@named(QUICK)
-def test_equal_or_stopped_at_the_smallest_budget(case: Case) -> None:
-    holds(case, "smallest")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "selective-op", "smallest"])
+@pytest.mark.parametrize("policy", POLICIES)
 @named([c for c in ALL.values() if c.slow])
 def test_equal_or_stopped_slowly(case: Case, policy: str) -> None:
     holds(case, policy)
@@ -75,6 +75,7 @@ def test_the_process_survives(case: Case, policy: str) -> None:
     assert not done.stdout.startswith("SILENT"), done.stdout
 
 
+@pytest.mark.slow
 @named(QUICK)
 def test_the_judge_finds_nothing_without_a_plan(case: Case) -> None:
     """Torch itself does the same thing twice: what the judge finds elsewhere is not noise."""

@@ -12,7 +12,7 @@ from silent.harness import Program
 from silent.kit import BLOCKS, ROWS, WIDTH, Net, block_class, case, program, rows
 
 
-@case()
+@case(works=True)
 def gru_cell() -> Program:
     def init(s: Any, i: int) -> None:
         s.cell = nn.GRUCell(WIDTH, WIDTH)
@@ -20,7 +20,7 @@ def gru_cell() -> Program:
     return program(lambda s, x: s.cell(torch.relu(s.a(x)), x), init)
 
 
-@case()
+@case(works=True)
 def lstm_cell() -> Program:
     def init(s: Any, i: int) -> None:
         s.cell = nn.LSTMCell(WIDTH, WIDTH)
@@ -53,7 +53,7 @@ def chunks_without_gradients_written() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def conjugate() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         q, k = torch.fft.rfft(s.a(x)), torch.fft.rfft(s.b(x))
@@ -81,7 +81,7 @@ def conjugate_of_a_transposed_square() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def rotary_by_complex_numbers() -> Program:
     def init(s: Any, i: int) -> None:
         s.register_buffer("turn", torch.polar(torch.ones(ROWS, 16), torch.rand(ROWS, 16)), persistent=False)
@@ -93,7 +93,7 @@ def rotary_by_complex_numbers() -> Program:
     return program(run, init)
 
 
-@case()
+@case(works=True)
 def expanded_row() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         row = torch.tanh(s.a(x)[:1]).expand(ROWS, WIDTH)
@@ -102,7 +102,7 @@ def expanded_row() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def overlapping_windows() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = torch.tanh(s.a(x))
@@ -122,7 +122,7 @@ def strided_by_hand() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def transposed_square() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = s.a(x)
@@ -143,7 +143,7 @@ def diagonal_written() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def written_in_place_after_an_activation() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = s.a(x).relu_()
@@ -155,7 +155,7 @@ def written_in_place_after_an_activation() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def indices_put() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = s.a(x).clone()
@@ -267,7 +267,7 @@ def batch_written_between_forward_and_backward() -> Program:
     return made
 
 
-@case()
+@case(works=True)
 def batch_from_one_pinned_place() -> Program:
     place = torch.zeros(ROWS, WIDTH)
 
@@ -287,7 +287,7 @@ def two_arguments_in_one_memory() -> Program:
     return program(lambda s, x, y: x + s.b(torch.tanh(s.a(x) * y).exp()), batch=batch)
 
 
-@case()
+@case(works=True)
 def output_that_is_a_view_of_the_input() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = torch.tanh(s.a(x))

@@ -125,7 +125,7 @@ def hooks_on_activations_and_parameters() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def saved_by_a_function_of_ones_own() -> Program:
     class Cube(torch.autograd.Function):
         @staticmethod
@@ -277,7 +277,7 @@ def lbfgs() -> Program:
     return stepped(step, calm)
 
 
-@case()
+@case(works=True)
 def checkpoint_in_the_block() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = checkpoint(lambda y: F.dropout(torch.tanh(s.a(y)).exp(), 0.2), x, use_reentrant=False)
@@ -416,7 +416,7 @@ def blocks_that_are_generators() -> Program:
     return Program(model=Draining([made(i) for i in range(BLOCKS)]), batch=lambda i: (rows(i),), live=0)
 
 
-@case()
+@case(works=True)
 def flow_with_a_running_sum() -> Program:
     class Flow(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -444,7 +444,7 @@ def backward_under_autocast() -> Program:
     return stepped(step)
 
 
-@case()
+@case(works=True)
 def autocast_in_some_steps() -> Program:
     def step(model: Any, given: Any, i: int) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 1):
@@ -510,7 +510,7 @@ def onednn_in_low_precision_in_forward() -> Program:
     return forward_under(Low, convolving)
 
 
-@case()
+@case(works=True)
 def math_attention_in_forward() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         q = s.a(x).view(1, 2, ROWS, WIDTH // 2)
@@ -562,7 +562,7 @@ def default_dtype_in_forward() -> Program:
     return forward_under(Double, lambda s, x: x + s.b((torch.tanh(s.a(x)) * torch.linspace(0, 1, WIDTH)).float()))
 
 
-@case()
+@case(slow=True)
 def threads_in_forward() -> Program:
     class Two:
         def __enter__(self) -> None:
@@ -599,7 +599,7 @@ def precision_set_by_the_block() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def anomalies_looked_for() -> Program:
     def step(model: Any, given: Any, i: int) -> list[Tensor]:
         with torch.autograd.set_detect_anomaly(i % 2 == 1, check_nan=False):

@@ -61,7 +61,7 @@ def table_in_an_lru_cache() -> Program:
     )  # fmt: skip
 
 
-@case()
+@case(works=True)
 def mask_cached_by_length() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         n = len(x)
@@ -230,7 +230,7 @@ def memory_in_a_buffer() -> Program:
     return program(run, init)
 
 
-@case()
+@case(works=True)
 def counts_in_a_buffer() -> Program:
     def init(s: Any, i: int) -> None:
         s.code = nn.Parameter(torch.randn(8, WIDTH))
@@ -254,7 +254,7 @@ def batch_norm() -> Program:
     return program(lambda s, x: x + s.b(torch.tanh(s.norm(s.a(x)))), init)
 
 
-@case()
+@case(works=True)
 def batch_norm_of_a_transposed_input() -> Program:
     def init(s: Any, i: int) -> None:
         s.norm = nn.BatchNorm1d(WIDTH)
@@ -303,7 +303,7 @@ def lazy_linear() -> Program:
     return program(lambda s, x: x + s.b(torch.tanh(s.c(s.a(x)))), init)
 
 
-@case()
+@case(works=True)
 def spectral_norm() -> Program:
     def init(s: Any, i: int) -> None:
         s.a = nn.utils.parametrizations.spectral_norm(s.a)
@@ -311,7 +311,7 @@ def spectral_norm() -> Program:
     return program(lambda s, x: x + s.b(torch.tanh(s.a(x)).exp()), init)
 
 
-@case()
+@case(works=True)
 def weight_norm() -> Program:
     def init(s: Any, i: int) -> None:
         s.a = nn.utils.parametrizations.weight_norm(s.a)

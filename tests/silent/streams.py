@@ -229,7 +229,7 @@ def filled_in_place() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def rows_shuffled() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         order = torch.randperm(x.shape[0])
@@ -247,7 +247,7 @@ def rows_sampled() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def normal_around_the_values() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = s.a(x)
@@ -256,7 +256,7 @@ def normal_around_the_values() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def every_kind_of_dropout() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         h = F.alpha_dropout(s.a(x), 0.2, training=True)
@@ -267,7 +267,7 @@ def every_kind_of_dropout() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def attention_with_dropout() -> Program:
     def run(s: Any, x: Tensor) -> Tensor:
         q = s.a(x).view(1, 2, ROWS, WIDTH // 2)
@@ -276,7 +276,7 @@ def attention_with_dropout() -> Program:
     return program(run)
 
 
-@case()
+@case(works=True)
 def draws_between_the_blocks() -> Program:
     class Noisy(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def weights_tied() -> Program:
     return changed(lambda m, i: setattr(m.layers[0].a, "weight", m.layers[2].b.weight))
 
 
-@case()
+@case(works=True)
 def weights_frozen_and_thawed() -> Program:
     model = net()
 
@@ -220,7 +220,7 @@ def weights_pruned() -> Program:
     return changed(lambda m, i: prune.l1_unstructured(m.layers[1].a, "weight", amount=0.5))
 
 
-@case()
+@case(works=True)
 def part_in_eval_mode() -> Program:
     def init(s: Any, i: int) -> None:
         s.drop = nn.Dropout(0.5)
@@ -235,7 +235,7 @@ def part_in_eval_mode() -> Program:
     return Program(model=model, batch=batch, live=BLOCKS)
 
 
-@case()
+@case(works=True)
 def rate_of_a_dropout_set() -> Program:
     def init(s: Any, i: int) -> None:
         s.drop = nn.Dropout(0.5)
@@ -264,7 +264,7 @@ def activation_module_swapped() -> Program:
     return Program(model=model, batch=batch, live=BLOCKS)
 
 
-@case()
+@case(works=True)
 def all_in_double() -> Program:
     model = net()
 
@@ -376,7 +376,7 @@ def forward_compiled_in_place_first() -> Program:
     return Program(model=model, batch=lambda i: (rows(i),), live=BLOCKS)
 
 
-@case()
+@case(works=True)
 def wrapped_in_another_model() -> Program:
     def step(model: Any, given: Any, i: int) -> list[Tensor]:
         outer = nn.Sequential(nn.Identity(), model)
@@ -387,7 +387,7 @@ def wrapped_in_another_model() -> Program:
     return Program(model=net(), batch=lambda i: (rows(i),), step=step, live=BLOCKS)
 
 
-@case()
+@case(works=True)
 def blocks_called_by_hand() -> Program:
     def step(model: Any, given: Any, i: int) -> list[Tensor]:
         x = given[0]
@@ -400,7 +400,7 @@ def blocks_called_by_hand() -> Program:
     return Program(model=net(), batch=lambda i: (rows(i),), step=step, live=BLOCKS)
 
 
-@case()
+@case(works=True)
 def state_loaded_over_the_parameters() -> Program:
     model = net()
     other = {k: torch.randn_like(v) / 6 for k, v in model.state_dict().items()}
