@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from fuzz_programs import POLICIES, Spec, specs  # noqa: E402
 from silent.harness import judge  # noqa: E402
 
+BUDGETS = ("budget:100", "budget:130")
 LENIENT = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
@@ -42,7 +43,7 @@ def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES) ->
     return outcomes
 
 
-@pytest.mark.parametrize(("programs", "policies"), [(200, POLICIES), (8, ("smallest",))], ids=["policies", "budget"])
+@pytest.mark.parametrize(("programs", "policies"), [(200, POLICIES), (8, BUDGETS)], ids=["policies", "budget"])
 def test_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
     outcomes = examine(programs, 5, policies)
     assert outcomes["equal"] >= programs / 3, f"most of them do not run at all: {outcomes}"
@@ -50,7 +51,7 @@ def test_programs_written_by_chance(programs: int, policies: tuple[str, ...]) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(10_800)
-@pytest.mark.parametrize(("programs", "policies"), [(5000, POLICIES), (200, ("smallest",))], ids=["policies", "budget"])
+@pytest.mark.parametrize(("programs", "policies"), [(5000, POLICIES), (200, BUDGETS)], ids=["policies", "budget"])
 def test_many_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
     outcomes = examine(programs, 10, policies)
     assert outcomes["equal"] >= programs / 5, f"most of them do not run at all: {outcomes}"

@@ -46,8 +46,14 @@ def test_equal_or_stopped(case: Case) -> None:
     holds(case, "full")
 
 
+@named([c for c in QUICK if c.make.__module__ == "silent.aliasing"])
+def test_equal_or_stopped_where_some_is_kept(case: Case) -> None:
+    """What is kept may share its memory with what is computed again."""
+    holds(case, "share:75")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["share", "selective-op", "smallest"])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "full"])
 @named(QUICK)
 def test_equal_or_stopped_under_other_plans(case: Case, policy: str) -> None:
     holds(case, policy)
@@ -61,7 +67,7 @@ def test_equal_or_stopped_slowly(case: Case, policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "smallest"])
+@pytest.mark.parametrize("policy", ["full", "budget:100"])
 @named([c for c in ALL.values() if c.alone])
 def test_the_process_survives(case: Case, policy: str) -> None:
     """These may end the process that runs them."""

@@ -6,6 +6,6 @@ The promise: a planned step leaves the very bits that a plain one leaves, or an 
 from silent import aliasing, passes, recording, state, streams, structure, values
 from silent.kit import CASES as ALL
 
-POLICIES = ("full", "share", "selective-op", "smallest")
+POLICIES = ("full", "share:40", "share:75", "selective-op", "budget:100", "budget:130")
 
 __all__ = ["ALL", "POLICIES", "aliasing", "passes", "recording", "state", "streams", "structure", "values"]

@@ -426,8 +426,9 @@ def flow_with_a_running_sum() -> Program:
             return (x.square().sum(-1) - total).mean()
 
     def run(s: Any, x: Tensor, total: Tensor) -> Any:
-        half, scale = WIDTH // 2, torch.tanh(s.a(x))[:, : WIDTH // 2]
-        return torch.cat([x[:, half:] * scale.exp() + s.b(x)[:, :half], x[:, :half]], -1), total + scale.sum(-1)
+        left, right = x.chunk(2, -1)
+        scale, shift = s.b(torch.tanh(s.a(torch.cat([left, left], -1)))).chunk(2, -1)
+        return torch.cat([right * scale.tanh().exp() + shift, left], -1), total + scale.tanh().sum(-1)
 
     made = block_class(run)
     return Program(model=Flow([made(i) for i in range(BLOCKS)]), batch=lambda i: (rows(i, grad=True),))

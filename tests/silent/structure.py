@@ -78,6 +78,26 @@ def lora_around_projections() -> Program:
 
 
 @case()
+def lora_around_projections_that_are_kept() -> Program:
+    """The sum takes the place of the projection's output, which was the cheapest thing to hold."""
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        z = s.a(x).double()
+        return x + s.b((torch.tanh(z) * torch.sin(z)).float())
+
+    model = net(run)
+
+    def batch(i: int) -> Any:
+        if i == 2:
+            torch.manual_seed(5)
+            for layer in model.layers:
+                layer.a = Lora(layer.a)
+        return (rows(i),)
+
+    return Program(model=model, batch=batch, live=BLOCKS)
+
+
+@case()
 def one_block_replaced() -> Program:
     return changed(lambda m, i: m.layers.__setitem__(1, block_class(other_block)(1)))
 
