@@ -1,0 +1,632 @@
+"""Programs that use autograd in other ways than one forward and one backward, or set switches around the forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from silent.harness import Program, Step
+from silent.kit import BLOCKS, ROWS, WIDTH, Net, block_class, case, program, rows
+
+
+def dropping(s: Any, x: Tensor) -> Tensor:
+    """A block with something to draw and something to drop."""
+    return x + s.b(F.dropout(torch.tanh(s.a(x)).exp(), 0.2))
+
+
+def calm(s: Any, x: Tensor) -> Tensor:
+    """A block without draws."""
+    return x + s.b(torch.tanh(s.a(x)).exp())
+
+
+def stepped(step: Step, run: Any = dropping, **more: Any) -> Program:
+    """The usual blocks, trained in another way."""
+    return program(run, step=step, **more)
+
+
+@case(works=True)
+def usual() -> Program:
+    return program(dropping)
+
+
+@case(works=True)
+def backward_twice_over_a_kept_graph() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        loss = model(*given)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss]
+
+    return stepped(step)
+
+
+@case(works=True)
+def two_forwards_before_two_backwards() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        first, second = model(*given), model(rows(50 + i))
+        second.backward()
+        first.backward()
+        return [first, second]
+
+    return stepped(step)
+
+
+@case(works=True)
+def gradients_accumulated() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        losses = [model(rows(100 * k + i)) / 3 for k in range(3)]
+        for loss in losses:
+            loss.backward()
+        return losses
+
+    return stepped(step)
+
+
+@case(works=True)
+def gradients_asked_for() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        x = given[0].clone().requires_grad_()
+        loss = model(x)
+        return [loss, *torch.autograd.grad(loss, [x, *model.parameters()])]
+
+    return stepped(step)
+
+
+@case(works=True)
+def partial_backward_first() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        x = given[0].clone().requires_grad_()
+        loss = model(x)
+        loss.backward(inputs=[x], retain_graph=True)
+        loss.backward(inputs=list(model.parameters()))
+        return [loss, x.grad]
+
+    return stepped(step)
+
+
+@case()
+def gradient_penalty() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        x = given[0].clone().requires_grad_()
+        loss = model(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        return [loss, slope]
+
+    return stepped(step)
+
+
+@case()
+def second_gradient_of_a_kept_graph() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        loss = model(*given)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+        return [loss, *grads]
+
+    return stepped(step, calm)
+
+
+@case(works=True)
+def hooks_on_activations_and_parameters() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(s.a(x))
+        h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return x + s.b(h.exp())
+
+    return program(run)
+
+
+@case(works=True)
+def saved_by_a_function_of_ones_own() -> Program:
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+            y = x * x
+            ctx.save_for_backward(x, y)
+            ctx.scale = scale
+            return y * x * scale
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            x, y = ctx.saved_tensors
+            return g * y * 3 * ctx.scale + 0 * x, None
+
+    return program(
+        lambda s, x, k: x + s.b(Cube.apply(torch.tanh(s.a(x)), k).exp()), batch=lambda i: (rows(i), 1.0 + i / 4)
+    )
+
+
+@case()
+def function_of_ones_own_with_side_effects() -> Program:
+    world = types.SimpleNamespace(calls=[])
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            world.calls.append("forward")
+            ctx.hidden = x.detach() * len(world.calls)
+            return x.sin() * len(world.calls)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            world.calls.append("backward")
+            return g * ctx.hidden.cos()
+
+    return program(lambda s, x: x + s.b(Counted.apply(s.a(x)).tanh()), world=world)
+
+
+@case()
+def straight_through() -> Program:
+    class Round(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.mark_non_differentiable()
+            return x.round()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g
+
+    return program(lambda s, x: x + s.b(Round.apply(s.a(x) * 4).tanh().exp()))
+
+
+@case()
+def called_with_other_parameters() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        swapped = {k: (v * 0.5) for k, v in model.named_parameters()}
+        loss = torch.func.functional_call(model, swapped, given)
+        loss.backward()
+        return [loss]
+
+    return stepped(step)
+
+
+@case()
+def weights_taken_from_a_dict_of_leaves() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        leaves = {k: v.detach().clone().requires_grad_() for k, v in model.named_parameters()}
+        loss = torch.func.functional_call(model, leaves, given)
+        loss.backward()
+        return [loss, *(v.grad for v in leaves.values())]
+
+    return stepped(step)
+
+
+@case()
+def gradients_by_func() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        params = {k: v.detach() for k, v in model.named_parameters()}
+        grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, given))(params)
+        return list(grads.values())
+
+    return stepped(step, calm, live=0)
+
+
+@case()
+def vmap_over_the_model() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        losses = torch.func.vmap(lambda x: model(x))(given[0].view(4, ROWS // 4, WIDTH))
+        losses.sum().backward()
+        return [losses]
+
+    return stepped(step, calm, live=0)
+
+
+@case()
+def vmap_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        return x + torch.func.vmap(lambda row: s.b(torch.tanh(s.a(row)).exp()))(x)
+
+    return program(run)
+
+
+@case()
+def gradient_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(torch.tanh(s.a(y)).square().sum(), y, create_graph=True)
+        return x + s.b(torch.tanh(slope).exp())
+
+    return program(run)
+
+
+@case()
+def energy_gradient_by_func_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda y: torch.tanh(s.a(y)).square().sum())(x)
+        return x + s.b(torch.tanh(slope).exp())
+
+    return program(run)
+
+
+@case()
+def forward_mode() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        value, slope = torch.func.jvp(lambda x: model(x), (given[0],), (torch.ones_like(given[0]),))
+        return [value, slope]
+
+    return stepped(step, calm, live=0)
+
+
+@case(works=True)
+def lbfgs() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3)
+        losses = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(*given)
+            loss.backward()
+            losses.append(loss.detach().clone())
+            return loss
+
+        optimizer.step(closure)
+        return losses
+
+    return stepped(step, calm)
+
+
+@case(works=True)
+def checkpoint_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        h = checkpoint(lambda y: F.dropout(torch.tanh(s.a(y)).exp(), 0.2), x, use_reentrant=False)
+        return x + s.b(h)
+
+    return program(run, batch=lambda i: (rows(i, grad=True),))
+
+
+@case()
+def reentrant_checkpoint_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        h = checkpoint(lambda y: F.dropout(torch.tanh(s.a(y)).exp(), 0.2), x, use_reentrant=True)
+        return x + s.b(h)
+
+    return program(run, batch=lambda i: (rows(i, grad=True),))
+
+
+@case()
+def hooks_of_ones_own_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
+            h = torch.tanh(s.a(x)).exp()
+        return x + s.b(h)
+
+    return program(run)
+
+
+@case()
+def hooks_of_ones_own_that_lose_bits() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            loss = model(*given)
+        loss.backward()
+        return [loss]
+
+    return stepped(step, calm)
+
+
+@case(works=True)
+def parts_without_gradients() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            gate = torch.sigmoid(s.b(x))
+        return x + s.b((torch.tanh(s.a(x)) * gate).exp()).detach() * 0.1 + s.a(x) * gate
+
+    return program(run)
+
+
+@case(works=True)
+def evaluated_between_forward_and_backward() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        loss = model(*given)
+        with torch.no_grad():
+            model.eval()
+            other = model(rows(70 + i))
+            model.train()
+        loss.backward()
+        return [loss, other]
+
+    return stepped(step)
+
+
+@case(works=True)
+def forward_without_backward_now_and_then() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        thrown = model(rows(80 + i))
+        loss = model(*given)
+        if i != 1:
+            loss.backward()
+        return [loss, thrown]
+
+    return stepped(step)
+
+
+@case(works=True)
+def backward_in_another_thread() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        loss = model(*given)
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                loss.backward()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return [loss]
+
+    return stepped(step)
+
+
+@dataclasses.dataclass
+class Output:
+    """What some models return."""
+
+    loss: Tensor
+    hidden: Tensor
+
+
+@case()
+def blocks_that_return_dataclasses() -> Program:
+    class Unwrapping(Net):
+        def forward(self, x: Tensor) -> Output:
+            for layer in self.layers:
+                x = layer(x).hidden
+            return Output(loss=x.square().mean(), hidden=x)
+
+    def run(s: Any, x: Tensor) -> Output:
+        h = torch.tanh(s.a(x))
+        return Output(loss=h.mean(), hidden=x + s.b(h.exp()))
+
+    made = block_class(run)
+    return Program(model=Unwrapping([made(i) for i in range(BLOCKS)]), batch=lambda i: (rows(i),))
+
+
+@case()
+def blocks_that_are_generators() -> Program:
+    class Draining(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                for part in layer(x):
+                    x = part
+            return x.square().mean()
+
+    def run(s: Any, x: Tensor) -> Any:
+        h = torch.tanh(s.a(x))
+        yield x + h
+        yield x + s.b(h.exp())
+
+    made = block_class(run)
+    return Program(model=Draining([made(i) for i in range(BLOCKS)]), batch=lambda i: (rows(i),), live=0)
+
+
+@case(works=True)
+def flow_with_a_running_sum() -> Program:
+    class Flow(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            total = x.new_zeros(len(x))
+            for layer in self.layers:
+                x, total = layer(x, total)
+            return (x.square().sum(-1) - total).mean()
+
+    def run(s: Any, x: Tensor, total: Tensor) -> Any:
+        left, right = x.chunk(2, -1)
+        scale, shift = s.b(torch.tanh(s.a(torch.cat([left, left], -1)))).chunk(2, -1)
+        return torch.cat([right * scale.tanh().exp() + shift, left], -1), total + scale.tanh().sum(-1)
+
+    made = block_class(run)
+    return Program(model=Flow([made(i) for i in range(BLOCKS)]), batch=lambda i: (rows(i, grad=True),))
+
+
+@case()
+def backward_under_autocast() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*given)
+            loss.backward()
+        return [loss]
+
+    return stepped(step)
+
+
+@case(works=True)
+def autocast_in_some_steps() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 1):
+            loss = model(*given)
+        loss.backward()
+        return [loss]
+
+    return stepped(step)
+
+
+@case()
+def autocast_switched_off_in_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        h = s.a(x)
+        with torch.autocast("cpu", enabled=False):
+            h = s.b(torch.tanh(h.float()).exp())
+        return x + h
+
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(*given)
+        loss.backward()
+        return [loss]
+
+    return program(run, step=step)
+
+
+# switches -------------------------------------------------------------------------------------------------------------
+
+
+def forward_under(switch: Any, run: Any = dropping) -> Program:
+    """The forward alone runs under a context that picks other kernels."""
+
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with switch():
+            loss = model(*given)
+        loss.backward()
+        return [loss]
+
+    return program(run, step=step)
+
+
+def convolving(s: Any, x: Tensor) -> Tensor:
+    """A convolution and a wide product, whose kernels depend on switches."""
+    h = F.conv1d(s.a(x).view(4, 16, WIDTH), s.b.weight.view(16, 16, 4)[:, :, :3], padding=1).tanh()
+    return x + s.b(torch.tanh(h.reshape(ROWS, WIDTH) @ s.a.weight).exp())
+
+
+@case()
+def onednn_off_in_forward() -> Program:
+    return forward_under(lambda: torch.backends.mkldnn.flags(enabled=False), convolving)
+
+
+@case()
+def onednn_in_low_precision_in_forward() -> Program:
+    class Low:
+        def __enter__(self) -> None:
+            torch.set_float32_matmul_precision("medium")
+
+        def __exit__(self, *_: Any) -> None:
+            torch.set_float32_matmul_precision("highest")
+
+    return forward_under(Low, convolving)
+
+
+@case(works=True)
+def math_attention_in_forward() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        q = s.a(x).view(1, 2, ROWS, WIDTH // 2)
+        return x + s.b(F.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(ROWS, WIDTH)).tanh()
+
+    return forward_under(lambda: sdpa_kernel(SDPBackend.MATH), run)
+
+
+@case()
+def attention_kernel_that_changes() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        q = s.a(x).view(1, 2, ROWS, WIDTH // 2)
+        return x + s.b(F.scaled_dot_product_attention(q, q, q, is_causal=True).reshape(ROWS, WIDTH)).tanh()
+
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.MATH if i % 2 else SDPBackend.FLASH_ATTENTION):
+            loss = model(*given)
+        loss.backward()
+        return [loss]
+
+    return program(run, step=step)
+
+
+@case()
+def deterministic_in_forward() -> Program:
+    class Deterministic:
+        def __enter__(self) -> None:
+            torch.use_deterministic_algorithms(True)
+
+        def __exit__(self, *_: Any) -> None:
+            torch.use_deterministic_algorithms(False)
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(s.a(x))
+        return x + s.b(torch.zeros_like(h).index_add(0, torch.arange(ROWS) % 7, h).exp())
+
+    return forward_under(Deterministic, run)
+
+
+@case()
+def default_dtype_in_forward() -> Program:
+    class Double:
+        def __enter__(self) -> None:
+            torch.set_default_dtype(torch.float64)
+
+        def __exit__(self, *_: Any) -> None:
+            torch.set_default_dtype(torch.float32)
+
+    return forward_under(Double, lambda s, x: x + s.b((torch.tanh(s.a(x)) * torch.linspace(0, 1, WIDTH)).float()))
+
+
+@case(slow=True)
+def threads_in_forward() -> Program:
+    class Two:
+        def __enter__(self) -> None:
+            torch.set_num_threads(2)
+
+        def __exit__(self, *_: Any) -> None:
+            torch.set_num_threads(1)
+
+    return forward_under(Two, convolving)
+
+
+@case()
+def denormals_flushed_in_forward() -> Program:
+    class Flushing:
+        def __enter__(self) -> None:
+            torch.set_flush_denormal(True)
+
+        def __exit__(self, *_: Any) -> None:
+            torch.set_flush_denormal(False)
+
+    return forward_under(Flushing, lambda s, x: x + s.b((torch.tanh(s.a(x)) * 1e-39 * 1e38).exp()))
+
+
+@case()
+def precision_set_by_the_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        torch.set_float32_matmul_precision("medium")
+        try:
+            h = torch.tanh(s.a(x))
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        return x + s.b(h.exp())
+
+    return program(run)
+
+
+@case(works=True)
+def anomalies_looked_for() -> Program:
+    def step(model: Any, given: Any, i: int) -> list[Tensor]:
+        with torch.autograd.set_detect_anomaly(i % 2 == 1, check_nan=False):
+            loss = model(*given)
+            loss.backward()
+        return [loss]
+
+    return stepped(step)
+
+
+@case()
+def a_part_planned_already() -> Program:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            made = block_class(dropping)
+            self.parts = nn.ModuleList(Net([made(i) for i in range(2)]) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(part(x) for part in self.parts)
+
+    model = Outer()
+
+    def step(outer: Any, given: Any, i: int) -> list[Tensor]:
+        loss = outer(*given) * outer.parts[0](given[0])
+        loss.backward()
+        return [loss]
+
+    return Program(model=model, batch=lambda i: (rows(i),), step=step)

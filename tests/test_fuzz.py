@@ -1,0 +1,57 @@
+"""Programs written by chance, next to their twins without a plan: equal to the bit, or stopped before the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+
+from fuzz_programs import POLICIES, Spec, specs  # noqa: E402
+from silent.harness import judge  # noqa: E402
+
+BUDGETS = ("budget:100", "budget:130")
+LENIENT = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    """Sums over threads are not in a fixed order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES) -> Counter[str]:
+    """Judge so many programs; how often each outcome came, if all were fair."""
+    outcomes: Counter[str] = Counter()
+
+    @settings(max_examples=programs, suppress_health_check=LENIENT)
+    @given(spec=specs(length, policies))
+    def holds(spec: Spec) -> None:
+        verdict = judge(spec.build(), spec.policy)
+        assert verdict.fair, "\n".join((*verdict.notes[:5], *verdict.warned[:3], "", spec.source()))
+        outcomes[verdict.outcome] += 1
+
+    holds()
+    print(outcomes)
+    return outcomes
+
+
+@pytest.mark.parametrize(("programs", "policies"), [(200, POLICIES), (8, BUDGETS)], ids=["policies", "budget"])
+def test_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
+    outcomes = examine(programs, 5, policies)
+    assert outcomes["equal"] >= programs / 3, f"most of them do not run at all: {outcomes}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(10_800)
+@pytest.mark.parametrize(("programs", "policies"), [(5000, POLICIES), (200, BUDGETS)], ids=["policies", "budget"])
+def test_many_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
+    outcomes = examine(programs, 10, policies)
+    assert outcomes["equal"] >= programs / 5, f"most of them do not run at all: {outcomes}"
