@@ -57,7 +57,8 @@ class Squeeze(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(WIDTH, 2 * WIDTH, 1), nn.BatchNorm2d(2 * WIDTH), nn.SiLU(inplace=True),
-            nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, padding=1, groups=2 * WIDTH), nn.BatchNorm2d(2 * WIDTH), nn.SiLU(inplace=True),
+            nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, padding=1, groups=2 * WIDTH), nn.BatchNorm2d(2 * WIDTH),
+            nn.SiLU(inplace=True),
         )  # fmt: skip
         self.squeeze, self.excite = nn.Linear(2 * WIDTH, 4), nn.Linear(4, 2 * WIDTH)
         self.out = nn.Conv2d(2 * WIDTH, WIDTH, 1)
@@ -90,7 +91,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.GroupNorm(4, width), nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+        self.norm, self.qkv, self.out = (
+            nn.GroupNorm(4, width),
+            nn.Conv2d(width, 3 * width, 1),
+            nn.Conv2d(width, width, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p.flatten(2).transpose(1, 2).unsqueeze(1) for p in self.qkv(self.norm(x)).chunk(3, 1))

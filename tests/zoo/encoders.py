@@ -32,12 +32,14 @@ TABLE: list[Entry] = [
         position_buckets=8, pos_att_type=["p2c", "c2p"],
     ),
     hugging_face(
-        "distilbert", "DistilBertForMaskedLM", "DistilBertConfig", tokens(24), vocab_size=VOCABULARY, dim=32, n_layers=2,
-        n_heads=4, hidden_dim=64, max_position_embeddings=64, pad_token_id=0,
+        "distilbert", "DistilBertForMaskedLM", "DistilBertConfig", tokens(24), vocab_size=VOCABULARY, dim=32,
+        n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=64, pad_token_id=0,
     ),
     hugging_face("mpnet", "MPNetForMaskedLM", "MPNetConfig", tokens(24), **BERT),
     hugging_face("roformer", "RoFormerForMaskedLM", "RoFormerConfig", tokens(24), **BERT, embedding_size=32),
-    hugging_face("longformer", "LongformerForMaskedLM", "LongformerConfig", tokens(32), **LONG, attention_window=[8, 8]),
+    hugging_face(
+        "longformer", "LongformerForMaskedLM", "LongformerConfig", tokens(32), **LONG, attention_window=[8, 8],
+    ),
     hugging_face(
         "big-bird", "BigBirdForMaskedLM", "BigBirdConfig", tokens(64), fast=True, **LONG,
         attention_type="block_sparse", block_size=4, num_random_blocks=2,

@@ -92,7 +92,9 @@ class Equivariant(nn.Module):
         h, x = pair
         n = len(h)
         apart = x[:, None] - x[None]
-        m = self.edge(torch.cat([h[:, None].expand(n, n, -1), h[None].expand(n, n, -1), apart.square().sum(-1, True)], -1))
+        m = self.edge(
+            torch.cat([h[:, None].expand(n, n, -1), h[None].expand(n, n, -1), apart.square().sum(-1, True)], -1)
+        )
         x = x + (apart * torch.tanh(self.weight(m))).mean(1)
         return h + self.node(torch.cat([h, m.sum(1)], -1)), x
 
@@ -192,7 +194,9 @@ class Spline(nn.Module):
         height = heights.gather(-1, index).squeeze(-1)
         below = (heights.cumsum(-1) - heights).gather(-1, index).squeeze(-1)
         y = below + (b - edges[index.squeeze(-1)]) * self.bins * height
-        return torch.cat([torch.logit(y.clamp(1e-4, 1 - 1e-4)), x[..., :4]], -1), logdet + (self.bins * height).log().sum(-1)
+        return torch.cat([torch.logit(y.clamp(1e-4, 1 - 1e-4)), x[..., :4]], -1), logdet + (
+            self.bins * height
+        ).log().sum(-1)
 
 
 class Flow(nn.Module):

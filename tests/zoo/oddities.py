@@ -294,7 +294,10 @@ class ODE(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.field, self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), nn.Linear(8, WIDTH)
+        self.field, self.stem = (
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+            nn.Linear(8, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y, step = self.stem(x), 0.25

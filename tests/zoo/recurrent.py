@@ -93,7 +93,11 @@ class Diagonal(nn.Module):
         self.log_real = nn.Parameter(torch.log(0.5 * torch.ones(WIDTH, states)))
         self.imaginary = nn.Parameter(torch.pi * torch.arange(states).repeat(WIDTH, 1).float())
         self.c = nn.Parameter(torch.randn(WIDTH, states, dtype=torch.cfloat) * 0.5)
-        self.skip, self.mix, self.norm = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, 2 * WIDTH), nn.LayerNorm(WIDTH)
+        self.skip, self.mix, self.norm = (
+            nn.Parameter(torch.randn(WIDTH)),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
 
     def kernel(self, length: int) -> Tensor:
         a = torch.complex(-self.log_real.exp(), self.imaginary)
@@ -104,7 +108,9 @@ class Diagonal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         u = self.norm(x).transpose(1, 2)
         length = u.shape[-1]
-        y = torch.fft.irfft(torch.fft.rfft(u, 2 * length) * torch.fft.rfft(self.kernel(length), 2 * length))[..., :length]
+        y = torch.fft.irfft(torch.fft.rfft(u, 2 * length) * torch.fft.rfft(self.kernel(length), 2 * length))[
+            ..., :length
+        ]
         y = F.dropout(F.gelu(y + u * self.skip.unsqueeze(-1)), 0.1, self.training)
         return x + F.glu(self.mix(y.transpose(1, 2)), -1)
 

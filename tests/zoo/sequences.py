@@ -138,8 +138,8 @@ TABLE: list[Entry] = [
         label_length=4, moving_average=5, autocorrelation_factor=2,
     ),
     hugging_face(
-        "time-series-transformer", "TimeSeriesTransformerForPrediction", "TimeSeriesTransformerConfig", series, **SERIES,
-        **LAYERDROP,
+        "time-series-transformer", "TimeSeriesTransformerForPrediction", "TimeSeriesTransformerConfig", series,
+        **SERIES, **LAYERDROP,
     ),
     hugging_face(
         "patchtst", "PatchTSTForPrediction", "PatchTSTConfig", channels, fast=True, num_input_channels=2,

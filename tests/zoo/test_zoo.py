@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from zoo.entry import Entry  # noqa: E402
-from zoo.harness import prove  # noqa: E402
-from zoo.table import TABLE  # noqa: E402
+from zoo.entry import Entry
+from zoo.harness import prove
+from zoo.table import TABLE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
