@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zoo import convolutions, decoders, encoders, graphs, mixtures, oddities, recurrent, sequences, vision
+from zoo import assorted, convolutions, decoders, encoders, graphs, mixtures, oddities, recurrent, sequences, vision
 from zoo.entry import Entry
 
-ROOMS = (decoders, mixtures, encoders, sequences, vision, recurrent, convolutions, graphs, oddities)
+ROOMS = (decoders, mixtures, encoders, sequences, vision, recurrent, convolutions, graphs, oddities, assorted)
 TABLE: list[Entry] = [entry for room in ROOMS for entry in room.TABLE]
