@@ -24,6 +24,8 @@ class Entry:
     Args:
         loss_fn: makes the loss of the output where the output is not it and has no ``.loss``.
         fast: part of the default run.
+        values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
+            more than the one that was planned, if that is said.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Entry:
     batch: MakeBatch
     loss_fn: Callable[[Any], Tensor] | None = None
     fast: bool = False
+    values_decide: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -103,9 +106,11 @@ def normal(*shape: int) -> MakeBatch:
     return lambda step: (torch.randn(*shape),)
 
 
-def by_hand(name: str, model: Callable[[], nn.Module], batch: MakeBatch, *, fast: bool = False) -> Entry:
+def by_hand(
+    name: str, model: Callable[[], nn.Module], batch: MakeBatch, *, fast: bool = False, values_decide: bool = False
+) -> Entry:
     """A model whose output is its loss."""
-    return Entry(name=name, model=model, batch=batch, fast=fast)
+    return Entry(name=name, model=model, batch=batch, fast=fast, values_decide=values_decide)
 
 
 class Stack(nn.Module):
