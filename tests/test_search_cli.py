@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
+import threading
 from contextlib import redirect_stdout
 from itertools import count, pairwise
 
@@ -110,6 +112,22 @@ def test_the_state_of_another_question_is_of_no_use_and_does_no_harm(tmp_path) -
 
 def test_processes_change_nothing() -> None:
     assert answer_of(report(jobs=2)) == answer_of(report(jobs=1))
+
+
+def test_a_search_that_fails_leaves_neither_processes_nor_threads() -> None:
+    device = hardware("a100-80gb")
+    space = SearchRequest(seq=512).space(model_spec("gpt2"), device, gpus=8, global_batch=16)
+    setups = list(space.setups)[: 2 * evaluate.WORTH_STARTING]
+    threads = set(threading.enumerate())
+    with (
+        pytest.raises(RuntimeError, match="nothing fits"),
+        evaluate.Bench(evaluate.Question(template=space.template, hardware=device), jobs=2) as bench,
+    ):
+        bench.planner_bounds(setups, [GIB] * len(setups))
+        assert multiprocessing.active_children()
+        raise RuntimeError("nothing fits")
+    assert not multiprocessing.active_children()
+    assert set(threading.enumerate()) == threads
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,8 @@ def read_config(path: Path) -> Any:
     try:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers validates each config in its own way
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(
-            f"transformers cannot read {file}: {textwrap.shorten(first, 120, placeholder=' ...')}. "
-            "Check model_type, or pass a factory: module:function"
+            f"transformers cannot read {file}: {_one_line(error)}. Check model_type, or pass a factory: module:function"
         ) from error
 
 
@@ -80,20 +78,29 @@ def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.
     """The model in training mode, with random weights; under ``mode``, of fake tensors that take no memory.
 
     Raises:
-        UsageError: transformers has no trainable class for the config.
+        UsageError: transformers has no trainable class for the config, or cannot make a model of it.
     """
     dtype = PRECISIONS[asked.precision] if asked.precision else _own_dtype(config)
     config.dtype = dtype
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache for generation would grow from step to step
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    if getattr(config, "is_encoder_decoder", False):  # labels are shifted into the decoder's input with both
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id
     if asked.attention:
         config._attn_implementation = ATTENTIONS[asked.attention]
     cls = _class_for(config)
     # built on meta and not under the fake mode: constructors may read small tensors that they ask for on the CPU
     with _default_dtype(dtype), torch.device("meta") if mode else contextlib.nullcontext():
-        model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+        try:
+            model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+        except Exception as error:  # an activation that there is none of, a missing library, sizes that do not divide
+            raise UsageError(
+                f"transformers cannot make a {cls.__name__} of this config: {_one_line(error)}. "
+                "Mend the config, or use module:factory"
+            ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{cls.__name__} made a {type(model).__name__}; expected a torch.nn.Module")
     return (model if mode is None else fake_twin(model, mode, "cpu")).train()
@@ -166,6 +173,13 @@ def _class_for(config: Any) -> Any:
         f"transformers has no class with a loss for model_type {config.model_type!r}; use module:factory and return "
         "(model, batch, loss_fn)"
     )
+
+
+def _one_line(error: Exception) -> str:
+    """What an error says, with its kind where the words alone say little: "KeyError: 'nope'"."""
+    words = str(error).split()
+    kind = [] if len(words) > 3 else [f"{type(error).__name__}:"]
+    return textwrap.shorten(" ".join(kind + words), 240, placeholder=" ...").rstrip(".:")
 
 
 def _transformers() -> Any:

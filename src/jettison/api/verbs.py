@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from jettison.api.planner import Planner, Rehearsed, exactly, fingerprint
+from jettison.api.readiness import check_model, check_optimizer
+from jettison.api.readiness import traced as traced_forward
 from jettison.errors import PlanMismatch, UnsupportedModule, UsageError
 from jettison.measure.rehearse import twin_optimizer
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
@@ -21,7 +23,7 @@ from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.witness import Check, check_of
-from jettison.trace.model import LossFn, ModelTrace, trace_model
+from jettison.trace.model import LossFn, ModelTrace
 from jettison.trace.sharded import sharded_modules
 from jettison.units import parse_bytes
 
@@ -65,14 +67,16 @@ def trace(
     """Record one training forward of ``model`` on ``batch`` without allocating model memory.
 
     Args:
+        model: with real weights, or on ``meta``.
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple. Real, fake or ``meta`` tensors.
         loss_fn: makes the scalar loss of the output, where the output is not it and has no ``.loss``.
         regions: names of the modules to plan one by one; by default the model's repeated blocks.
 
     Raises:
         TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
+        UsageError: weights have no size yet, or only some of them have values.
     """
-    return trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+    return traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
 
 
 def plan(
@@ -131,12 +135,13 @@ def auto_checkpoint(
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         PlanMismatch: the ranks of the group do not have the same plan; see `apply`.
         TraceError: the model cannot be recorded, or there is no scalar loss.
-        UnsupportedModule: the model is under FSDP2.
-        UsageError: the budget cannot be read.
+        UnsupportedModule: the model is under FSDP2, compiled, scripted, planned already, or checkpoints by itself.
+        UsageError: the budget cannot be read; the optimizer is not one that a step of can be rehearsed.
     """
     budget_bytes = parse_bytes(memory_budget)
     how = check_of(check)
-    _refuse(model)
+    check_model(model)
+    check_optimizer(optimizer, model)
     if sharded_modules(model):
         raise UnsupportedModule(
             "the model is under FSDP2, whose gathered parameters come and go in ways that no rehearsal counts yet; "
@@ -144,7 +149,7 @@ def auto_checkpoint(
         )
     with Agreement(groups_for(model, group)) as agreement:
         progress("tracing")
-        traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
         traced.holds_output = holds_output
         traced.how = how
 
@@ -233,11 +238,11 @@ def apply(
     if (policy is None) == (plan is None):
         raise UsageError("give either policy= or plan=, not both and not neither")
     how = check_of(check)
-    _refuse(model)
+    check_model(model)
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
     with Agreement(groups_for(model, group)) as agreement:
-        traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
+        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
         if plan is not None:
             return _agreed(_apply_plan(model, traced, plan, how), agreement)
         assert policy is not None
@@ -310,20 +315,3 @@ def _every(policy: str) -> int:
 
 def _treatment(word: str | Treatment) -> Treatment:
     return treatment(word) if isinstance(word, str) else word
-
-
-def _refuse(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
-    for name, module in model.named_modules():
-        if isinstance(module.forward, PlannedForward):
-            raise UnsupportedModule(
-                f"{name or 'the model'} already runs under a plan; call .remove() on its handle first"
-            )
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise UnsupportedModule(
-                f"{name or 'the model'} has gradient checkpointing switched on; call gradient_checkpointing_disable() "
-                "first: Jettison would recompute inside what is recomputed"
-            )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedModule("scripted modules have no Python forward to plan; pass the eager module")

@@ -92,8 +92,13 @@ class Bench:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=error is None, cancel_futures=True)
+        if self._pool is None:
+            return
+        if error is not None:  # nobody waits for what they are at
+            for worker in list((self._pool._processes or {}).values()):
+                worker.terminate()
+        # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def bounds(self, setups: Sequence[Setup]) -> list[Bound]:
         """What any plan of each setup takes, at least."""

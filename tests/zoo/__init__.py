@@ -1,0 +1,1 @@
+"""Model families of many kinds, each trained with and without a plan: see `zoo.table`."""

@@ -1,0 +1,9 @@
+"""All families, one row each."""
+
+from __future__ import annotations
+
+from zoo import assorted, convolutions, decoders, encoders, graphs, mixtures, oddities, recurrent, sequences, vision
+from zoo.entry import Entry
+
+ROOMS = (decoders, mixtures, encoders, sequences, vision, recurrent, convolutions, graphs, oddities, assorted)
+TABLE: list[Entry] = [entry for room in ROOMS for entry in room.TABLE]
