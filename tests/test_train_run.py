@@ -22,9 +22,9 @@ from torch import nn
 from jettison.api.training import train
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.spec.presets import preset
+from jettison.train.failures import RankLost
 from jettison.train.flops import StepWork, peak_flops_per_second, spec_flops
 from jettison.train.log import RunLog
-from jettison.train.loop import RankLost
 from jettison.train.memory import MemoryMeter
 from jettison.train.optim import clip, ensure_state, make_optimizer, total_norm
 from jettison.train.recipe import (
