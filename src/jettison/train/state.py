@@ -129,6 +129,8 @@ def schedule(recipe: TrainRecipe) -> dict[str, Any]:
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     names = sorted(mine.keys() | theirs.keys())
+    if mine.get("name") != theirs.get("name"):
+        names = ["name"]  # what else differs follows from that
     return [
         f"{name} {_word(theirs, name)}, the recipe has {_word(mine, name)}"
         for name in names

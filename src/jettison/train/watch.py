@@ -14,8 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import distributed as dist
@@ -39,7 +38,7 @@ class Beat:
 
     number: int = -1
     place: str = "nowhere yet"
-    begun: Mapping[str, int] = MappingProxyType({})
+    begun: Mapping[str, int] = field(default_factory=dict)
     gave_up: bool = False
 
 
