@@ -1,6 +1,5 @@
 """Checkpoints: complete or not there, read without running anything, the same tensors on any layout."""
 
-import json
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -111,8 +110,14 @@ def test_a_save_that_fails_leaves_the_last_good_one(tmp_path: Path, world: World
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("seed", 1), ("global_batch", 4), ("seq", 8), ("data", "other"), ("world", 2), ("layout", "dp 2"),
-        ("model", {"layers": 3}), ("optimizer", {"name": "sgd"}),
+        ("seed", 1),
+        ("global_batch", 4),
+        ("seq", 8),
+        ("data", "other"),
+        ("world", 2),
+        ("layout", "dp 2"),
+        ("model", {"layers": 3}),
+        ("optimizer", {"name": "sgd"}),
     ],
 )
 def test_only_the_same_data_can_be_continued(name: str, value: object) -> None:

@@ -153,7 +153,10 @@ def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
         ({"seed": 1}, "was made with seed 0, the recipe has 1"),
         ({"batch": BatchSection(global_batch=2, micro_batch=2, seq=32)}, "was made with global_batch 4"),
         ({"steps": 1}, "is of step 2; the recipe has 1 steps"),
-        ({"model": ModelSection(factory="train_models:tiny64")}, "with model.factory train_models:tiny, the recipe has"),
+        (
+            {"model": ModelSection(factory="train_models:tiny64")},
+            "with model.factory train_models:tiny, the",
+        ),
         ({"optimizer": OptimizerSection(name="sgd")}, "made with .*optimizer.name adamw, the recipe has sgd"),
         ({"optimizer": OptimizerSection(betas=(0.9, 0.9))}, r"made with optimizer.betas \[0.9, 0.95\], the recipe has"),
     ],

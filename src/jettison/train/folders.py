@@ -93,8 +93,10 @@ def _made(folder: Path) -> Iterator[None]:
 
 def _try(folder: Path, rank: int) -> None:
     probe = folder / f"probe-{rank}{PARTIAL}"
-    write_durably(probe, "can this be written?\n")
-    probe.unlink()
+    try:
+        write_durably(probe, "can this be written?\n")
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 @contextmanager
