@@ -1,4 +1,4 @@
-"""What a run keeps on disks: saves that fail, folders that another run is in, texts that change, tokens nobody knows."""
+"""What a run keeps on disks: saves that fail, folders with another run, texts that change, tokens nobody knows."""
 
 from __future__ import annotations
 

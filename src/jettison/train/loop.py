@@ -237,7 +237,7 @@ class _Run:
         checkpoints = self.session.checkpoints
         if checkpoints is not None:
             checkpoints.wait()
-            text += f"; {checkpoints.newest()}"
+            text += f"; {self.world.from_leader(checkpoints.newest)}"
         return agreed(NotFinite(f"{text}. Lower optimizer.lr or optimizer.clip, look at the data, {advice}"))
 
     def _save(self) -> None:
@@ -263,7 +263,7 @@ class _Run:
             raise agreed(
                 SaveFailed(
                     f"the last weights, of step {self.session.step}, are not saved: {reasons[0]}; "
-                    f"{checkpoints.newest()}"
+                    f"{self.world.from_leader(checkpoints.newest)}"
                 )
             )
 

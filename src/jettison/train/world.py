@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"
@@ -133,10 +134,15 @@ def waiting_for(seconds: float) -> Iterator[None]:
 def _initialize(device: torch.device) -> None:
     cuda = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=_SETUP, device_id=device if cuda else None)
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_SETUP)
+        return
+    store, rank, size = next(rendezvous("env://", timeout=_SETUP))
+    turn = store.add(f"jettison/joined/{rank}", 1)  # addresses of a job's last run still stand in its store
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"jettison/{turn}", store), rank=rank, world_size=size, timeout=_SETUP,
+        device_id=device if cuda else None,
+    )  # fmt: skip
 
 
 def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
