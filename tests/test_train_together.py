@@ -149,7 +149,7 @@ def again(folder: Path) -> list[dict[str, int]]:
 
 
 def own_groups(folder: Path) -> list[Any]:
-    """As under torchrun: each run makes its process group, and what it leaves behind is gone. In the last, one hangs."""
+    """As under torchrun: each run makes its process group and leaves nothing of it. In the last one a rank hangs."""
     dist.destroy_process_group()
     out: list[Any] = [train(recipe(folder / f"own{turn}", steps=1)).steps for turn in range(2)]
     start = time.monotonic()
