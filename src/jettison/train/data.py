@@ -59,14 +59,16 @@ class Corpus:
     def block(self, number: int) -> Block:
         """A look at one of them."""
         part = self.tokens[number * _BLOCK : (number + 1) * _BLOCK]
-        return Block(digest=_digest(part), highest=int(part.max()))
+        highest = int(part.max())
+        return Block(digest=_digest(part, highest), highest=highest)
 
     @cached_property
     def sample(self) -> str:
         """Tells one text from another at once: its length, its ends, and places between, not all of it."""
         width = max(1, _BLOCK // _PLACES // 16)
         starts = np.linspace(0, max(0, len(self.tokens) - width), _PLACES).astype(np.int64)
-        digests = [_digest(self.tokens[start : start + width]) for start in starts]
+        parts = [self.tokens[start : start + width] for start in starts]
+        digests = [_digest(part, int(part.max())) for part in parts]
         return hashlib.blake2b("".join([str(len(self.tokens)), *digests]).encode(), digest_size=8).hexdigest()
 
 
@@ -159,8 +161,10 @@ def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
     return bytes(text[:limit_bytes])
 
 
-def _digest(tokens: Any) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(tokens, dtype="<u4").tobytes(), digest_size=8).hexdigest()
+def _digest(tokens: Any, highest: int) -> str:
+    """Of numbers, however they are stored: in the narrowest form that holds them."""
+    dtype = "<u1" if highest < 1 << 8 else "<u2" if highest < 1 << 16 else "<u4"
+    return hashlib.blake2b(np.ascontiguousarray(tokens, dtype=dtype).data, digest_size=8).hexdigest()
 
 
 def _files(section: DataSection) -> list[Path]:
