@@ -1,6 +1,5 @@
 """Checkpoints: complete or not there, read without running anything, the same tensors on any layout."""
 
-import json
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -13,11 +12,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.train.checkpoint import Checkpoints, RunState
+from jettison.train.checkpoint import Checkpoints
 from jettison.train.recipe import CheckpointSection
+from jettison.train.state import RunState, digest_of
 from jettison.train.world import World, joined
 
-STATE = RunState(step=1, steps=99, seed=0, global_batch=8, seq=16, data="abc", world=1, layout="dp 1")
+STATE = RunState(
+    step=1, steps=99, seed=0, global_batch=8, seq=16, data="abc", world=1, layout="dp 1", model={"layers": 2},
+    optimizer={"name": "adamw"}, schedule={"lr": 0.1},
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -76,13 +79,18 @@ def test_what_an_interrupted_save_left_is_not_taken_for_a_checkpoint(tmp_path: P
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000006.partial")  # all but renamed
     (tmp_path / "latest.partial").write_text("step-0000")
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000009")
-    (tmp_path / "step-00000009" / "run.json").unlink()  # removed half-way
+    (tmp_path / "step-00000009" / "run.json").unlink()  # no save leaves that
+    with pytest.raises(UsageError, match=r"step-00000009 is damaged: it has no run.json; .*go on from step-00000004$"):
+        checkpoints(tmp_path, world).find()
+    shutil.rmtree(tmp_path / "step-00000009")
     assert checkpoints(tmp_path, world).find() == tmp_path / "step-00000004"
     assert not list(tmp_path.glob("*.partial"))
     (tmp_path / "latest").unlink()
     assert checkpoints(tmp_path, world).find() == tmp_path / "step-00000004"
     (tmp_path / "latest").write_text("step-00000002\n")  # killed between the two renames
-    assert checkpoints(tmp_path, world).find() == tmp_path / "step-00000002"
+    warned: list[str] = []
+    assert checkpoints(tmp_path, world, warned).find() == tmp_path / "step-00000002"
+    assert warned == ["checkpoint: latest names step-00000002, and step-00000004 is newer"]
 
 
 def test_a_save_that_fails_leaves_the_last_good_one(tmp_path: Path, world: World) -> None:
@@ -101,14 +109,24 @@ def test_a_save_that_fails_leaves_the_last_good_one(tmp_path: Path, world: World
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("seed", 1), ("global_batch", 4), ("seq", 8), ("data", "other"), ("world", 2), ("layout", "dp 2")],
+    [
+        ("seed", 1),
+        ("global_batch", 4),
+        ("seq", 8),
+        ("data", "other"),
+        ("world", 2),
+        ("layout", "dp 2"),
+        ("model", {"layers": 3}),
+        ("optimizer", {"name": "sgd"}),
+    ],
 )
 def test_only_the_same_data_can_be_continued(name: str, value: object) -> None:
     other = RunState(**{**vars_of(STATE), name: value})
     if name in ("world", "layout"):
         STATE.require_same_run(other, Path("x"))
         return
-    with pytest.raises(UsageError, match=f"was made with {name} {value}"):
+    says = f"{name}.{' '.join(map(str, *value.items()))}, the" if isinstance(value, dict) else f"{name} {value}"
+    with pytest.raises(UsageError, match=f"was made with {says}"):
         STATE.require_same_run(other, Path("x"))
 
 
@@ -118,6 +136,11 @@ def saved(folder: Path, world: World) -> Path:
     found = saver.find()
     assert found is not None
     return found
+
+
+def sign(found: Path) -> None:
+    """As whoever hands on a checkpoint can."""
+    (found / "run.json").write_text(STATE.text(description=digest_of((found / ".metadata").read_bytes())))
 
 
 class Evil:
@@ -133,7 +156,11 @@ class Evil:
 def test_reading_a_checkpoint_runs_none_of_its_code(tmp_path: Path, world: World) -> None:
     found, proof = saved(tmp_path / "ck", world), tmp_path / "proof"
     good = (found / ".metadata").read_bytes()
+    with pytest.raises(UsageError, match=r".metadata is not what was written"):
+        (found / ".metadata").write_bytes(good[:-1])
+        checkpoints(tmp_path / "ck", world).load(found, tensors(0.0), STATE)
     (found / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
+    sign(found)
     with pytest.raises(UsageError, match=r"which no checkpoint needs"):
         checkpoints(tmp_path / "ck", world).load(found, tensors(0.0), STATE)
     assert not proof.exists()
@@ -144,7 +171,7 @@ def test_reading_a_checkpoint_runs_none_of_its_code(tmp_path: Path, world: World
     # values that are not tensors are pickles as well
     shutil.rmtree(found)
     dcp.save({"model.w": Evil(proof), "optimizer.w.step": torch.tensor(1.0)}, checkpoint_id=str(found))
-    (found / "run.json").write_text(json.dumps({"schema": "jettison.checkpoint/1", **vars_of(STATE)}))
+    sign(found)
     with pytest.raises(UsageError, match=r"'model.w' is not a tensor"):
         checkpoints(tmp_path / "ck", world).load(found, tensors(0.0), STATE)
     assert not proof.exists() and good
@@ -152,9 +179,18 @@ def test_reading_a_checkpoint_runs_none_of_its_code(tmp_path: Path, world: World
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, world: World) -> None:
     found = saved(tmp_path, world)
-    for other in ({"model.w": torch.zeros(5, 3)}, {"model.v": torch.zeros(4, 3)}):
-        with pytest.raises(UsageError, match=r"does not fit this model and optimizer"):
+    good = tensors(0.0)
+    step = {"optimizer.w.step": good["optimizer.w.step"]}
+    for other, says in (
+        ({"model.w": torch.zeros(5, 3), **step}, "model.w is 4x3 there and 5x3 here"),
+        ({"model.w": torch.zeros(4, 3).double(), **step}, "model.w is torch.float32 there and torch.float64 here"),
+        ({"model.v": torch.zeros(4, 3), **good}, "it lacks model.v"),
+        (step, "it also has model.w"),
+        ({"model.w": good["model.w"]}, "it also has optimizer.w.step"),
+    ):
+        with pytest.raises(UsageError, match=rf"does not fit this model and optimizer: {says}"):
             checkpoints(tmp_path, world).load(found, other, STATE)
+        assert not any(value.any() for value in other.values()), "nothing was read"
     (found / "run.json").write_text("{")
     with pytest.raises(UsageError, match=r"run.json cannot be read"):
         checkpoints(tmp_path, world).load(found, tensors(0.0), STATE)
@@ -174,7 +210,7 @@ def test_a_damaged_one_is_one_line_that_names_the_one_before(
         (found / name).unlink()
     else:
         (found / name).write_bytes(damage)
-    with pytest.raises(UsageError, match=r"step-00000002 .*or is damaged: .*go on from step-00000001$") as error:
+    with pytest.raises(UsageError, match=r"step-00000002 is damaged: .*go on from step-00000001$") as error:
         checkpoints(tmp_path, world).load(found, tensors(0.0), STATE)
     assert "\n" not in str(error.value) and capsys.readouterr().err == ""
 

@@ -24,6 +24,7 @@ BYTE_UNITS: Final = MappingProxyType(
 """Bytes in one of each accepted unit. "Gb" is not among them: it means a gigabit."""
 
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
+_SECONDS: Final = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
 _EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes each) or "20 GB" (10^9 bytes each)'
 
 
@@ -46,6 +47,19 @@ def parse_bytes(quantity: str | int) -> int:
     if nbytes < 1:
         raise UsageError(f"got {quantity!r}, which is not at least one byte; {_EXPECTED}")
     return nbytes
+
+
+def parse_seconds(quantity: str) -> float:
+    """Read a duration: ``"120s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"``.
+
+    Raises:
+        UsageError: the unit is missing or unknown.
+    """
+    match = _QUANTITY.fullmatch(quantity.strip())
+    if match is None or match["unit"] not in _SECONDS:
+        known = ", ".join(_SECONDS)
+        raise UsageError(f'got {quantity!r} as a duration; expected a number and one of {known}, such as "120s"')
+    return float(match["number"]) * _SECONDS[match["unit"]]
 
 
 def _parse_text(text: str) -> int:

@@ -2,27 +2,24 @@
 
     folder/step-00000100/      tensors, as torch.distributed.checkpoint writes them, and run.json
     folder/latest              the name of the newest complete one
-    folder/step-00000200.partial/   one being written, or one that a killed run has left; removed at the next start
+    folder/*.partial           what is being written or removed, or what a killed run left; gone at the next start
 
-A checkpoint is renamed into place when every rank has written its part, and `latest` is replaced after that. It holds
-tensors only: what else a run needs follows from its recipe and the step (NOTE [ Positions ] in train/order.py).
+A checkpoint is renamed into place when every rank has written its part, and `latest` is replaced after that; an old one
+is renamed before it is removed. It holds tensors only: what else a run needs follows from its recipe and the step
+(NOTE [ Positions ] in train/order.py).
 
-NOTE [ Nothing is executed ]
-torch.distributed.checkpoint describes its tensors in a pickle, and reads values that are not tensors from another. Our
-reader takes the description with an unpickler that knows only the classes of such a description, and refuses values
-that are not tensors, so that reading a checkpoint from elsewhere runs none of its code. torch reads the tensors
-themselves with ``torch.load(weights_only=True)``.
+NOTE [ The last finite one ]
+Weights with an infinity or a NaN are not written. Finite ones may still be spoilt, which only the next step shows: one
+whose loss and gradient are finite *proves* the weights that it began with. The newest proven checkpoint is never
+removed, whatever `keep` says.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,104 +27,78 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
+from jettison.train.folders import PARTIAL, remove, sync_folder, write_durably
+from jettison.train.reading import DAMAGE, load_tensors, require_checksums
 from jettison.train.recipe import CheckpointSection
+from jettison.train.state import RUN, RunState, digest_of, read_state
+from jettison.train.tools import Say
 from jettison.train.world import World, agreed
 
-SCHEMA: Final = "jettison.checkpoint/1"
-_RUN: Final = "run.json"
 _LATEST: Final = "latest"
-_PARTIAL: Final = ".partial"
 _ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
-"""What goes wrong with files. CheckpointException is no Exception: it has to be named."""
-_DAMAGE: Final = (*_ERRORS, EOFError, LookupError, AttributeError, TypeError, pickle.UnpicklingError)
-"""What a pickle's reader makes of bytes that are none."""
+"""What goes wrong while files are written. CheckpointException is no Exception: it has to be named."""
 
 
 class SaveFailed(JettisonError, RuntimeError):
-    """A checkpoint could not be written, and the recipe says that training stops then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """What a checkpoint says beside its tensors. ``step`` is the number of steps done, of ``steps`` altogether."""
-
-    step: int
-    steps: int
-    seed: int
-    global_batch: int
-    seq: int
-    data: str
-    world: int
-    layout: str
-
-    def require_same_run(self, other: RunState, where: Path) -> None:
-        """Would resuming from ``other`` continue with what would have come next?
-
-        Raises:
-            UsageError: no.
-        """
-        for name in ("seed", "global_batch", "seq", "data"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise UsageError(
-                    f"checkpoint {where} was made with {name} {theirs}, the recipe has {mine}: its data would not "
-                    "continue where it stopped. Use the same, or another checkpoint folder"
-                )
-        if other.step > self.steps:
-            raise UsageError(f"checkpoint {where} is of step {other.step}; the recipe has {self.steps} steps")
+    """A checkpoint could not be written: the last one, or any if the recipe says that training stops then."""
 
 
 @dataclass(kw_only=True)
 class _Pending:
     """A save that is being written."""
 
-    step: int
     state: RunState
     future: Future[Any]
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method is called by all ranks together."""
+    """The checkpoints of one run. Every method is called by all ranks together, in a folder that is claimed."""
 
-    def __init__(self, section: CheckpointSection, world: World, warn: Callable[[str], None]) -> None:
+    def __init__(self, section: CheckpointSection, world: World, warn: Say) -> None:
         assert section.folder is not None
+        require_checksums()
         self.folder = Path(section.folder)
         self.section = section
         self.world = world
         self.warn = warn
         self.failed = False
+        self.unsaved: str | None = None
+        """Why the last save came to nothing, as far as this rank knows."""
         self._tried: int | None = None  # the last step that was loaded or begun to be saved: the same on all ranks
+        self._proven: int | None = None
         self._pending: _Pending | None = None
         # threads of async saves talk over a group of their own, or their words would mix with the training's
         self._group = dist.new_group(backend="gloo")
 
     def find(self) -> Path | None:
-        """The newest complete checkpoint. What an interrupted save has left is removed."""
+        """The newest complete checkpoint. What an interrupted save has left is removed.
+
+        Raises:
+            UsageError: it is damaged, or gone, or the folder cannot be used.
+        """
         return self.world.from_leader(self._find)
 
     def load(self, path: Path, tensors: Mapping[str, Tensor], run: RunState) -> RunState:
         """Read into these tensors, whatever layout they were saved from.
 
         Raises:
-            UsageError: the checkpoint is of another run than this, does not fit, or cannot be read.
+            UsageError: the checkpoint is of another run than this, does not fit, or is damaged.
         """
-        state = self.world.together(lambda: _state_for(run, path))
+        state, values = self.world.together(lambda: _state_for(run, path))
         try:
-            self.world.together(_Reader(path).read_metadata)
-            dcp.load(dict(tensors), storage_reader=_Reader(path), process_group=self.world.control)
-        except _DAMAGE as error:
+            load_tensors(tensors, path, str(values.get("description")), self.world)
+        except DAMAGE as error:
+            if isinstance(error, UsageError):
+                raise
             older = [one for one in self._complete() if one < path]
-            way = f"; where it is damaged, remove it to go on from {older[-1].name}" if older else ""
-            raise agreed(
-                UsageError(
-                    f"checkpoint {path} does not fit this model and optimizer, or is damaged: {_reason(error)}. "
-                    f"Use the recipe that it was made with, or another checkpoint folder{way}"
-                )
-            ) from error
-        self._tried = state.step
+            way = f"; remove it to go on from {older[-1].name}" if older else ""
+            raise agreed(UsageError(f"checkpoint {path} is damaged: {_reason(error)}{way}")) from error
+        for text in run.changes(state):
+            self.warn(f"checkpoint {path} was made with {text}")
+        self._tried = self._proven = state.step
         return state
 
     def save(self, tensors: Mapping[str, Tensor], state: RunState) -> None:
@@ -136,17 +107,29 @@ class Checkpoints:
         if self._tried == state.step:
             return
         self._tried = state.step
+        spoilt = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
+        if self.world.most(float(len(spoilt)))[0]:
+            names = next(names for names in self.world.gather(spoilt[:1]) if names)
+            self._refuse(state.step, names[0])
+            return
         target = str(self._partial(state.step))
         try:
             if self.section.asynchronous:
                 future = dcp.async_save(dict(tensors), checkpoint_id=target, process_group=self._group)
-                self._pending = _Pending(step=state.step, state=state, future=future)
+                self._pending = _Pending(state=state, future=future)
                 return
             dcp.save(dict(tensors), checkpoint_id=target, process_group=self._group)
         except _ERRORS as error:
             self._give_up(state.step, error)
         else:
             self._commit(state)
+
+    def proves(self, step: int) -> None:
+        """The weights after so many steps gave a finite loss and gradient: see NOTE [ The last finite one ]."""
+        if step == self._tried and step != self._proven and self.unsaved is None:
+            self._proven = step
+            if self._pending is None:
+                self._thin_out()
 
     def poll(self) -> None:
         """Put a save into place that has been written meanwhile."""
@@ -161,135 +144,137 @@ class Checkpoints:
         try:
             pending.future.result()
         except _ERRORS as error:
-            self._give_up(pending.step, error)
+            self._give_up(pending.state.step, error)
         else:
             self._commit(pending.state)
+
+    def newest(self) -> str:
+        """The newest complete one, in words."""
+        complete = self._complete()
+        return f"the last good one is {complete[-1]}" if complete else "there is none yet"
 
     # rank 0 alone ----------------------------------------------------------------------------------------------------
 
     def _partial(self, step: int) -> Path:
-        return self.folder / f"{_name(step)}{_PARTIAL}"
+        return self.folder / f"{_name(step)}{PARTIAL}"
 
     def _commit(self, state: RunState) -> None:
+        self.unsaved = None
         if not self.world.leads:
             return
         try:
             self._put_in_place(state)
         except OSError as error:
             self._give_up(state.step, error)
+        else:
+            self._thin_out()
 
     def _put_in_place(self, state: RunState) -> None:
         partial, final = self._partial(state.step), self.folder / _name(state.step)
-        text = json.dumps({"schema": SCHEMA, **asdict(state), "torch": torch.__version__}, indent=1) + "\n"
-        _write_durably(partial / _RUN, text)
-        if final.exists():  # an incomplete one, or it would have been resumed from
-            shutil.rmtree(final)
+        description = digest_of((partial / ".metadata").read_bytes())
+        write_durably(partial / RUN, state.text(torch=torch.__version__, description=description))
+        sync_folder(partial)
+        if final.exists():  # `latest` names another one
+            remove(final)
         partial.rename(final)
-        _sync_folder(self.folder)
-        _write_durably(self.folder / f"{_LATEST}{_PARTIAL}", final.name + "\n")
-        (self.folder / f"{_LATEST}{_PARTIAL}").replace(self.folder / _LATEST)
-        _sync_folder(self.folder)
-        for old in self._complete()[: -self.section.keep]:
-            (old / _RUN).unlink()  # from here on it is incomplete, should the rest be interrupted
-            shutil.rmtree(old)
+        sync_folder(self.folder)
+        write_durably(self.folder / f"{_LATEST}{PARTIAL}", final.name + "\n")
+        (self.folder / f"{_LATEST}{PARTIAL}").replace(self.folder / _LATEST)
+        sync_folder(self.folder)
+
+    def _thin_out(self) -> None:
+        if not self.world.leads:
+            return
+        complete = self._complete()
+        stay = {*complete[-self.section.keep :], self.folder / _name(self._proven or 0)}
+        for old in complete:
+            if old not in stay:
+                try:
+                    remove(old)
+                except OSError as error:
+                    self.warn(f"checkpoint {old} could not be removed: {_reason(error)}")
 
     def _give_up(self, step: int, error: BaseException) -> None:
         self.failed = True
-        if not self.world.leads:
-            return
-        shutil.rmtree(self._partial(step), ignore_errors=True)
-        kept = self._marked()
-        last = f"the last good one is {kept}" if kept else "there is none yet"
-        self.warn(f"checkpoint of step {step} could not be written to {self.folder}: {_reason(error)}; {last}")
+        self.unsaved = _reason(error)
+        if self.world.leads:
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+            text = f"checkpoint of step {step} could not be written to {self.folder}: {self.unsaved}"
+            self.warn(f"{text}; {self.newest()}")
+
+    def _refuse(self, step: int, name: str) -> None:
+        """All ranks do: it is no fault of the disk, and `on_error` is not asked."""
+        self.unsaved = f"{name} is not finite"
+        self.warn(f"checkpoint of step {step} is not written: {self.unsaved}; {self.newest()}")
 
     def _find(self) -> Path | None:
         if self.folder.exists() and not self.folder.is_dir():
             raise UsageError(f"checkpoint.folder: {self.folder} is not a folder")
-        for left in self.folder.glob(f"*{_PARTIAL}"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        return self._marked()
+        for left in self.folder.glob(f"*{PARTIAL}"):
+            try:
+                remove(left)
+            except OSError as error:
+                raise UsageError(
+                    f"checkpoint.folder: {left}, left by a run that was interrupted, cannot be removed: "
+                    f"{error.strerror or error}; make the folder writable, or name another"
+                ) from error
+        found = self._marked()
+        for path in self.folder.glob("step-*"):
+            if not (path / RUN).exists() and (found is None or path > found):
+                way = f" to go on from {found.name}" if found else " to begin anew"
+                raise UsageError(f"checkpoint {path} is damaged: it has no {RUN}; remove it{way}")
+        return found
 
     def _marked(self) -> Path | None:
-        """What `latest` names; where that is gone, the newest complete one."""
+        """What `latest` names; where that was removed, the newest complete one.
+
+        Raises:
+            UsageError: it is there and incomplete, or there is no other.
+        """
         complete = self._complete()
+        newest = complete[-1] if complete else None
         try:
             marked = self.folder / (self.folder / _LATEST).read_text(encoding="utf-8").strip()
-        except OSError:
-            marked = None
-        return marked if marked in complete else (complete[-1] if complete else None)
+        except FileNotFoundError:
+            return newest
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"checkpoint {self.folder / _LATEST} cannot be read: {error}; remove it") from error
+        if marked in complete:
+            if marked != newest:
+                self.warn(f"checkpoint: {_LATEST} names {marked.name}, and {newest.name if newest else ''} is newer")
+            return marked
+        if marked.name and marked.exists() and marked != self.folder:
+            way = f" to go on from {newest.name}" if newest else " to begin anew"
+            raise UsageError(f"checkpoint {marked} is damaged: it has no {RUN}; remove it{way}")
+        if newest is None:
+            raise UsageError(
+                f"checkpoint.folder: {self.folder / _LATEST} names {marked.name!r}, which is not there, and there is "
+                f"no other; remove {_LATEST} to begin anew"
+            )
+        self.warn(f"checkpoint: {_LATEST} names {marked.name!r}, which is not there; going on from {newest.name}")
+        return newest
 
     def _complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.folder.glob(f"step-*/{_RUN}") if not path.parent.suffix)
-
-
-class _Unpickler(pickle.Unpickler):
-    """See NOTE [ Nothing is executed ]."""
-
-    ALLOWED: Final = frozenset(
-        {
-            *(
-                ("torch.distributed.checkpoint.metadata", name)
-                for name in (
-                    "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
-                    "MetadataIndex", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
-                )
-            ),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("collections", "OrderedDict"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "WindowsPath"),
-            ("pathlib._local", "PosixPath"),
-            ("pathlib._local", "WindowsPath"),
-        }
-    )  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
-        if isinstance(found, torch.dtype):
-            return found
-        if (module, name) not in self.ALLOWED:
-            raise ValueError(f"its description names {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
-
-
-class _Reader(dcp.FileSystemReader):
-    """torch's reader, with NOTE [ Nothing is executed ]."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata) or metadata.storage_meta is None:
-            raise ValueError("its description is not one of tensors")
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{name!r} is not a tensor")
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        return sorted(path.parent for path in self.folder.glob(f"step-*/{RUN}") if not path.parent.suffix)
 
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _read_state(path: Path) -> RunState:
-    try:
-        values = json.loads((path / _RUN).read_text(encoding="utf-8"))
-        if values["schema"] != SCHEMA:
-            raise UsageError(f"checkpoint {path} is {values['schema']}; expected {SCHEMA}")
-        return RunState(**{name: values[name] for name in RunState.__dataclass_fields__})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"checkpoint {path}: {_RUN} cannot be read: {error}") from error
-
-
-def _state_for(run: RunState, path: Path) -> RunState:
-    state = _read_state(path)
+def _state_for(run: RunState, path: Path) -> tuple[RunState, dict[str, Any]]:
+    state, values = read_state(path)
     run.require_same_run(state, path)
-    return state
+    return state, values
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Without a copy of it: the largest absolute value is NaN if any is."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not (local.is_floating_point() or local.is_complex()) or not local.numel():
+        return True
+    return bool(torch.linalg.vector_norm(local.detach(), float("inf")).isfinite())
 
 
 def _reason(error: BaseException) -> str:
@@ -299,18 +284,3 @@ def _reason(error: BaseException) -> str:
         return f"rank {rank}: {_reason(inner)}"
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,8 @@ from jettison.errors import UsageError
 from jettison.train.order import Order
 from jettison.train.recipe import DataSection
 
-_EDGE: Final = 1 << 20  # tokens at either end that tell one text from another
+_BLOCK: Final = 1 << 22  # tokens that are looked at in one go
+_PLACES: Final = 1024  # between both ends, that are looked at when a text is not read whole
 _STDLIB_BYTES: Final = 4_000_000
 _BETWEEN: Final = b"\n\n"  # documents of a data set without a tokenizer
 
@@ -50,24 +51,63 @@ class Corpus:
         rows = [self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
+    @property
+    def blocks(self) -> int:
+        """In how many pieces it is looked at."""
+        return -(-len(self.tokens) // _BLOCK)
+
+    def block(self, number: int) -> Block:
+        """A look at one of them."""
+        part = self.tokens[number * _BLOCK : (number + 1) * _BLOCK]
+        highest = int(part.max())
+        return Block(digest=_digest(part, highest), highest=highest)
+
+    @cached_property
+    def sample(self) -> str:
+        """Tells one text from another at once: its length, its ends, and places between, not all of it."""
+        width = max(1, _BLOCK // _PLACES // 16)
+        starts = np.linspace(0, max(0, len(self.tokens) - width), _PLACES).astype(np.int64)
+        parts = [self.tokens[start : start + width] for start in starts]
+        digests = [_digest(part, int(part.max())) for part in parts]
+        return hashlib.blake2b("".join([str(len(self.tokens)), *digests]).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What a stretch of tokens is, and the highest of them."""
+
+    digest: str
+    highest: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found by reading a whole text once.
+
+    Args:
+        digest: tells it from any other, however its tokens are stored.
+    """
+
+    digest: str
+    highest: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> Survey:
+        """All blocks of a text, in order."""
+        digest = hashlib.blake2b("".join(block.digest for block in blocks).encode(), digest_size=8).hexdigest()
+        return cls(digest=digest, highest=max(block.highest for block in blocks))
+
     def check_vocabulary(self, vocab: int | None) -> None:
-        """Can a model with this many words read it? A file is looked at from both ends only.
+        """Can a model with this many words read it?
 
         Raises:
             UsageError: no.
         """
-        highest = max(int(self.tokens[:_EDGE].max()), int(self.tokens[-_EDGE:].max()))
-        if vocab is not None and highest >= vocab:
-            raise UsageError(f"data: got the token {highest}; the model has a vocabulary of {vocab}")
-
-    @cached_property
-    def digest(self) -> str:
-        """Tells one text from another: its length and both its ends, not all between."""
-        state = hashlib.blake2b(digest_size=8)
-        state.update(str(len(self.tokens)).encode())
-        for part in (self.tokens[:_EDGE], self.tokens[-_EDGE:]):
-            state.update(np.ascontiguousarray(part, dtype="<u4").tobytes())
-        return state.hexdigest()
+        if vocab is not None and self.highest >= vocab:
+            raise UsageError(
+                f"data: got the token {self.highest}; the model has a vocabulary of {vocab}. Use the tokenizer that it "
+                "is for, or a larger vocabulary"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +159,12 @@ def standard_library_text(limit_bytes: int = _STDLIB_BYTES) -> bytes:
     if len(text) < 100_000:
         raise UsageError(f"data: there is too little Python source in {folder} to train on")
     return bytes(text[:limit_bytes])
+
+
+def _digest(tokens: Any, highest: int) -> str:
+    """Of numbers, however they are stored: in the narrowest form that holds them."""
+    dtype = "<u1" if highest < 1 << 8 else "<u2" if highest < 1 << 16 else "<u4"
+    return hashlib.blake2b(np.ascontiguousarray(tokens, dtype=dtype).data, digest_size=8).hexdigest()
 
 
 def _files(section: DataSection) -> list[Path]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import torch
-from torch import distributed as dist
 
-from jettison.errors import JettisonError, UsageError
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import MicroBatch
+from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
 from jettison.train.log import SCHEMA, RunLog
 from jettison.train.memory import PhasePeaks
 from jettison.train.optim import clip, set_rate, total_norm
@@ -27,13 +27,12 @@ from jettison.train.result import TrainResult
 from jettison.train.setup import Session, prepare
 from jettison.train.signals import StopRequest
 from jettison.train.tools import Say, Tools, silent
-from jettison.train.world import World, agreed, joined
+from jettison.train.watch import Watch
+from jettison.train.world import World, agreed, joined, waiting_for
+from jettison.units import parse_seconds
 
-_LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "gloo")
-
-
-class RankLost(JettisonError, RuntimeError):
-    """Another rank has gone: what was computed since the last checkpoint is lost, the checkpoint is not."""
+_SKIPPED_IN_A_ROW: Final = 10
+"""After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""
 
 
 def train(
@@ -56,49 +55,29 @@ def train(
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
         SaveFailed: a checkpoint could not be written, and the recipe says to stop then.
-        RankLost: another rank has gone.
+        RankLost: another rank has gone, or hangs.
+        NotFinite: a loss or gradient is not, and the recipe says to stop then.
     """
-    with joined() as world, StopRequest() as stop:
+    with joined() as world, StopRequest() as stop, ExitStack() as held:
         if not world.leads:
             say = warn = silent
         recipe = world.together(make)
-        _same_everywhere(recipe, world)
-        session = prepare(recipe, world, tools, must_resume=must_resume, say=say, warn=warn)
-        run = _Run(session, stop, say, warn)
+        same_everywhere(recipe, world)
+        session = prepare(recipe, world, tools, held, must_resume=must_resume, say=say, warn=warn)
+        seconds = parse_seconds(recipe.timeout)
+        held.enter_context(waiting_for(seconds))
+        watch = held.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
+        run = _Run(session, watch, stop, say, warn)
         try:
             return run.to_the_end()
+        except IndexError as error:
+            raise out_of_range(error, session) from error
         except RuntimeError as error:
-            if not _is_loss_of_a_rank(error):
+            if not is_loss_of_a_rank(error):
                 raise
-            first = str(error).splitlines()[0][:200]
-            raise RankLost(
-                f"another rank has gone during step {session.step + 1}: {first}; start again to resume"
-            ) from error
+            raise lost(error, session, watch) from error
         finally:
             run.close()
-
-
-def _same_everywhere(recipe: TrainRecipe, world: World) -> None:
-    """Ranks that do different things wait for each other until a timeout.
-
-    Raises:
-        UsageError: on every rank, about the first that was given something else than rank 0.
-    """
-    first, *others = [dict(_flat(fields, "")) for fields in world.gather(asdict(recipe))]
-    for rank, given in enumerate(others, start=1):
-        for name, expected in first.items():
-            if given[name] != expected:
-                text = f"{name}: rank {rank} was given {given[name]!r} and rank 0 {expected!r}"
-                raise agreed(UsageError(f"{text}; expected one recipe, with the same flags, on every rank"))
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Keys of sections, such as plan.budget, with what they are."""
-    if not isinstance(value, dict):
-        yield name, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{name}.{key}" if name else str(key))
 
 
 @dataclass(kw_only=True)
@@ -117,17 +96,20 @@ class _Seen:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of steps that nothing slowed down
     peaks: dict[int, PhasePeaks] = field(default_factory=dict)  # of the first two steps of this process, and the last
+    skipped: int = 0
 
 
 class _Run:
     """One process's way through the steps."""
 
-    def __init__(self, session: Session, stop: StopRequest, say: Say, warn: Say) -> None:
+    def __init__(self, session: Session, watch: Watch, stop: StopRequest, say: Say, warn: Say) -> None:
         self.session = session
         self.world: World = session.world
+        self.watch = watch
         self.stop = stop
         self.say, self.warn = say, warn
         self.seen = _Seen()
+        self._skipped_in_a_row = 0
         self.first_step = session.step
         self.log = self.world.together(lambda: self._open_log() if self.world.leads else None)
 
@@ -141,13 +123,13 @@ class _Run:
         stopped: str | None = None
         while session.step < recipe.steps and stopped is None:
             interval.measured |= session.meter.measuring and self.world.device.type == "cpu"
-            loss, norm, peaks = self._step()
+            loss, norm, peaks, stopped = self._step()
             interval.steps += 1
             self._keep(peaks)
             if session.step % recipe.log.every == 0 or session.step == recipe.steps:
                 self._report(loss, norm, peaks, interval)
                 interval = _Interval(started=time.perf_counter())
-            stopped = self._agree_to_stop()
+            self.watch.at(f"after step {session.step}")
             if session.checkpoints is not None:
                 session.checkpoints.poll()
                 if recipe.checkpoint.every and session.step % recipe.checkpoint.every == 0:
@@ -164,21 +146,31 @@ class _Run:
 
     # a step ----------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> tuple[torch.Tensor | None, torch.Tensor, PhasePeaks | None]:
-        """Forward, backward, update. The loss is this rank's, if it knows one; tensors are still on the device."""
+    def _step(self) -> tuple[float | None, float, PhasePeaks | None, str | None]:
+        """Forward, backward, update. The loss is this rank's, if it knows one; last, which signal asks to stop."""
         session, section = self.session, self.session.recipe.optimizer
         rate = learning_rate(section, session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
         with session.meter.step() as measured:
-            loss = session.engine.forward_backward(self._batches(), session.meter.phase)
-            with session.meter.phase("optimizer"):
+            own = session.engine.forward_backward(self._batches(), self._phase)
+            with self._phase("optimizer"):
                 norm = total_norm(session.parameters, stages=session.layout.pp, copies=set(session.engine.tied))
-                if section.clip:
-                    clip(session.parameters, norm, section.clip)
-                session.optimizer.step()
+            loss, size = None if own is None else own.item(), norm.item()
+            stopped, update = self._agree(loss, size)
+            with self._phase("optimizer"):
+                if update:
+                    if section.clip:
+                        clip(session.parameters, norm, section.clip)
+                    session.optimizer.step()
                 session.engine.clear(session.optimizer)
         session.step += 1
-        return loss, norm, measured()
+        return loss, size, measured(), stopped
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.watch.at(f"in the {name} of step {self.session.step + 1}")
+        with self.session.meter.phase(name):
+            yield
 
     def _batches(self) -> list[MicroBatch]:
         """This rank's share of the global batch: see NOTE [ Positions ]."""
@@ -194,34 +186,90 @@ class _Run:
 
     # what hangs on it ------------------------------------------------------------------------------------------------
 
-    def _agree_to_stop(self) -> str | None:
-        """Ranks get a signal at different moments, and stop after the same step."""
-        checkpoints = self.session.checkpoints
+    def _agree(self, loss: float | None, norm: float) -> tuple[str | None, bool]:
+        """Ranks stop after the same step, though they get a signal at different moments; and skip the same ones.
+
+        Returns:
+            The signal, if any, and whether weights are to be changed.
+        """
+        checkpoints, recipe = self.session.checkpoints, self.session.recipe
         failed = checkpoints is not None and checkpoints.failed
-        asked, failed_anywhere = self.world.most(float(self.stop.name is not None), float(failed))
-        if failed_anywhere and self.session.recipe.checkpoint.on_error == "stop":
-            raise SaveFailed('stopping: a checkpoint could not be written and checkpoint.on_error is "stop"')
-        return (self.stop.name or "a signal to another rank") if asked else None
+        finite = isfinite(norm) and (loss is None or isfinite(loss))
+        asked, failed_anywhere, spoilt = self.world.most(
+            float(self.stop.name is not None), float(failed), float(not finite)
+        )
+        stopped = (self.stop.name or "a signal to another rank") if asked else None
+        if failed_anywhere and recipe.checkpoint.on_error == "stop":
+            raise agreed(SaveFailed('stopping: a checkpoint could not be written and checkpoint.on_error is "stop"'))
+        if not spoilt:
+            self._skipped_in_a_row = 0
+            if checkpoints is not None:
+                checkpoints.proves(self.session.step)
+            return stopped, True
+        return stopped, self._spoilt(loss, norm)
+
+    def _spoilt(self, loss: float | None, norm: float) -> bool:
+        """What `on_nan` says; are weights to be changed all the same?
+
+        Raises:
+            NotFinite: the run is to stop.
+        """
+        recipe, step = self.session.recipe, self.session.step + 1
+        losses = [(rank, of_rank) for rank, of_rank in enumerate(self.world.gather(loss)) if of_rank is not None]
+        bad = [f"{of_rank} on rank {rank}" for rank, of_rank in losses if not isfinite(of_rank)]
+        text = f"step {step}: the loss is {', '.join(bad) or 'finite'}, the norm of the gradient {norm}"
+        if recipe.on_nan == "continue":
+            self.warn(text)
+            return True
+        if recipe.on_nan == "stop":
+            raise self._stopping(
+                f'{text}; stopped before the weights were changed (on_nan = "stop")', 'or set on_nan = "skip"'
+            )
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > _SKIPPED_IN_A_ROW:
+            raise self._stopping(f"{text}, after {_SKIPPED_IN_A_ROW} skipped steps in a row", "go back further")
+        self.seen.skipped += 1
+        self.warn(f"{text}; skipped")
+        self._write("skip", step=step)
+        return False
+
+    def _stopping(self, text: str, advice: str) -> Exception:
+        checkpoints = self.session.checkpoints
+        if checkpoints is not None:
+            checkpoints.wait()
+            text += f"; {self.world.from_leader(checkpoints.newest)}"
+        return agreed(NotFinite(f"{text}. Lower optimizer.lr or optimizer.clip, look at the data, {advice}"))
 
     def _save(self) -> None:
         assert self.session.checkpoints is not None
+        self.watch.at(f"saving step {self.session.step}")
         self.session.checkpoints.save(self.session.tensors(), self.session.state())
         self._write("checkpoint", step=self.session.step)
 
     def _finish(self) -> None:
-        """The last checkpoint, on the disk."""
-        if self.session.checkpoints is None:
+        """The last checkpoint, on the disk.
+
+        Raises:
+            SaveFailed: it is not there.
+        """
+        checkpoints = self.session.checkpoints
+        if checkpoints is None:
             return
         self.say("saving")
         self._save()
-        self.session.checkpoints.wait()
-        self._agree_to_stop()
+        checkpoints.wait()
+        reasons = [reason for reason in self.world.gather(checkpoints.unsaved) if reason is not None]
+        if reasons:
+            raise agreed(
+                SaveFailed(
+                    f"the last weights, of step {self.session.step}, are not saved: {reasons[0]}; "
+                    f"{self.world.from_leader(checkpoints.newest)}"
+                )
+            )
 
-    def _report(
-        self, loss: torch.Tensor | None, norm: torch.Tensor, peaks: PhasePeaks | None, interval: _Interval
-    ) -> None:
+    def _report(self, loss: float | None, norm: float, peaks: PhasePeaks | None, interval: _Interval) -> None:
         session = self.session
-        total, knowing = self.world.sum(*((0.0, 0) if loss is None else (loss.item(), 1)))
+        total, knowing = self.world.sum(*((0.0, 0) if loss is None else (loss, 1)))
         mean = total / knowing
         seconds = (time.perf_counter() - interval.started) / interval.steps
         batch = session.recipe.batch
@@ -232,7 +280,7 @@ class _Run:
         values: dict[str, float | None] = {
             "loss": mean,
             "lr": session.optimizer.param_groups[0]["lr"],
-            "grad_norm": norm.item(),
+            "grad_norm": norm,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": session.work.mfu(seconds),
@@ -245,8 +293,6 @@ class _Run:
         if self.log is not None:
             bytes_of = {f"peak_bytes/{name}": float(n) for name, n in peaks.phases.items()} if peaks else {}
             self.log.scalars(session.step, values | bytes_of)
-        if not isfinite(mean):
-            self.warn(f"step {session.step}: the loss is {mean}")
         self.say(_line(session.step, session.recipe, values))
 
     def _keep(self, peaks: PhasePeaks | None) -> None:
@@ -264,7 +310,7 @@ class _Run:
             "world": self.world.size,
             "layout": {"dp": layout.dp, "zero": layout.zero, "tp": layout.tp, "sp": layout.sp, "pp": layout.pp},
             "accumulation": session.accumulation,
-            "data": session.batches.corpus.digest,
+            "data": session.text.digest,
             "parameters": sum(p.numel() for p in session.parameters),
             "plans": [] if planned is None else [json.loads(text)["hash"] for text in planned.plans],
             "predicted_peak_bytes": None if planned is None else planned.predicted_peak_bytes,
@@ -291,7 +337,7 @@ class _Run:
         seconds = median(self.seen.seconds) if self.seen.seconds else None
         planned = session.planned
         return TrainResult(
-            steps=session.step, resumed_step=self.first_step, stopped=stopped,
+            steps=session.step, resumed_step=self.first_step, stopped=stopped, skipped_steps=self.seen.skipped,
             first_loss=self.seen.losses[0] if self.seen.losses else None,
             last_loss=self.seen.losses[-1] if self.seen.losses else None,
             step_seconds=seconds,
@@ -315,7 +361,3 @@ def _line(step: int, recipe: TrainRecipe, values: Mapping[str, float | None]) ->
     if values["mfu"] is not None:
         parts.append(f"MFU {values['mfu']:.1%}")
     return "  ".join(parts)
-
-
-def _is_loss_of_a_rank(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in _LOST)

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from jettison.errors import UsageError
 from jettison.spec.layout import Layout, Schedule
-from jettison.units import parse_bytes
+from jettison.units import parse_bytes, parse_seconds
 
 _STRICT: Final = ConfigDict(extra="forbid")
 """A key that no section has is an error."""
@@ -246,10 +246,10 @@ class CheckpointSection:
 
     Args:
         every: steps between two saves; 0: only at the end.
-        keep: how many of the last ones stay.
+        keep: how many of the last ones stay; and the newest one whose weights gave a finite loss, if it is older.
         asynchronous: write while training goes on.
         on_error: what a failed save does: "continue" training with a warning, or "stop" (exit code 1). The last good
-            checkpoint stays in either case.
+            checkpoint stays in either case. If the last save fails, the run ends with an error.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -307,6 +307,9 @@ class TrainRecipe:
         seed: of the weights, the order of the data, and dropout.
         precision: "fp32": weights as they are built; "bf16-autocast": fp32 weights, products and activations in bf16;
             "bf16": fp32 weights that forward and backward read as bf16 copies (FSDP2's mixed precision).
+        on_nan: what a loss or gradient that is not finite does: "stop" the run before its weights are changed, "skip"
+            the step, on all ranks, or "continue" as if nothing had happened. Checkpoints stay finite in each case.
+        timeout: how long ranks wait for one that does not move, from the first step on ("120s", "10min").
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -316,6 +319,8 @@ class TrainRecipe:
     steps: int
     seed: int = 0
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
+    on_nan: Literal["stop", "skip", "continue"] = "stop"
+    timeout: str = "10min"
     data: DataSection = field(default_factory=DataSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     layout: LayoutSection = field(default_factory=LayoutSection)
@@ -325,6 +330,8 @@ class TrainRecipe:
 
     def __post_init__(self) -> None:
         _positive(self, "steps")
+        if parse_seconds(self.timeout) < 1:
+            raise UsageError(f"got timeout {self.timeout}; expected 1s or more")
         if self.seed < 0:
             raise UsageError(f"got seed {self.seed}; expected 0 or more")
         positions = self.model.positions

@@ -19,6 +19,7 @@ class TrainResult:
         steps: done altogether.
         resumed_step: done before this process began.
         stopped: the signal that ended the run early.
+        skipped_steps: whose loss or gradient was not finite, in this process.
         step_seconds: the median over steps whose memory was not measured by a profiler.
         first_step_peaks: of this process's first step, in which the optimizer's state is made (or was just read).
         later_peaks: of its last step, where that was measured.
@@ -40,6 +41,7 @@ class TrainResult:
     budget: str | None
     log: str
     checkpoint: str | None
+    skipped_steps: int = 0
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.train/1``."""
@@ -57,6 +59,8 @@ class TrainResult:
             yield f"nothing left to do: the checkpoint is of step {self.steps}, the last one"
             return
         yield f"{how} {self.steps} steps{after}"
+        if self.skipped_steps:
+            yield f"{self.skipped_steps} of them skipped: the loss or the gradient was not finite"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"loss from {self.first_loss:.6f} to {self.last_loss:.6f}"
         if self.step_seconds is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from jettison.errors import Infeasible, UsageError
 from jettison.measure.rehearse import Scene
 from jettison.spec.layout import Layout, Schedule
-from jettison.train.checkpoint import Checkpoints, RunState
-from jettison.train.data import Batches, open_corpus
+from jettison.train.checkpoint import Checkpoints
+from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.engine import Engine, WholeModel, named_parameters
 from jettison.train.flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
+from jettison.train.folders import claimed
 from jettison.train.memory import MemoryMeter
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.order import Order, derived_seed
@@ -23,6 +26,8 @@ from jettison.train.pipeline import Pipeline
 from jettison.train.places import Places
 from jettison.train.recipe import TrainRecipe
 from jettison.train.scene import LoopScene, alive
+from jettison.train.state import RunState, described_model, optimizer_state, schedule
+from jettison.train.survey import surveyed, vocabulary
 from jettison.train.tools import Built, Decision, Part, Planned, Say, Tools
 from jettison.train.world import World, agreed
 
@@ -37,6 +42,8 @@ class Session:
     accumulation: int
     data_rank: int
     batches: Batches
+    text: Survey
+    model: Mapping[str, Any]
     engine: Engine
     optimizer: torch.optim.Optimizer
     planned: Planned | None
@@ -59,25 +66,34 @@ class Session:
         batch, layout = self.recipe.batch, self.layout
         return RunState(
             step=self.step, steps=self.recipe.steps, seed=self.recipe.seed, global_batch=batch.global_batch,
-            seq=batch.seq, data=self.batches.corpus.digest, world=self.world.size,
+            seq=batch.seq, data=self.text.digest, world=self.world.size,
             layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
+            model=self.model, optimizer=optimizer_state(self.recipe.optimizer), schedule=schedule(self.recipe),
         )  # fmt: skip
 
 
-def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: bool, say: Say, warn: Say) -> Session:
+def prepare(
+    recipe: TrainRecipe, world: World, tools: Tools, held: ExitStack, *, must_resume: bool, say: Say, warn: Say
+) -> Session:
     """Build, spread, plan and perhaps resume.
+
+    Args:
+        held: lets go of the run's folders when it is closed.
 
     Raises:
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
     """
     layout, accumulation = world.together(lambda: _layout(recipe, world.size))
+    world.together(lambda: held.enter_context(_folders(recipe, world, warn)))
     say("reading the data")
     batches = world.together(lambda: _batches(recipe))
+    text = surveyed(batches.corpus, world)
     say("building the model")
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: tools.build(recipe.model, seq=recipe.batch.seq, device=world.device))
-    world.together(lambda: batches.corpus.check_vocabulary(built.spec.vocab if built.spec else None))
+    world.together(lambda: text.check_vocabulary(vocabulary(built)))
+    model = described_model(recipe.model, built.model)
     work = _work(recipe, layout, accumulation, built, tools, batches)
     places = Places.of(layout, world, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
@@ -98,7 +114,7 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
     world.together(lambda: engine.start(accumulation))
     session = Session(
         recipe=recipe, world=world, layout=layout, accumulation=accumulation, data_rank=places.data_rank,
-        batches=batches, engine=engine, optimizer=optimizer, planned=planned, work=work,
+        batches=batches, text=text, model=model, engine=engine, optimizer=optimizer, planned=planned, work=work,
         meter=MemoryMeter(
             world.device, recipe.log.memory_steps, lambda: alive(engine.parts, optimizer), storages=world.size > 1
         ),
@@ -106,6 +122,13 @@ def prepare(recipe: TrainRecipe, world: World, tools: Tools, *, must_resume: boo
     )  # fmt: skip
     _resume(session, must_resume=must_resume, say=say)
     return session
+
+
+def _folders(recipe: TrainRecipe, world: World, warn: Say) -> AbstractContextManager[None]:
+    wanted = {"log.folder": Path(recipe.log.folder)} if world.leads else {}  # nobody else writes a log
+    if recipe.checkpoint.folder is not None:
+        wanted["checkpoint.folder"] = Path(recipe.checkpoint.folder)
+    return claimed(wanted, leads=world.leads, rank=world.rank, warn=warn)
 
 
 def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
@@ -205,8 +228,3 @@ def _found(checkpoints: Checkpoints | None, recipe: TrainRecipe, *, must_resume:
             )
         raise UsageError(f"--resume: there is no checkpoint in {where}")
     return found
-
-
-def recipe_folder(recipe: TrainRecipe) -> Path:
-    """Where the log goes."""
-    return Path(recipe.log.folder)

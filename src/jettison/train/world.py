@@ -11,9 +11,13 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"
+_SETUP: Final = timedelta(minutes=30)
+"""How long ranks wait for each other before the first step: one plans, or reads, while the others wait."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,8 +93,10 @@ def agreed(error: Exception) -> Exception:
 
 
 @contextmanager
-def joined(timeout_minutes: float = 30) -> Iterator[World]:
-    """Join the other ranks, or a group of one; a process group that is there already is used and left standing."""
+def joined() -> Iterator[World]:
+    """Join the other ranks, or a group of one; a process group that is there already is used and left standing, and
+    groups that were made beside it meanwhile are not.
+    """
     cuda = torch.cuda.is_available()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -98,15 +104,51 @@ def joined(timeout_minutes: float = 30) -> Iterator[World]:
         torch.cuda.set_device(device)
     ours = not dist.is_initialized()
     if ours:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        wait = timedelta(minutes=timeout_minutes)
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=wait, device_id=device if cuda else None)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+        _initialize(device)
+    before = list(c10d._world.pg_map)
     try:
         control = dist.new_group(backend="gloo")
         yield World(rank=dist.get_rank(), size=dist.get_world_size(), device=device, control=control)
     finally:
         if ours:
             dist.destroy_process_group()
+        else:
+            for group in [group for group in c10d._world.pg_map if group not in before]:
+                dist.destroy_process_group(group)
+
+
+@contextmanager
+def waiting_for(seconds: float) -> Iterator[None]:
+    """For so long at most, in collectives of all groups that there are; afterwards for as long as before."""
+    backends = [backend for group in c10d._world.pg_map for backend in _backends(group)]
+    before = [backend.options._timeout for backend in backends]
+    for backend in backends:
+        backend._set_default_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        for backend, timeout in zip(backends, before, strict=True):
+            backend._set_default_timeout(timeout)
+
+
+def _initialize(device: torch.device) -> None:
+    cuda = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_SETUP)
+        return
+    store, rank, size = next(rendezvous("env://", timeout=_SETUP))
+    turn = store.add(f"jettison/joined/{rank}", 1)  # addresses of a job's last run still stand in its store
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"jettison/{turn}", store), rank=rank, world_size=size, timeout=_SETUP,
+        device_id=device if cuda else None,
+    )  # fmt: skip
+
+
+def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
+    """Those that wait. A group of a rehearsal has none."""
+    kinds = [getattr(c10d, name) for name in ("ProcessGroupGloo", "ProcessGroupNCCL") if hasattr(c10d, name)]
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if isinstance(backend, tuple(kinds)):
+            yield backend
