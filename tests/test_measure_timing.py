@@ -10,6 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from jettison.measure import (  # noqa: E402
     AllocationCounter,
     MeasuredWorkspace,
@@ -63,15 +66,48 @@ def test_prices_are_cached_and_leave_the_random_stream_alone():
     assert mm.key != request(aten.mm.default, x, x).key, "strides are part of the key"
 
 
-def test_operator_that_fails_has_no_price():
+def test_operator_that_fails_has_no_seconds_and_a_bounded_workspace():
     bad = request(aten.mm.default, torch.randn(2, 3), torch.randn(2, 3))
-    assert measure_ops([bad])[bad.key].seconds is None
+    price = measure_ops([bad])[bad.key]
+    assert price.seconds is None
+    assert price.workspace_bytes == 2 * (24 + 24)
+    assert "RuntimeError" in price.problem
 
 
-def test_an_expired_budget_prices_nothing():
-    late = request(aten.mm.default, torch.randn(7, 7), torch.randn(7, 7))
-    assert measure_ops([late], total_seconds=-1.0)[late.key].seconds is None
-    assert measure_ops([late])[late.key].seconds > 0, "running out of time is not remembered"
+def test_a_deadline_never_leaves_a_workspace_unmeasured():
+    x, weight = torch.randn(1, 8, 32, 32, dtype=torch.float64), torch.randn(8, 8, 5, 5, dtype=torch.float64)
+    late = request(aten.convolution.default, x, weight, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1)
+    price = measure_ops([late], total_seconds=-1.0)[late.key]
+    assert price.workspace_bytes >= 25 * x.nbytes, "the unfolded columns"
+    assert price.seconds > 0, "of the one run that there was"
+    assert measure_ops([late])[late.key].workspace_bytes == price.workspace_bytes
+
+
+def test_kernel_that_ends_its_process_is_priced_in_another_one():
+    met: dict[str, OpRequest] = {}
+
+    class Meeting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            met[func._schema.name] = OpRequest.of(func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Meeting():
+        torch.nn.LSTM(8, 8)(torch.randn(20, 4, 8))[0].sum().backward()
+    forward, backward = met["aten::mkldnn_rnn_layer"], met["aten::mkldnn_rnn_layer_backward"]
+    sliced = request(torch.ops.aten._embedding_bag.default, torch.randn(4, 8), *torch.zeros(2, 3, dtype=torch.long))
+    prices = measure_ops([forward, backward, sliced])
+    assert prices[backward.key].seconds is None
+    assert "ended" in prices[backward.key].problem
+    assert prices[backward.key].workspace_bytes > 0
+    assert prices[forward.key].seconds > 0, "those before the crash were priced"
+    assert prices[sliced.key].seconds > 0, "and those after it, by another worker"
+
+
+def test_an_optimizers_numbers_are_no_part_of_a_key():
+    x = torch.randn(4)
+    a, b = (request(aten.addcdiv_.default, x, x, x, value=value) for value in (-0.1, -0.2))
+    assert a.key == b.key
+    assert request(aten.pow.Tensor_Scalar, x, 2.0).key != request(aten.pow.Tensor_Scalar, x, 2.5).key
 
 
 def test_expanded_arguments_cost_one_row():

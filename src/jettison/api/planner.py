@@ -7,7 +7,7 @@ and no budget is left unused that the next option would need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isqrt
 from typing import Any, TypeVar
@@ -17,8 +17,9 @@ import torch
 from jettison.cost import CPU, CUDA, Rates, op_seconds
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program, Source
+from jettison.measure.kernels import OpRequest, TensorMeta
 from jettison.measure.observe import observe_block
-from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
+from jettison.measure.ops import Pricing
 from jettison.measure.rehearse import OneBatch, Part, Scene, StepRehearsal, rehearse_block, rehearse_scene
 from jettison.measure.root import rehearse_root
 from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
@@ -67,21 +68,17 @@ class Planner:
     optimizer: torch.optim.Optimizer | None = None
     scene: Scene | None = None
     progress: Progress = lambda _text: None
-    prices: dict[str, OpPrice] = field(default_factory=dict)
     baseline: StepRehearsal = field(init=False)
     points: dict[str, dict[str, FrontierPoint]] = field(init=False)
     root_points: dict[str, FrontierPoint] = field(init=False)
     problem: StepProblem = field(init=False)
-    workspace: MeasuredWorkspace = field(init=False)
+    pricing: Pricing = field(init=False)
     _observations: dict[str, tuple[RegionOption, RegionOption]] = field(default_factory=dict, init=False)
     _rehearsals: dict[Any, Rehearsed] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.workspace = MeasuredWorkspace({})
-        if self.measure:
-            self.progress("pricing ops")
-            self._price()
-        self.progress("rehearsing the plain step")
+        self.pricing = Pricing(run=self.measure)
+        self.progress("pricing ops" if self.measure else "rehearsing the plain step")
         everything = dict.fromkeys((c.name for c in self.trace.calls), KeepAll())
         opaque = {
             c.name: self._observed(c.class_key)[0] for c in self.trace.calls if self.trace.classes[c.class_key].opaque
@@ -89,27 +86,25 @@ class Planner:
         self.baseline = self._step(Part(trace=self.trace, treatments=everything, root=KeepAll(), opaque=opaque))
         self.progress("rehearsing options")
         self.problem = self._problem()
+        self._say_what_was_bounded()
+
+    def _say_what_was_bounded(self) -> None:
+        for name, problem in sorted(self.pricing.problems().items()):
+            text = (
+                f"{name} could not be run by itself ({problem}): its time is an estimate, and what its kernel "
+                "allocates inside is taken to be as much as all that it reads and writes"
+            )
+            if text not in self.trace.warnings:
+                self.trace.warnings.append(text)
 
     def _step(self, part: Part) -> StepRehearsal:
         scene = self.scene or OneBatch(trace=self.trace, optimizer=self.optimizer)
-        return rehearse_scene([part], scene, workspace=self.workspace)
+        return self.pricing.known(lambda workspace: rehearse_scene([part], scene, workspace=workspace))
 
     def _observed(self, key: str) -> tuple[RegionOption, RegionOption]:
         if key not in self._observations:
             self._observations[key] = observe_block(self.trace, self.trace.classes[key])
         return self._observations[key]
-
-    def _price(self) -> None:
-        """Run every distinct op of the step once, forward and backward, for its seconds and its workspace."""
-        trace = self.trace
-        levels = {
-            key: rehearse_block(trace, cls, cls.trace.program.saved_buffers(), "none", 0.0, self.workspace)
-            for key, cls in trace.classes.items()
-            if not cls.opaque
-        }
-        rehearse_root(trace, trace.root.program.saved_buffers(), "none", 0.0, self.workspace, plain=levels)
-        self.prices = measure_ops(self.workspace.unknown.values())
-        self.workspace = MeasuredWorkspace(self.prices)
 
     # what can be chosen ----------------------------------------------------------------------------------------------
 
@@ -124,11 +119,11 @@ class Planner:
                 continue
             found = pareto_frontier(cls.trace.program, self.seconds_of(cls.trace), max_points=BLOCK_POINTS)
             self.points[key] = {p.key: p for p in found}
-            options[key] = tuple(rehearse_block(trace, cls, p.kept, p.key, p.seconds, self.workspace) for p in found)
+            options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
         found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
         self.root_points = {p.key: p for p in found}
         kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
-        roots = tuple(rehearse_root(trace, p.kept, p.key, p.seconds, self.workspace, plain=kept) for p in found)
+        roots = tuple(self._root(p, kept) for p in found)
         seen: set[str] = set()
         regions = []
         for call in trace.calls:
@@ -149,6 +144,15 @@ class Planner:
             root=roots,
             segments=tuple(self._segments(options)),
             plain_seconds=self.plain_seconds(),
+        )
+
+    def _block(self, key: str, kept: frozenset[int], name: str, seconds: float) -> RegionOption:
+        cls = self.trace.classes[key]
+        return self.pricing.known(lambda w: rehearse_block(self.trace, cls, kept, name, seconds, w))
+
+    def _root(self, point: FrontierPoint, plain: Mapping[str, RegionOption]) -> RootOption:
+        return self.pricing.known(
+            lambda w: rehearse_root(self.trace, point.kept, point.key, point.seconds, w, plain=plain)
         )
 
     def _segments(self, options: dict[str, tuple[RegionOption, ...]]) -> Iterator[SegmentOption]:
@@ -201,7 +205,7 @@ class Planner:
         computed = frozenset(b for b in program.outputs if program.buffers[b].producer is not None)
         alone = sum(seconds[i] for i in program.recompute_set(kept))
         along = sum(seconds[i] for i in program.recompute_set(kept, also=computed))
-        option = rehearse_block(self.trace, cls, kept, "full", alone, self.workspace)
+        option = self._block(key, kept, "full", alone)
         return option, program.kept_bytes(program.saved_buffers()), along
 
     def _rates(self) -> Rates:
@@ -212,7 +216,7 @@ class Planner:
         rates = self._rates()
         out = []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):
-            price = self.prices.get(_request(call).key) if self.prices else None
+            price = self.pricing.prices.get(_request(call).key) if self.pricing.prices else None
             measured = price.seconds if price is not None else None
             out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, rates)))
         return out
@@ -322,6 +326,7 @@ class Planner:
             if (target - low if high is None else high - low) <= max(1, budget_bytes // 500):
                 break
             effective = target if high is None or low < target < high else (low + high) // 2
+        self._say_what_was_bounded()
         fitting = [known for known in self._rehearsals.values() if needs(known) <= budget_bytes]
         return min(fitting, key=_added_seconds)
 

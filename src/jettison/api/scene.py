@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from jettison.api.planner import UNSEEN_BYTES, Planner, Rehearsed, untimed
 from jettison.errors import Infeasible
-from jettison.measure.ops import MeasuredWorkspace
+from jettison.measure.ops import Pricing
 from jettison.measure.rehearse import Scene, StepRehearsal, rehearse_scene
 from jettison.plan.artefact import Plan
 from jettison.plan.chain import Solution, choose
@@ -79,6 +79,7 @@ class _Stages:
     problems: list[StepProblem] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
     seen: dict[tuple[Choice, ...], _Together] = field(default_factory=dict)
+    pricing: Pricing = field(default_factory=Pricing)
 
     def add(self, planner: Planner, in_flight: int) -> None:
         problem = _times(planner.problem, in_flight)
@@ -105,8 +106,7 @@ class _Stages:
         choices = tuple(solution.choice for solution in solutions)
         if choices not in self.seen:
             parts = [planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True)]
-            prices = {key: price for planner in self.planners for key, price in planner.prices.items()}
-            step = rehearse_scene(parts, self.scene, workspace=MeasuredWorkspace(prices))
+            step = self.pricing.known(lambda workspace: rehearse_scene(parts, self.scene, workspace=workspace))
             self.seen[choices] = _Together(solutions=solutions, step=step)
         return self.seen[choices]
 

@@ -11,6 +11,7 @@ from jettison.measure.gradients import (
     run_steps,
     same_bits,
 )
+from jettison.measure.kernels import OpRequest, TensorMeta
 from jettison.measure.memory import (
     AllocationCounter,
     AllocationEvent,
@@ -19,7 +20,7 @@ from jettison.measure.memory import (
     static_tensors,
     unique_bytes,
 )
-from jettison.measure.ops import MeasuredWorkspace, OpPrice, OpRequest, TensorMeta, measure_ops
+from jettison.measure.ops import MeasuredWorkspace, OpPrice, Pricing, measure_ops
 from jettison.measure.peak import PeakReport, measured_peak
 from jettison.measure.timing import CaseTiming, TimingReport, interleaved, timed_seconds
 
@@ -34,6 +35,7 @@ __all__ = [
     "OpPrice",
     "OpRequest",
     "PeakReport",
+    "Pricing",
     "TensorMeta",
     "TimingReport",
     "buffer_digest",
