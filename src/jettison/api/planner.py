@@ -127,7 +127,7 @@ class Planner:
         regions = []
         for call in trace.calls:
             module = (self.scene.modules[0] if self.scene else trace.twin).get_submodule(call.name)
-            trained = [p for p in module.parameters() if p.requires_grad]
+            trained = [p for p in module.parameters() if p.requires_grad and not trace.gradients_held]
             gradients = sum(plain(p).nbytes for p in trained) if call.name not in seen else 0
             seen.add(call.name)
             regions.append(
@@ -354,7 +354,7 @@ class Planner:
             segments=tuple((run[0], run[-1]) for run in found.part.segments),
             root=layer_plan("", trace.root.program, self.root_points[choice.root]),
             model=fingerprint(trace),
-            torch_version=torch.__version__,
+            torch_version=torch.__version__, gradients_held=trace.gradients_held,
         )  # fmt: skip
 
 

@@ -17,10 +17,11 @@ from jettison.measure.rehearse import twin_optimizer
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.plan.artefact import Plan
 from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatment
+from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.report import Live, RegionReport
-from jettison.trace.model import LossFn, ModelTrace, trace_model
+from jettison.trace.model import LossFn, ModelTrace, as_call, trace_model
 from jettison.trace.sharded import sharded_modules
 from jettison.units import parse_bytes
 
@@ -80,19 +81,23 @@ def plan(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
+    gradients_held: bool = False,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
     Args:
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
         optimizer: over the twin's parameters; its state and its step count towards the peak.
-        measure: price ops by running them here; else by FLOPs and bytes.
+        measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
+            counted.
+        gradients_held: as in `auto_checkpoint`.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         UsageError: the budget cannot be read.
     """
     budget_bytes = parse_bytes(memory_budget)
+    traced.gradients_held = gradients_held
     planner = Planner(trace=traced, measure=measure, optimizer=optimizer)
     return planner.artefact(planner.plan(budget_bytes), budget_bytes)
 
@@ -106,6 +111,7 @@ def auto_checkpoint(
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
     holds_output: bool = True,
+    gradients_held: bool | None = None,
     group: Group | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Applied:
@@ -122,6 +128,8 @@ def auto_checkpoint(
         holds_output: the loop still holds the model's output (logits and all) while it runs backward, as
             ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which
             frees it.
+        gradients_held: parameters have their gradients already when a forward begins: several backwards add up before
+            the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -142,6 +150,8 @@ def auto_checkpoint(
         progress("tracing")
         traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
         traced.holds_output = holds_output
+        now = any(p.grad is not None for p in model.parameters())
+        traced.gradients_held = now if gradients_held is None else gradients_held
 
         def make() -> Applied:
             mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
@@ -151,6 +161,8 @@ def auto_checkpoint(
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
             applied = apply_from_another_rank(model, traced, *json.loads(applied))
+            assert applied.plan is not None
+            _assume(applied.regions, traced, applied.plan)
         return _agreed(applied, agreement)
 
 
@@ -184,7 +196,18 @@ def apply_rehearsed(model: nn.Module, planner: Planner, found: Rehearsed, budget
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
     regions = install(model, planner.trace, found.part.treatments, found.part.root, found.part.segments)
-    return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
+    made = planner.artefact(found, budget_bytes)
+    _assume(regions, planner.trace, made)
+    return Applied(regions=regions, plan=made)
+
+
+def _assume(regions: list[PlannedForward], traced: ModelTrace, made: Plan) -> None:
+    """The root is to notice where the loop is not the one that was planned for."""
+    root = regions[-1]
+    root.assumptions = Assumptions(
+        root.module, as_call(traced.batch), traced.root_signature[0], budget_bytes=made.budget_bytes,
+        gradients_held=made.gradients_held,
+    )  # fmt: skip
 
 
 def apply(
@@ -224,7 +247,9 @@ def apply(
     with Agreement(groups_for(model, group)) as agreement:
         traced = trace_model(model, batch, loss_fn=loss_fn, regions=regions)
         if plan is not None:
-            return _agreed(_apply_plan(model, traced, plan), agreement)
+            applied = _apply_plan(model, traced, plan)
+            _assume(applied.regions, traced, plan)
+            return _agreed(applied, agreement)
         assert policy is not None
         treatments, segments = treatments_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
         _warn_pointless(traced, treatments, policy)

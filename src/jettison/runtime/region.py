@@ -19,6 +19,7 @@ from jettison.errors import TraceError
 from jettison.ledger.program import Program
 from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
+from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
 from jettison.runtime.recipe import Recipe, compile_recipe
@@ -116,6 +117,7 @@ class PlannedForward:
         self.pending: dict[int, tuple[Seen, Handle]] = {}
         self.precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +145,8 @@ class PlannedForward:
         leaves, signature = call_signature(args, kwargs)
         if self.guard is None or not self.guard.holds():
             self._forget()
+        if self.assumptions is not None:
+            self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
         key = (signature, global_signature())
         prepared = self.prepared.get(key)
         if prepared is not None and not prepared.checked and precision_of(self.module) != self.precision:
@@ -301,7 +305,8 @@ class PlannedForward:
         frame.enter(leaves, self._from_before(leaves))
         stack.append(frame)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
+            back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
+            with torch.autograd.graph.saved_tensors_hooks(frame.pack, back):
                 if prepared.checked:
                     output = self.forward(*args, **kwargs)
                 else:

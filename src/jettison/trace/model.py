@@ -74,6 +74,7 @@ class ModelTrace:
     seconds: float
     root_signature: Any = None
     holds_output: bool = True  # the training loop still has the model's output while it runs backward
+    gradients_held: bool = False  # parameters have gradients already when the forward starts
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
 
