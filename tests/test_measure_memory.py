@@ -234,3 +234,21 @@ def test_fake_grouped_matmul_in_float32_like_the_real_one():
     fake = torch.ops.aten._grouped_mm(fake_a, fake_b, fake_offs)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
     gc.collect()
+
+
+def test_a_generators_state_is_counted_where_it_is_held():
+    layers, x = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), torch.randn(8, 16)
+
+    def step():  # each checkpoint holds the state that its forward began with
+        y = x
+        for layer in layers:
+            y = torch.utils.checkpoint.checkpoint(layer, y, use_reentrant=False)
+        y.sum().backward()
+
+    step()
+    layers.zero_grad()
+    with AllocationCounter(static_tensors(layers, (x,))) as counter:
+        step()
+    layers.zero_grad()
+    assert counter.peak_bytes == measured_peak(step, static_tensors=static_tensors(layers, (x,))).peak_bytes
+    assert counter.peak_bytes > 4 * torch.get_rng_state().nbytes

@@ -121,6 +121,8 @@ class Planner:
             self.points[key] = {p.key: p for p in found}
             options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
         found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
+        if trace.root.problem:  # nothing may be computed again by it
+            found = [p for p in found if p.kept >= trace.root.program.saved_buffers()]
         self.root_points = {p.key: p for p in found}
         kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
         roots = tuple(self._root(p, kept) for p in found)
@@ -128,7 +130,7 @@ class Planner:
         regions = []
         for call in trace.calls:
             module = (self.scene.modules[0] if self.scene else trace.twin).get_submodule(call.name)
-            trained = [p for p in module.parameters() if p.requires_grad]
+            trained = [p for p in module.parameters() if p.requires_grad and not trace.gradients_held]
             gradients = sum(plain(p).nbytes for p in trained) if call.name not in seen else 0
             seen.add(call.name)
             regions.append(
@@ -360,7 +362,7 @@ class Planner:
             segments=tuple((run[0], run[-1]) for run in found.part.segments),
             root=layer_plan("", trace.root.program, self.root_points[choice.root]),
             model=fingerprint(trace),
-            torch_version=torch.__version__,
+            torch_version=torch.__version__, gradients_held=trace.gradients_held,
         )  # fmt: skip
 
 

@@ -19,11 +19,12 @@ from jettison.measure.rehearse import twin_optimizer
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.plan.artefact import Plan
 from jettison.plan.treatment import KeepAll, Treatment, attention_core, treatment
+from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.install import install
 from jettison.runtime.region import PlannedForward
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.witness import Check, check_of
-from jettison.trace.model import LossFn, ModelTrace
+from jettison.trace.model import LossFn, ModelTrace, as_call
 from jettison.trace.sharded import sharded_modules
 from jettison.units import parse_bytes
 
@@ -85,19 +86,23 @@ def plan(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
+    gradients_held: bool = False,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
     Args:
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
         optimizer: over the twin's parameters; its state and its step count towards the peak.
-        measure: price ops by running them here; else by FLOPs and bytes.
+        measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
+            counted.
+        gradients_held: as in `auto_checkpoint`.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         UsageError: the budget cannot be read.
     """
     budget_bytes = parse_bytes(memory_budget)
+    traced.gradients_held = gradients_held
     planner = Planner(trace=traced, measure=measure, optimizer=optimizer)
     return planner.artefact(planner.plan(budget_bytes), budget_bytes)
 
@@ -112,6 +117,7 @@ def auto_checkpoint(
     regions: Iterable[str] | None = None,
     holds_output: bool = True,
     check: str | Check = Check.ALWAYS,
+    gradients_held: bool | None = None,
     group: Group | None = None,
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Applied:
@@ -129,6 +135,8 @@ def auto_checkpoint(
             ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which
             frees it.
         check: as in `apply`.
+        gradients_held: parameters have their gradients already when a forward begins: several backwards add up before
+            the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -152,6 +160,8 @@ def auto_checkpoint(
         traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
         traced.holds_output = holds_output
         traced.how = how
+        now = any(p.grad is not None for p in model.parameters())
+        traced.gradients_held = now if gradients_held is None else gradients_held
 
         def make() -> Applied:
             mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
@@ -162,6 +172,8 @@ def auto_checkpoint(
         if isinstance(applied, str):
             plan_text, like = json.loads(applied)
             applied = apply_from_another_rank(model, traced, plan_text, like, how)
+            assert applied.plan is not None
+            _assume(applied.regions, traced, applied.plan)
         return _agreed(applied, agreement)
 
 
@@ -199,7 +211,18 @@ def apply_rehearsed(
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
     regions = install(model, planner.trace, found.part.treatments, found.part.root, found.part.segments, how=how)
-    return Applied(regions=regions, plan=planner.artefact(found, budget_bytes))
+    made = planner.artefact(found, budget_bytes)
+    _assume(regions, planner.trace, made)
+    return Applied(regions=regions, plan=made)
+
+
+def _assume(regions: list[PlannedForward], traced: ModelTrace, made: Plan) -> None:
+    """The root is to notice where the loop is not the one that was planned for."""
+    root = regions[-1]
+    root.assumptions = Assumptions(
+        root.module, as_call(traced.batch), traced.root_signature[0], budget_bytes=made.budget_bytes,
+        gradients_held=made.gradients_held,
+    )  # fmt: skip
 
 
 def apply(
@@ -244,7 +267,9 @@ def apply(
     with Agreement(groups_for(model, group)) as agreement:
         traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
         if plan is not None:
-            return _agreed(_apply_plan(model, traced, plan, how), agreement)
+            applied = _apply_plan(model, traced, plan, how)
+            _assume(applied.regions, traced, plan)
+            return _agreed(applied, agreement)
         assert policy is not None
         treatments, segments = treatments_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
         _warn_pointless(traced, treatments, policy)

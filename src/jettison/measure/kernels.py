@@ -74,7 +74,7 @@ class OpRequest:
         """Equal for calls that cost the same, in every process. An optimizer's numbers change from step to step, and
         elementwise work does not hang on them (but powers do)."""
         args, kwargs = self.args, self.kwargs
-        if torch.Tag.pointwise in self.func.tags and "pow" not in self.func._schema.name:
+        if torch.Tag.pointwise in getattr(self.func, "tags", ()) and "pow" not in self.func._schema.name:
             args, kwargs = tree_map(lambda leaf: float if isinstance(leaf, float) else leaf, (args, dict(kwargs)))
         return f"{self.func}{args!r}{sorted(kwargs.items())!r}"
 

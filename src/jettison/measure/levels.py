@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from jettison.measure.memory import AllocationCounter, Workspace
+from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 from jettison.trace.capture import TensorRef
 from jettison.trace.model import ModelTrace, call_model, loss_of
 from jettison.trace.signature import opaque_copy
@@ -20,7 +20,7 @@ def block_levels(
     """Resident bytes, forward peak and backward peak of one call of a module, as it is now, on arguments like these."""
     leaves, spec = tree_flatten(opaque_copy(call))
     outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
-    counter = AllocationCounter([*module.parameters(), *module.buffers(), *outer], workspace=workspace)
+    counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace)
     with counter:
         start = counter.live_bytes
         counter.reset_peak()
@@ -107,3 +107,10 @@ def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) ->
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         loss.backward()
     return forward, counter.peak_bytes
+
+
+def hold_gradients(trace: ModelTrace, module: nn.Module) -> None:
+    """Gradients where the loop has them when its forward starts. Call it in the trace's context."""
+    if trace.gradients_held:
+        for parameter in module.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

@@ -41,6 +41,8 @@ CUDA_GRANULARITY_BYTES = 512
 """The CUDA caching allocator rounds every request up to this."""
 
 _ACCUMULATE = torch.ops.aten.add.Tensor
+_DETACH = torch.ops.aten.detach.default
+_STATE = "generator state"
 _NO_NODE = -2
 
 
@@ -153,13 +155,36 @@ class AllocationCounter(TorchDispatchMode):
         return mark
 
     def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
+        self._resize, self._get_state = torch.UntypedStorage.resize_, torch.get_rng_state
         torch.UntypedStorage.resize_ = self._resizing(self._resize)
+        torch.get_rng_state = torch.random.get_rng_state = self._telling(self._get_state)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize
+        torch.get_rng_state = torch.random.get_rng_state = self._get_state
+
+    def _telling(self, get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """A generator's state is a tensor that no operator makes: checkpoints and `fork_rng` hold one."""
+
+        def get_rng_state() -> Tensor:
+            state = get_state()
+            if self._withheld is not None:
+                self._settle()
+            self._meet(state, _STATE, _NO_NODE)
+            self._raise_peak(self._live_bytes)
+            return state
+
+        return get_rng_state
+
+    def _take_over(self, tensor: Any) -> None:
+        """What `detach` makes of a state stands for it: on fake tensors it is another storage."""
+        key = tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
+        entry = self._storages.get(key)
+        if entry is not None and entry.operator == _STATE:
+            del self._storages[key]
+            self._change(entry, -entry.bytes)
 
     def _resizing(self, resize: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """FSDP2 empties the storages of gathered parameters and fills them again, which no operator tells."""
@@ -184,6 +209,12 @@ class AllocationCounter(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._withheld is not None:
             self._settle()
+        if func is _DETACH:
+            self._take_over(args[0])
+            out = func(*args, **kwargs)
+            self._meet_all((out,), str(func), _NO_NODE)
+            self._raise_peak(self._live_bytes)
+            return out
         node = _current_node()
         self._meet_all(args, "input", _NO_NODE)
         self._meet_all(kwargs.values(), "input", _NO_NODE)

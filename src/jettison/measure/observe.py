@@ -25,31 +25,36 @@ MARGIN_PERCENT = 2  # what another batch of the same shape may route differently
 def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
     """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
 
-    Its shapes may depend on values, so the levels carry a margin; a batch may still take more. Parameters, their
-    gradients, buffers and random
-    generators are left as they were.
+    Its shapes may depend on values, so the levels are the highest of two runs, each with a margin: on random arguments,
+    and on arguments whose every row is the same, which a router sends all to the same experts. The same block has the
+    same levels whenever it is asked. Parameters, their gradients, buffers and random generators are left as they were.
     """
     assert trace.real is not None
     module = trace.real.get_submodule(cls.example)
     leaves, spec = tree_flatten((cls.args, cls.kwargs))
     shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
-    call = tree_unflatten([stand_in(leaf) for leaf in leaves], spec)
     gradients = [(p, p.grad) for p in module.parameters()]
     found = []
     with undisturbed(module), quiet_gc():
+        torch.manual_seed(0)
+        given = [stand_in(leaf) for leaf in leaves]
+        calls = [tree_unflatten(values, spec) for values in (given, [_alike(leaf) for leaf in given])]
         started = time.perf_counter()
         with torch.no_grad():
-            module(*call[0], **call[1])
+            module(*calls[0][0], **calls[0][1])
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)
             region.give_up(cls.signature, cls.problem)
             region.quiet = True
             try:
-                for parameter, _ in gradients:
-                    parameter.grad = None
-                levels = block_levels(module, call, shared, None)
-                resident, forward_peak, backward_peak = (n + n * MARGIN_PERCENT // 100 for n in levels)
+                levels = []
+                for call in calls:
+                    for parameter, _ in gradients:
+                        parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
+                    levels.append(block_levels(module, call, shared, None))
+                most = (max(of_both) for of_both in zip(*levels, strict=True))
+                resident, forward_peak, backward_peak = (n + n * MARGIN_PERCENT // 100 for n in most)
             finally:
                 region.remove()
             found.append(
@@ -64,6 +69,18 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
     for parameter, gradient in gradients:
         parameter.grad = gradient
     return found[0], found[1]
+
+
+def _is_held(trace: ModelTrace, parameter: Tensor) -> bool:
+    return trace.gradients_held and parameter.requires_grad
+
+
+def _alike(leaf: Any) -> Any:
+    """The same argument with one row everywhere."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2 or not leaf.numel():
+        return leaf
+    same = leaf.detach().clone(memory_format=torch.preserve_format)
+    return same.copy_(leaf.detach()[(0,) * (leaf.dim() - 1)]).requires_grad_(leaf.requires_grad)
 
 
 class StandIn:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from jettison.measure.levels import block_levels, run_step
+from jettison.measure.levels import block_levels, hold_gradients, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.measure.observe import StandIn
 from jettison.plan.problem import RegionOption
@@ -102,6 +102,7 @@ class OneBatch:
 
     def alive(self) -> Iterable[Tensor]:
         """See `Scene`."""
+        hold_gradients(self.trace, self.trace.twin)
         return static_tensors(self.trace.twin, self.trace.batch, self.optimizer)
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int]:
@@ -136,6 +137,7 @@ def rehearse_block(
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     how = Check(trace.how)
     with trace.context(), quiet_gc(), planned(module, cls.example, treatment, cls.trace, cls.signature, how):
+        hold_gradients(trace, module)
         resident, forward_peak, backward_peak = block_levels(module, (cls.args, cls.kwargs), shared, workspace)
         module.zero_grad(set_to_none=True)
     return RegionOption(

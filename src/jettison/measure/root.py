@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from jettison.ledger.program import Source
-from jettison.measure.levels import chain_bytes, run_step
+from jettison.measure.levels import chain_bytes, hold_gradients, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.plan.problem import RegionOption, RootOption
 from jettison.plan.treatment import Exactly, KeepAll
@@ -47,6 +47,8 @@ def rehearse_root(
         plain: levels of each block class with everything kept; used where root and blocks are entangled.
     """
     count = len(trace.calls)
+    with trace.context():
+        hold_gradients(trace, trace.twin)
     counter = AllocationCounter(static_tensors(trace.twin, trace.batch), workspace=workspace)
     sizes = [chain_bytes(trace, i) for i in range(count)]
     levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
@@ -54,7 +56,7 @@ def rehearse_root(
     apart = plain is None or not is_entangled(trace)
     setting = _over_stubs(trace, levels, treatment) if apart else _over_blocks(trace, levels, treatment)
     held = [0] * count if apart or plain is None else [plain[c.class_key].resident_bytes for c in trace.calls]
-    gradients = [0] * count if apart else [_gradient_bytes(trace, i) for i in range(count)]
+    gradients = [0] * count if apart or trace.gradients_held else [_gradient_bytes(trace, i) for i in range(count)]
     try:
         with setting, trace.context(), quiet_gc(), counter:
             base = counter.live_bytes
@@ -127,6 +129,7 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Itera
         return output
 
     modules = [trace.twin.get_submodule(name) for name in names]
+    own = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
     try:
         for module in modules:
             module.forward = stub
@@ -134,6 +137,8 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Itera
     finally:
         for module in modules:
             module.__dict__.pop("forward", None)
+        for module, forward in own.items():
+            module.forward = forward
         root.remove()
 
 

@@ -114,6 +114,7 @@ class Plan:
     segments: tuple[tuple[str, str], ...] = ()
     model: str  # the model's fingerprint
     torch_version: str = ""  # the one under which the programs were recorded
+    gradients_held: bool = False  # gradients are counted from the start of the forward on
 
     def __post_init__(self) -> None:
         if self.predicted.peak_bytes > self.budget_bytes:
@@ -139,6 +140,8 @@ class Plan:
         """Everything but what was timed."""
         fields = asdict(self)
         del fields["solver"]
+        if not self.gradients_held:  # plans from before there was a choice have no word for it
+            del fields["gradients_held"]
         fields["predicted"] = {"peak_bytes": self.predicted.peak_bytes}
         for entry in (*fields["layers"], fields["root"]):
             del entry["price"]

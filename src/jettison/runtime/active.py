@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError, WrongValue
-from jettison.runtime.frame import Frame, Handle
+from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
 from jettison.runtime.graphprint import next_sequence_number
 from jettison.runtime.recipe import Recipe, SlotAction
 from jettison.runtime.verify import SequenceCheck
@@ -25,16 +25,41 @@ _running = threading.local()
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("check", "nested", "number", "region", "start", "taps_seen")
+    __slots__ = ("broken", "check", "nested", "number", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: Any) -> None:
         super().__init__(recipe, region.name, region.owners, region.model)
         self.region = region
         self.number = region.calls
+        self.broken = ""  # how the run left the recording
         self.check: SequenceCheck | None = None
         self.start = next_sequence_number()
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        """As any frame's, as long as the run is the recorded one; what comes after that is kept."""
+        if not self.broken:
+            self.broken = self.check.diverged if self.check is not None else ""
+        if not self.broken:
+            try:
+                return super().pack(tensor)
+            except Diverged as divergence:
+                self.broken = str(divergence)
+                self.index -= 1
+        return Held(tensor, self)
+
+    def leave_broken(self) -> None:
+        """The run has left the recording: what was dropped before must be computable from what it came by.
+
+        Raises:
+            Diverged: it is not.
+        """
+        assert self.boxes is not None
+        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind == "drop" for n in slot.boxes}
+        if any(type(box := self.boxes[n]) is Box and box.tensor is None for n in wanted):
+            raise Diverged(self.broken)
+        self.boxes = None
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
         """As any frame's, and no op of the model's."""

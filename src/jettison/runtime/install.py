@@ -43,7 +43,10 @@ def install(
         elif call.name in regions:
             regions[call.name].adopt(call.signature, cls.trace, checked=checked)
     outer = PlannedForward(model, "", root, blocks=tuple(treatments), how=how)
-    outer.adopt(traced.root_signature, traced.root, checked=checked)
+    if traced.root.problem:
+        outer.give_up(traced.root_signature, traced.root.problem)
+    else:
+        outer.adopt(traced.root_signature, traced.root, checked=checked)
     return [*regions.values(), outer]
 
 

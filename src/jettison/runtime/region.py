@@ -19,6 +19,7 @@ from jettison.errors import TraceError, WrongValue
 from jettison.ledger.program import Program
 from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
+from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
@@ -133,6 +134,7 @@ class PlannedForward:
         self.pending: dict[int, tuple[Seen, Handle]] = {}
         self.precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +163,8 @@ class PlannedForward:
         leaves, signature = call_signature(args, kwargs)
         if self.guard is None or not self.guard.holds():
             self._forget()
+        if self.assumptions is not None:
+            self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
         key = (signature, global_signature())
         prepared = self.prepared.get(key)
         if prepared is not None and not prepared.checked and precision_of(self.module) != self.precision:
@@ -267,6 +271,8 @@ class PlannedForward:
                 trace = trace_root(self.module, args, kwargs, self.blocks)
             else:
                 trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.twin)
+            if trace.problem:
+                return self._fall_back(key, trace.problem)
             self._acquit(key, trace)
             return self._store(key, trace)
         except (TraceError, ValueError) as error:
@@ -323,21 +329,15 @@ class PlannedForward:
                 return self._run_fallback(prepared, args, kwargs)
             before = Before(self.module, leaves, cuda=not prepared.checked or prepared.recipe.trace.draws)
             try:
-                return self._run_planned(prepared, leaves, args, kwargs)
+                return self._run_planned(prepared, key, leaves, args, kwargs)
             except Diverged as divergence:
-                times = self.divergences[key] = self.divergences.get(key, 0) + 1
-                adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
-                again = (prepared.checked or adopted) and times <= GIVE_UP_AFTER
-                if not again:
-                    self.distrusted[key] = str(divergence)
+                self._note_divergence(prepared, key, str(divergence))
                 try:
                     before.restore(self.name, str(divergence), prepared.recipe.trace.effects)
                 except TraceError:
                     self.distrusted[key] = str(divergence)
                     self.prepared.pop(key, None)
                     raise
-                if again:
-                    self._forget()
                 prepared = self._prepare(key, args, kwargs)
         return self._run_fallback(prepared, args, kwargs)
 
@@ -360,7 +360,37 @@ class PlannedForward:
         moved, self.last_values = values != self.last_values, values
         return moved
 
-    def _run_planned(self, prepared: Prepared, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _leave(self, frame: ActiveFrame) -> bool:
+        """Close a frame; whether the run was the recorded one.
+
+        Raises:
+            Diverged: it was not, and something that was dropped cannot be had again.
+        """
+        if frame.check is not None and frame.check.diverged:
+            frame.broken = frame.broken or frame.check.diverged
+        if not frame.broken:
+            try:
+                frame.leave()
+                return True
+            except Diverged as divergence:
+                frame.broken = str(divergence)
+        frame.leave_broken()
+        return False
+
+    def _note_divergence(self, prepared: Prepared, key: Any, why: str) -> bool:
+        """A run was not as recorded. Whether it is worth recording again."""
+        times = self.divergences[key] = self.divergences.get(key, 0) + 1
+        adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
+        if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
+            self._forget()
+            return True
+        self.distrusted[key] = why
+        self.prepared.pop(key, None)
+        return False
+
+    def _run_planned(
+        self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         recipe = prepared.recipe
         assert recipe is not None
         frame = ActiveFrame(recipe, self)
@@ -371,7 +401,8 @@ class PlannedForward:
         frame.enter(leaves, self._from_before(leaves))
         stack.append(frame)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack):
+            back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
+            with torch.autograd.graph.saved_tensors_hooks(frame.pack, back):
                 if settings is None:
                     output = self.forward(*args, **kwargs)
                 else:
@@ -381,8 +412,10 @@ class PlannedForward:
                         frame.check.finish()
         finally:
             stack.pop()
-        frame.leave()
         self.frames.add(frame)
+        if not self._leave(frame):
+            self._note_divergence(prepared, key, frame.broken)
+            return output
         self._compare_graph(prepared, frame, leaves, output)
         prepared.checked = True
         if settings is not None:

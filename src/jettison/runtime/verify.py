@@ -26,7 +26,7 @@ Owners = dict[str, tuple[dict[str, Any], str]]
 
 
 class SequenceCheck(TorchDispatchMode):
-    """Raises `Diverged` at the first ATen call that is not the recorded one. See NOTE [ What a checked run checks ].
+    """Notices the first ATen call that is not the recorded one. See NOTE [ What a checked run checks ].
 
     Casts that autocast took from its cache are recorded but do not happen: they are skipped.
     """
@@ -40,21 +40,35 @@ class SequenceCheck(TorchDispatchMode):
         self.owners = owners
         self.bound: dict[int, tuple[Any, int, int]] = {}  # storage -> weak reference, buffer, offset of it there
         self.skipped: set[int] = set()  # buffers of casts that did not happen
+        self.diverged = ""  # how the run left the recording; nothing is compared from there on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if desugars(types):
             return NotImplemented
         out = func(*args, **kwargs)
-        if self.paused or infers_shapes() or is_bookkeeping(func) or not computes(func, args, kwargs, out):
+        if (
+            self.paused
+            or self.diverged
+            or infers_shapes()
+            or is_bookkeeping(func)
+            or not computes(func, args, kwargs, out)
+        ):
             return out
+        try:
+            self._compare(func, args, kwargs, out)
+        except Diverged as divergence:
+            self.diverged = str(divergence)
+        return out
+
+    def _compare(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         got = signature_of(func, args, kwargs, out)
         while self.at < len(self.trace.sequence):
             expected = self.trace.sequence[self.at]
             self.at += 1
             if expected.signature == got or (not expected.numbers and expected.signature[:2] == got[:2]):
                 self._match(expected, tree_leaves((args, kwargs)), tree_leaves(out))
-                return out
+                return
             if not expected.skippable:
                 raise Diverged(f"call {self.at} was {_text(got)}, recorded was {_text(expected.signature)}")
             self.skipped.update(ref.buffer for ref in expected.makes)
@@ -63,8 +77,8 @@ class SequenceCheck(TorchDispatchMode):
     def finish(self) -> None:
         """The forward is over: nothing that was recorded may still be to come."""
         missing = [expected for expected in self.trace.sequence[self.at :] if not expected.skippable]
-        if missing:
-            raise Diverged(f"{len(missing)} recorded calls did not come, first {missing[0].signature[0]}")
+        if missing and not self.diverged:
+            self.diverged = f"{len(missing)} recorded calls did not come, first {missing[0].signature[0]}"
 
     def _match(self, expected: Expected, given: list[Any], made: list[Any]) -> None:
         tensors = [plain(t) for t in given if isinstance(t, Tensor)]

@@ -137,6 +137,7 @@ class RegionTrace:
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
     reads: tuple[Read, ...] = ()  # what must be found in the arguments for the recording to hold
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
+    problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
 
     def likeness(self) -> str:
@@ -155,8 +156,10 @@ class RegionTrace:
 class Recorder:
     """The growing record of one region."""
 
-    def __init__(self, module: nn.Module, inputs: list[Any]) -> None:
+    def __init__(self, module: nn.Module, inputs: list[Any], *, strict: bool = True) -> None:
         self.module = module
+        self.strict = strict  # what cannot be held is an error; else it is noted
+        self.problem = ""
         self.buffers: list[dict[str, Any]] = []
         self.ops: list[dict[str, Any]] = []
         self.calls: list[Call] = []
@@ -353,7 +356,17 @@ class Recorder:
     def _require_own_stream(self) -> None:
         """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand."""
         if self.lent is None and default_stream() != self._stream:
-            raise TraceError("it moves torch's random generator by hand (a seed, a saved state, fork_rng)")
+            self.refuse("it moves torch's random generator by hand (a seed, a saved state, fork_rng)")
+
+    def refuse(self, problem: str) -> None:
+        """No recipe can hold this.
+
+        Raises:
+            TraceError: always, if this is a strict recorder.
+        """
+        if self.strict:
+            raise TraceError(problem)
+        self.problem = self.problem or problem
 
     def _reads_of_shapes(self, func: Any, args: Any, refs: list[TensorRef | None]) -> None:
         if func._schema.name in _INDEXING:
@@ -457,8 +470,10 @@ class Recorder:
             ),
             outputs=tuple(r.buffer for r in output_leaves if isinstance(r, TensorRef)),
         )  # fmt: skip
+        if any(read is not None and read.calls is None for read in reads) and not self.strict:
+            self.refuse("it decides by numbers that are not read out of its arguments")
         return RegionTrace(
-            program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
+            problem=self.problem, program=self.program, calls=self.calls, slots=self.slots, taps=self.taps,
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),

@@ -41,6 +41,11 @@ class Isolation:
             raise TraceError(f"{drawn}: a generator of its own")
         return "; ".join(changes[:3])
 
+    def undo_draws(self) -> None:
+        """Put random streams back."""
+        self.streams.restore()
+        self.reach.restore_streams()
+
     def undo(self) -> None:
         """Put everything back."""
         self.streams.restore()

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)  # fmt: skip
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError
@@ -19,7 +25,7 @@ from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
-from jettison.trace.isolation import forward_of, leaving_nothing
+from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
@@ -78,6 +84,7 @@ class ModelTrace:
     root_signature: Any = None
     holds_output: bool = True  # the training loop still has the model's output while it runs backward
     how: str = "always"  # how closely the runtime will hold what it computes again against what forward had
+    gradients_held: bool = False  # parameters have gradients already when the forward starts
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
 
@@ -161,12 +168,16 @@ def trace_model(
         leaving_nothing([twin], tree_leaves(given)) as state,
     ):  # fmt: skip
         root, outside = tracer.run(given, loss_fn)
-        root.effects = state.effects()
+        _note_effects(root, state)
     trace = ModelTrace(
         calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
         values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started,
         root_signature=root_signature, outside=outside,
     )  # fmt: skip
+    if root.problem:
+        trace.warnings.append(
+            f"what {type(model).__name__} does around its blocks is kept as plain autograd keeps it: {root.problem}"
+        )
     for cls in trace.classes.values():
         if cls.problem:
             trace.warnings.append(
@@ -209,8 +220,16 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     ):
         output, root = tracer.forward(args, kwargs)
         trace = root.finish(output)
-        trace.effects = state.effects()
+        _note_effects(trace, state)
     return trace
+
+
+def _note_effects(root: RegionTrace, state: Isolation) -> None:
+    """What the root changes of Python's state; it is never run twice, so that drawing there is no reason to refuse."""
+    try:
+        root.effects = state.effects()
+    except TraceError as error:
+        root.problem = root.problem or str(error)
 
 
 def mode_of(module: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
@@ -227,7 +246,10 @@ def recording_errors() -> Iterator[None]:
         yield
     except TraceError:
         raise
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except (
+        RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError,
+        DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException,
+    ) as error:  # fmt: skip
         first = str(error).splitlines()[0][:200] if str(error) else ""
         raise TraceError(f"{type(error).__name__}: {first}") from error
 
@@ -274,7 +296,7 @@ class _Tracer:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
         leaves, _ = call_signature(args, kwargs)
-        self.root = root = Recorder(self.twin, leaves)
+        self.root = root = Recorder(self.twin, leaves, strict=False)
         with self.capture, self.capture.recording(root):
             output = forward_of(self.twin, self.twin)(*args, **kwargs)
         return output, root
@@ -349,12 +371,15 @@ class _Tracer:
         recorder = Recorder(module, leaves)
         problem = ""
         before = (args, kwargs)
+        state = Isolation([module], leaves)
         try:
             before = opaque_copy((args, kwargs))
             with recording_errors(), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
+            trace.effects = state.effects()
         except TraceError as error:
+            state.undo_draws()
             problem = str(error)
             trace = self._observe(name, problem, *before)
         return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)

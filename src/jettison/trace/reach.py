@@ -88,6 +88,10 @@ class Reach:
         for function, info in self.caches:
             if function.cache_info().currsize != info.currsize:
                 function.cache_clear()
+        self.restore_streams()
+
+    def restore_streams(self) -> None:
+        """Put random generators back."""
         for stream, state in self.streams:
             if stream_state(stream) != state:
                 set_stream_state(stream, state)

@@ -33,11 +33,39 @@ class RealUntilFake(TorchDispatchMode):
                 return func(*args, **kwargs)
             if isinstance(leaf, torch.Tensor):
                 has_real = True
-        # random or not yet written: no forward decides anything by such values, and they may be as large as activations
-        if not has_real and (torch.Tag.nondeterministic_seeded in func.tags or _is_empty_float(func, kwargs)):
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if not has_real and seeded:
+            return _drawn(func, args, kwargs)
+        # not yet written: no forward decides anything by such values, and they may be as large as activations
+        if not has_real and _is_empty_float(func, kwargs):
             return func(*args, **kwargs)
-        with unset_fake_temporarily():
+        with unset_fake_temporarily(), _unmoved_stream() if seeded else contextlib.nullcontext():
             return func(*args, **kwargs)
+
+
+FEW = 16  # elements of a draw that a forward may decide by
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random numbers: fake where they are many; where a forward may decide by them, real, and as large as they get.
+
+    What is skipped with some probability is skipped where a draw is below it: so everything runs, which takes most.
+    """
+    out = func(*args, **kwargs)
+    if not isinstance(out, FakeTensor) or out.numel() > FEW or not out.is_floating_point():
+        return out
+    with unset_fake_temporarily():
+        return torch.full(out.shape, 1 - torch.finfo(out.dtype).eps, dtype=out.dtype, device=out.device)
+
+
+@contextlib.contextmanager
+def _unmoved_stream() -> Iterator[None]:
+    """A recording draws nothing, also where its tensors are real."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
 
 def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,177 @@
+"""What a plan took for granted about the loop around the model, and noticing when it is not so.
+
+A plan knows one step: one forward on a batch of known shapes, one whole backward that frees the graph, outside of
+autocast, with gradients there or not there when it begins. Gradients stay right whatever the loop does; bytes do not.
+So each thing that may cost more than was planned is said, once, when it happens. What can be looked at when a forward
+begins costs a few microseconds a step; what only backward knows is looked at when it asks for its first tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
+
+from jettison.trace.wrapped import plain
+from jettison.units import format_bytes
+
+Unpack = Callable[[Any], Tensor]
+
+
+class Assumptions:
+    """See the module docstring. One for the root of a planned model.
+
+    Args:
+        batch: the arguments that were planned for, as (args, kwargs).
+        signature: theirs, as the root knows it.
+        gradients_held: the plan counts gradients from the start of the forward on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: tuple[tuple[Any, ...], Mapping[str, Any]],
+        signature: Any,
+        *,
+        budget_bytes: int,
+        gradients_held: bool,
+    ) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.ends = (trained[0], trained[-1]) if trained else ()
+        self.gradient_bytes = sum(plain(p).nbytes for p in trained)
+        self.planned = _sizes(batch)
+        self.known = {signature}
+        self.budget_bytes = budget_bytes
+        self.gradients_held = gradients_held
+        self.said: set[str] = set()
+        self.looked = False  # at the backward of the latest forward
+
+    def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], waiting: int) -> None:
+        """Look at what is there before a step.
+
+        Args:
+            signature: of this call's arguments.
+            waiting: earlier forwards whose graphs are still alive.
+        """
+        self.looked = False
+        if signature not in self.known:
+            self.known.add(signature)
+            self._compare((args, kwargs))
+        if not self.gradients_held and any(p.grad is not None for p in self.ends):
+            self._say(
+                "gradients",
+                f"gradients ({format_bytes(self.gradient_bytes)}) are there already when the forward begins, as they "
+                "are when several backwards add up or after zero_grad(set_to_none=False)",
+                "that the first backward makes them, one by one",
+                "plan with gradients_held=True, or free them with zero_grad(set_to_none=True) before each forward",
+            )
+        if waiting:
+            self._say(
+                "waiting",
+                f"a forward begins while {waiting} earlier one{'s' if waiting > 1 else ''} still "
+                f"wait{'' if waiting > 1 else 's'} for backward",
+                "that each forward is followed by its backward",
+                "run backward after each forward, run forwards that need none under torch.no_grad(), or plan for one "
+                "batch of all of them",
+            )
+
+    def watched(self, unpack: Unpack) -> Unpack:
+        """The same, but the first tensor that a backward asks for tells what kind of backward it is."""
+
+        def unpacked(packed: Any) -> Tensor:
+            if not self.looked:
+                self.looked = True
+                self.backward_begins()
+            return unpack(packed)
+
+        return unpacked
+
+    def backward_begins(self) -> None:
+        """Look at the backward that is running."""
+        if torch._C._current_graph_task_id() == -1:
+            self.looked = False  # somebody reads a saved tensor
+            return
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            self._say(
+                "retained",
+                "backward keeps the graph (retain_graph=True, or create_graph=True)",
+                "that backward frees each saved tensor after its last use",
+                "leave retain_graph out, or add the losses and run one backward",
+            )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            self._say(
+                "autocast",
+                "backward runs inside autocast",
+                "that it runs outside, where nothing is cast and cached once more",
+                "leave the autocast block before calling backward",
+            )
+        if not all(_is_reached(p) for p in self.ends):
+            self._say(
+                "partial",
+                "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
+                "that one backward runs through the whole model",
+                "run one whole backward, or freeze what is not trained before planning",
+            )
+
+    def _compare(self, batch: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+        """Say what is larger than planned, or new."""
+        changes = []
+        for where, (shape, nbytes) in _sizes(batch).items():
+            if where not in self.planned:
+                changes.append(f"{where} is new ({_text(shape)})")
+            elif nbytes > self.planned[where][1]:
+                changes.append(f"{where} is {_text(shape)}, planned was {_text(self.planned[where][0])}")
+        if changes:
+            self._say(
+                "batch " + "; ".join(changes),
+                f"the batch is larger than the one that was planned for: {'; '.join(changes)}",
+                "the batch it was given",
+                "plan with the largest batch of the run, and with every argument that it will have",
+            )
+
+    def _say(self, key: str, what: str, assumed: str, advice: str) -> None:
+        if key in self.said:
+            return
+        self.said.add(key)
+        warnings.warn(
+            f"{what}; the plan for {format_bytes(self.budget_bytes)} assumed {assumed}, so that the peak may be above "
+            f"the budget (gradients are not affected). To have it held: {advice}",
+            stacklevel=2,
+        )
+
+
+def _sizes(batch: tuple[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Shape and bytes of each tensor of a call, by where it is."""
+    args, kwargs = batch
+    found = {}
+    for path, leaf in tree_leaves_with_path((args, dict(kwargs))):
+        if isinstance(leaf, Tensor):
+            inner = plain(leaf)
+            where = keystr(path[1:]) or "the argument"
+            found[where] = tuple(inner.shape), inner.numel() * inner.element_size()
+    return found
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"
+
+
+def _is_reached(parameter: Tensor) -> bool:
+    """Whether the running backward comes by a parameter, if its graph does."""
+    if not parameter.requires_grad:
+        return True
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    assert node is not None
+    accumulates = node.next_functions[0][0]
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulates))
+    except RuntimeError:  # its gradient is one of those that were asked for
+        return False
+
+
+__all__ = ["Assumptions"]
