@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -203,6 +203,17 @@ class Spec:
             return scope["make"]()
 
         return make
+
+
+def simplest(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
+    """What is left of a failing program when nothing more can be taken away. (Hypothesis would try for minutes.)"""
+    shorter = [
+        replace(spec, statements=spec.statements[:n] + spec.statements[n + 1 :]) for n in range(len(spec.statements))
+    ]
+    for less in (*(s for s in shorter if s.statements), replace(spec, loop="once"), replace(spec, lengths=(64,))):
+        if less != spec and fails(less):
+            return simplest(less, fails)
+    return spec
 
 
 FILE = """import random

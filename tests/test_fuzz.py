@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 
-from fuzz_programs import POLICIES, Spec, specs  # noqa: E402
-from silent.harness import judge  # noqa: E402
+from fuzz_programs import POLICIES, Spec, simplest, specs  # noqa: E402
+from silent.harness import Verdict, judge  # noqa: E402
 
 BUDGETS = ("budget:100", "budget:130")
 LENIENT = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -31,12 +31,18 @@ def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES) ->
     """Judge so many programs; how often each outcome came, if all were fair."""
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=programs, suppress_health_check=LENIENT)
+    def judged(spec: Spec) -> Verdict:
+        return judge(spec.build(), spec.policy)
+
+    @settings(max_examples=programs, suppress_health_check=LENIENT, phases=[Phase.generate])
     @given(spec=specs(length, policies))
     def holds(spec: Spec) -> None:
-        verdict = judge(spec.build(), spec.policy)
-        assert verdict.fair, "\n".join((*verdict.notes[:5], *verdict.warned[:3], "", spec.source()))
+        verdict = judged(spec)
         outcomes[verdict.outcome] += 1
+        if not verdict.fair:
+            least = simplest(spec, lambda less: not judged(less).fair)
+            verdict = judged(least)
+            pytest.fail("\n".join((*verdict.notes[:5], *verdict.warned[:3], "", least.source())), pytrace=False)
 
     holds()
     print(outcomes)
