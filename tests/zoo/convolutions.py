@@ -287,11 +287,10 @@ TABLE: list[Entry] = [
     by_hand("vgg-batch-norm", lambda: Classifier([vgg() for _ in range(3)], WIDTH), labelled),
     by_hand("dense-net", lambda: Classifier([Dense(WIDTH + 8 * n) for n in range(3)], WIDTH + 24), labelled),
     by_hand("efficient-net", lambda: Classifier([Squeeze() for _ in range(3)], WIDTH), labelled),
-    by_hand("diffusion-unet", UNet, normal(2, 3, 16, 16), fast=True),
+    by_hand("diffusion-unet", UNet, normal(2, 3, 16, 16)),
     by_hand("dit-flow-matching", Flowing, normal(2, 12, 8)),
     by_hand("vae", VAE, normal(2, 3, 16, 16)),
-    by_hand("vq-ema", lambda: Stack(nn.Linear(6, 8), [Quantiser() for _ in range(3)], nn.Linear(8, 6)), normal(32, 6),
-            fast=True),
+    by_hand("vq-ema", lambda: Stack(nn.Linear(6, 8), [Quantiser() for _ in range(3)], nn.Linear(8, 6)), normal(32, 6)),
     by_hand("fsq", lambda: Stack(nn.Linear(6, 8), [Finite() for _ in range(3)], nn.Linear(8, 6)), normal(32, 6)),
     by_hand(
         "fourier-operator",

@@ -19,8 +19,7 @@ DROP = {"attention_dropout": 0.1}
 TABLE: list[Entry] = [
     # its cache is on by default, and batches have another length
     hugging_face(
-        "llama", "LlamaForCausalLM", "LlamaConfig", tokens(24, 18, 24), fast=True,
-        **{**GATED, "num_hidden_layers": 3}, **DROP,
+        "llama", "LlamaForCausalLM", "LlamaConfig", tokens(24, 18, 24), **GATED, **DROP,
     ),
     hugging_face("mistral", "MistralForCausalLM", "MistralConfig", tokens(24, 16), **NARROW, **DROP, sliding_window=8),
     hugging_face("qwen2", "Qwen2ForCausalLM", "Qwen2Config", tokens(24), **GATED, **DROP),
@@ -46,7 +45,7 @@ TABLE: list[Entry] = [
     ),
     hugging_face("phi", "PhiForCausalLM", "PhiConfig", tokens(24), **BASE, **DROP, resid_pdrop=0.1),
     hugging_face("phi3", "Phi3ForCausalLM", "Phi3Config", tokens(24), **GATED, **DROP, resid_pdrop=0.1),
-    hugging_face("gpt2", "GPT2LMHeadModel", "GPT2Config", tokens(24, 17, padded=True), fast=True, **SHORT),
+    hugging_face("gpt2", "GPT2LMHeadModel", "GPT2Config", tokens(24, 17, padded=True), **SHORT),
     hugging_face(
         "gpt-neo", "GPTNeoForCausalLM", "GPTNeoConfig", tokens(24), **IDS, vocab_size=VOCABULARY, hidden_size=32,
         num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=8,
@@ -58,7 +57,7 @@ TABLE: list[Entry] = [
     hugging_face("gptj", "GPTJForCausalLM", "GPTJConfig", tokens(24), **SHORT, rotary_dim=4, resid_pdrop=0.1),
     hugging_face("codegen", "CodeGenForCausalLM", "CodeGenConfig", tokens(24), **SHORT, rotary_dim=4, resid_pdrop=0.1),
     hugging_face(
-        "opt-layerdrop", "OPTForCausalLM", "OPTConfig", tokens(24), fast=True, **IDS, vocab_size=VOCABULARY,
+        "opt-layerdrop", "OPTForCausalLM", "OPTConfig", tokens(24), **IDS, vocab_size=VOCABULARY,
         hidden_size=32, num_hidden_layers=3, num_attention_heads=4, ffn_dim=64, max_position_embeddings=64,
         word_embed_proj_dim=32, layerdrop=0.4, dropout=0.1,
     ),

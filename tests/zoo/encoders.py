@@ -41,7 +41,7 @@ TABLE: list[Entry] = [
         "longformer", "LongformerForMaskedLM", "LongformerConfig", tokens(32), **LONG, attention_window=[8, 8],
     ),
     hugging_face(
-        "big-bird", "BigBirdForMaskedLM", "BigBirdConfig", tokens(64), fast=True, **LONG,
+        "big-bird", "BigBirdForMaskedLM", "BigBirdConfig", tokens(64), **LONG,
         attention_type="block_sparse", block_size=4, num_random_blocks=2,
     ),
     hugging_face("nystromformer", "NystromformerForMaskedLM", "NystromformerConfig", tokens(32), **LONG,

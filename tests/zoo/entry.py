@@ -23,7 +23,6 @@ class Entry:
 
     Args:
         loss_fn: makes the loss of the output where the output is not it and has no ``.loss``.
-        fast: part of the default run.
         values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
             more than the one that was planned, if that is said.
     """
@@ -32,7 +31,6 @@ class Entry:
     model: Callable[[], nn.Module]
     batch: MakeBatch
     loss_fn: Callable[[Any], Tensor] | None = None
-    fast: bool = False
     values_decide: bool = False
 
     def __str__(self) -> str:
@@ -46,7 +44,6 @@ def hugging_face(
     batch: MakeBatch,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
-    fast: bool = False,
     **settings: Any,
 ) -> Entry:
     """A tiny transformers model with random weights."""
@@ -57,7 +54,7 @@ def hugging_face(
         config = getattr(transformers, config_class)(**settings)
         return getattr(transformers, model_class)(config)
 
-    return Entry(name=name, model=model, batch=batch, loss_fn=loss_fn, fast=fast)
+    return Entry(name=name, model=model, batch=batch, loss_fn=loss_fn)
 
 
 def tokens(*lengths: int, vocabulary: int = VOCABULARY, padded: bool = False, low: int = 3) -> MakeBatch:
@@ -106,11 +103,9 @@ def normal(*shape: int) -> MakeBatch:
     return lambda step: (torch.randn(*shape),)
 
 
-def by_hand(
-    name: str, model: Callable[[], nn.Module], batch: MakeBatch, *, fast: bool = False, values_decide: bool = False
-) -> Entry:
+def by_hand(name: str, model: Callable[[], nn.Module], batch: MakeBatch, *, values_decide: bool = False) -> Entry:
     """A model whose output is its loss."""
-    return Entry(name=name, model=model, batch=batch, fast=fast, values_decide=values_decide)
+    return Entry(name=name, model=model, batch=batch, values_decide=values_decide)
 
 
 class Stack(nn.Module):

@@ -214,7 +214,7 @@ class Flow(nn.Module):
 
 
 TABLE: list[Entry] = [
-    by_hand("gnn-index-add", lambda: Network([Message() for _ in range(3)]), graph, fast=True),
+    by_hand("gnn-index-add", lambda: Network([Message() for _ in range(3)]), graph),
     by_hand("gat-scatter-softmax", lambda: Network([GAT() for _ in range(3)]), sparse_graph),
     by_hand("gcn-index-put", lambda: Network([Convolved() for _ in range(3)]), graph),
     by_hand("egnn", Molecule, lambda step: (torch.randint(8, (10,)), torch.randn(10, 3))),
@@ -223,7 +223,7 @@ TABLE: list[Entry] = [
         "set-transformer", lambda: Stack(nn.Linear(4, WIDTH), [Induced() for _ in range(3)], nn.Linear(WIDTH, 4)),
         normal(2, 16, 4),
     ),
-    by_hand("real-nvp", lambda: Flow([Coupling() for _ in range(4)]), normal(64, 8), fast=True),
+    by_hand("real-nvp", lambda: Flow([Coupling() for _ in range(4)]), normal(64, 8)),
     by_hand("glow", lambda: Flow([Glow() for _ in range(3)]), normal(64, 8)),
     by_hand("neural-spline-flow", lambda: Flow([Spline() for _ in range(3)]), normal(64, 8)),
 ]  # fmt: skip

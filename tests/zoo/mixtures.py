@@ -7,7 +7,7 @@ from zoo.entry import VOCABULARY, Entry, hugging_face, pairs, tokens
 
 TABLE: list[Entry] = [
     hugging_face(
-        "mixtral-router-loss", "MixtralForCausalLM", "MixtralConfig", tokens(16), fast=True, **NARROW, **DROP,
+        "mixtral-router-loss", "MixtralForCausalLM", "MixtralConfig", tokens(16), **NARROW, **DROP,
         num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_jitter_noise=0.1,
     ),
     hugging_face(
@@ -55,7 +55,7 @@ TABLE: list[Entry] = [
     ),
     hugging_face(
         "switch-transformers", "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", pairs(16, 12),
-        fast=True, vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_sparse_encoder_layers=1,
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_sparse_encoder_layers=1,
         num_decoder_layers=2, num_sparse_decoder_layers=1, num_heads=4, num_experts=4, expert_capacity=16,
         router_jitter_noise=0.1, dropout_rate=0.1, pad_token_id=0, decoder_start_token_id=0,
     ),

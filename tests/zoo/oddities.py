@@ -250,7 +250,7 @@ class Gumbel(nn.Module):
 SEQUENCES = normal(2, 12, 8)
 
 TABLE: list[Entry] = [
-    by_hand("value-residual", WithStore, SEQUENCES, fast=True),
+    by_hand("value-residual", WithStore, SEQUENCES),
     by_hand("dataclass-blocks", Structures, SEQUENCES),
     by_hand("generator-blocks", Generators, SEQUENCES),
     by_hand("all-complex", AllComplex, lambda step: (torch.randn(16, 8, dtype=torch.cfloat),)),

@@ -87,7 +87,7 @@ TABLE: list[Entry] = [
         encoder_attention_type="transient-global", global_block_size=4,
     ),
     hugging_face(
-        "bart-layerdrop", "BartForConditionalGeneration", "BartConfig", pairs(20, 12), fast=True, **BART, **LAYERDROP,
+        "bart-layerdrop", "BartForConditionalGeneration", "BartConfig", pairs(20, 12), **BART, **LAYERDROP,
         attention_dropout=0.1,
     ),
     hugging_face(
@@ -124,7 +124,7 @@ TABLE: list[Entry] = [
         speech_decoder_prenet_units=16, speech_decoder_postnet_units=16, reduction_factor=2, max_speech_positions=64,
         max_text_positions=64, encoder_max_relative_position=8, use_guided_attention_loss=False, pad_token_id=0,
     ),
-    hugging_face("wav2vec2-ctc-layerdrop", "Wav2Vec2ForCTC", "Wav2Vec2Config", waves(400), fast=True, **WAVES),
+    hugging_face("wav2vec2-ctc-layerdrop", "Wav2Vec2ForCTC", "Wav2Vec2Config", waves(400), **WAVES),
     hugging_face("hubert-ctc-layerdrop", "HubertForCTC", "HubertConfig", waves(400), **WAVES),
     hugging_face("wavlm-ctc-layerdrop", "WavLMForCTC", "WavLMConfig", waves(400), **WAVES, max_bucket_distance=16,
                  num_buckets=16),
@@ -142,7 +142,7 @@ TABLE: list[Entry] = [
         **SERIES, **LAYERDROP,
     ),
     hugging_face(
-        "patchtst", "PatchTSTForPrediction", "PatchTSTConfig", channels, fast=True, num_input_channels=2,
+        "patchtst", "PatchTSTForPrediction", "PatchTSTConfig", channels, num_input_channels=2,
         context_length=24, prediction_length=6, patch_length=4, patch_stride=4, d_model=32, num_hidden_layers=2,
         num_attention_heads=4, ffn_dim=64, attention_dropout=0.1, ff_dropout=0.1, path_dropout=0.1,
     ),

@@ -7,3 +7,11 @@ from zoo.entry import Entry
 
 ROOMS = (decoders, mixtures, encoders, sequences, vision, recurrent, convolutions, graphs, oddities, assorted)
 TABLE: list[Entry] = [entry for room in ROOMS for entry in room.TABLE]
+
+FAST = frozenset(
+    {
+        "all-complex", "custom-function", "dataclass-blocks", "gnn-index-add", "gru-cells", "llama", "mask-gather",
+        "pixel-cnn", "real-nvp", "stochastic-depth-python", "value-residual", "vq-ema",
+    }
+)  # fmt: skip
+"""Small ones, of a dozen kinds: these are in the default run."""
