@@ -122,7 +122,7 @@ class Planner:
             options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
         found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
         if trace.root.problem:  # nothing may be computed again by it
-            found = [p for p in found if p.kept >= trace.root.program.saved_buffers()]
+            found = tuple(p for p in found if p.kept >= trace.root.program.saved_buffers())
         self.root_points = {p.key: p for p in found}
         kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
         roots = tuple(self._root(p, kept) for p in found)

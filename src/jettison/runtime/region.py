@@ -474,8 +474,8 @@ class PlannedForward:
         def wrong(what: str) -> WrongValue:
             prepared.verdict = Verdict(again=False, why=what)
             return WrongValue(
-                f"{self.name or 'the model'} was checkpointed and ran again for backward, and {what} (call {self.calls} "
-                "of this region). Its forward hangs on state that changed between the two runs. The gradients of this "
+                f"{self.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
+                f"{self.calls} of this region). Its forward hangs on state that changed between the two runs. The gradients of this "
                 "step must not be used; from the next step on it is kept as plain autograd keeps it"
             )
 

@@ -181,8 +181,8 @@ def trace_model(
     for cls in trace.classes.values():
         if cls.problem:
             trace.warnings.append(
-                f"blocks like {cls.example} cannot be recorded: they are checkpointed whole where a second run of their "
-                f"Python gives the same values, and kept where not: {cls.problem}"
+                f"blocks like {cls.example} cannot be recorded: they are checkpointed whole where a second run of "
+                f"their Python gives the same values, and kept where not: {cls.problem}"
             )
     _mark_shared(trace, tracer)
     return trace
