@@ -139,14 +139,14 @@ def test_every_op_of_the_list_that_a_cpu_has_is_tested() -> None:
 @pytest.mark.parametrize(
     ("func", "args"),
     [
-        (aten.rrelu_with_noise.default, (torch.linspace(-1, 1, 8), torch.empty(8), 0.1, 0.3, True)),
+        (aten.rrelu_with_noise.default, (torch.linspace(-1, 1, 8), torch.zeros(8), 0.1, 0.3, True)),
         (aten.poisson.default, (torch.linspace(1, 40, 8),)),
         (aten.binomial.default, (torch.full((8,), 30.0), torch.linspace(0.1, 0.9, 8))),
         (aten._standard_gamma.default, (torch.linspace(0.1, 4, 8),)),
         (aten.multinomial.default, (torch.linspace(0.1, 1, 8), 2)),
         (aten.randint_like.Tensor, (torch.zeros(8), torch.tensor(2**40))),
     ],
-    ids=str,
+    ids=["rrelu", "poisson", "binomial", "gamma", "multinomial", "randint_like"],
 )
 def test_what_draws_by_value_is_not_moved_without_values(func: Any, args: Any) -> None:
     assert movement_of(func, args, {}, func(*args), "cpu", numbers_known=True) is None
