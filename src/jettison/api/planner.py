@@ -16,7 +16,7 @@ import torch
 
 from jettison.cost import CPU, CUDA, Rates, op_seconds
 from jettison.errors import Infeasible
-from jettison.ledger.program import Program, Source
+from jettison.ledger.program import Program
 from jettison.measure.kernels import OpRequest, TensorMeta
 from jettison.measure.observe import observe_block
 from jettison.measure.ops import Pricing
@@ -193,7 +193,7 @@ class Planner:
         if cls.opaque:
             return False
         program = cls.trace.program
-        kept = Full().kept(program) | {b.index for b in program.buffers if b.source is Source.INPUT}
+        kept = Full().kept(program)  # an input that only the output needs is not among them
         return all(program.can_compute(b, kept) for b in program.outputs)
 
     def _full_option(self, key: str) -> tuple[RegionOption, int, float]:

@@ -218,7 +218,7 @@ def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _stand_in(meta: TensorMeta) -> Tensor:
     flat = torch.zeros(meta.storage_elements, dtype=meta.dtype, device=meta.device)
-    if meta.dtype.is_floating_point and meta.dtype.itemsize >= 2:
+    if (meta.dtype.is_floating_point or meta.dtype.is_complex) and meta.dtype.itemsize >= 2:
         flat.uniform_(0.1, 1.0)
     return flat.as_strided(meta.shape, meta.stride)
 

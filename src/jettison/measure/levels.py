@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 from jettison.trace.capture import TensorRef
 from jettison.trace.model import ModelTrace, call_model, loss_of
 from jettison.trace.signature import opaque_copy
+from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.trace.wrapped import has_gradients
 
 
 def block_levels(
@@ -43,7 +44,7 @@ def block_levels(
 def _argument(leaf: Any, shared: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if shared or not leaf.is_floating_point():
+    if shared or not has_gradients(leaf.dtype):
         return leaf.detach().requires_grad_(leaf.requires_grad)
     if not leaf.requires_grad:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).normal_()
@@ -90,7 +91,7 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
     buffers = region.program.buffers
     inputs = sum(buffers[b].nbytes for b, p in region.inputs.items() if p not in block.shared)
     made = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.buffer not in region.inputs}
-    floating = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.dtype.is_floating_point}
+    floating = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and has_gradients(r.dtype)}
     return inputs, sum(buffers[b].nbytes for b in made & floating)
 
 

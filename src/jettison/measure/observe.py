@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.measure.levels import block_levels, chain_bytes
 from jettison.measure.memory import quiet_gc
@@ -16,8 +15,10 @@ from jettison.plan.treatment import Full, KeepAll
 from jettison.runtime.region import PlannedForward
 from jettison.trace.model import BlockClass, ModelTrace
 from jettison.trace.observe import stand_in, undisturbed
-from jettison.trace.signature import call_signature
+from jettison.trace.signature import call_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
+from jettison.trace.trees import tree_flatten, tree_unflatten
+from jettison.trace.wrapped import has_gradients
 
 MARGIN_PERCENT = 2  # what another batch of the same shape may route differently
 
@@ -38,10 +39,12 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
     with undisturbed(module), quiet_gc():
         torch.manual_seed(0)
         given = [stand_in(leaf) for leaf in leaves]
-        calls = [tree_unflatten(values, spec) for values in (given, [_alike(leaf) for leaf in given])]
+        both = (given, [_alike(leaf) for leaf in given])
+        calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in both]
         started = time.perf_counter()
         with torch.no_grad():
-            module(*calls[0][0], **calls[0][1])
+            args, kwargs = opaque_copy(calls[0])
+            module(*args, **kwargs)
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)
@@ -77,7 +80,7 @@ def _is_held(trace: ModelTrace, parameter: Tensor) -> bool:
 
 def _alike(leaf: Any) -> Any:
     """The same argument with one row everywhere."""
-    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.dim() < 2 or not leaf.numel():
+    if not isinstance(leaf, Tensor) or not has_gradients(leaf.dtype) or leaf.dim() < 2 or not leaf.numel():
         return leaf
     same = leaf.detach().clone(memory_format=torch.preserve_format)
     return same.copy_(leaf.detach()[(0,) * (leaf.dim() - 1)]).requires_grad_(leaf.requires_grad)

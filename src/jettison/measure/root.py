@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from jettison.ledger.program import Source
 from jettison.measure.levels import chain_bytes, hold_gradients, run_step
@@ -25,6 +24,7 @@ from jettison.runtime.region import PlannedForward
 from jettison.trace.model import ModelTrace
 from jettison.trace.signature import call_signature
 from jettison.trace.stub import stub_outputs
+from jettison.trace.trees import tree_leaves
 
 
 def is_entangled(trace: ModelTrace) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError, WrongValue
 from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
@@ -17,6 +16,7 @@ from jettison.runtime.verify import SequenceCheck
 from jettison.runtime.witness import Witness
 from jettison.trace.capture import CaptureMode, TensorRef
 from jettison.trace.streams import Streams
+from jettison.trace.trees import tree_leaves
 from jettison.trace.wrapped import plain, wrapping
 
 _running = threading.local()

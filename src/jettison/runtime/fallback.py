@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.frame import Held, is_asked_again
@@ -26,6 +25,7 @@ from jettison.runtime.witness import Check, Rounded, Witness, compare, spots_of
 from jettison.trace.reach import Reach
 from jettison.trace.signature import as_signed, global_signature
 from jettison.trace.streams import Streams
+from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.trace.wrapped import arrived, plain, storage_of
 
 Forward = Callable[..., Any]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError, WrongValue
 from jettison.ledger.program import Program
@@ -34,6 +33,7 @@ from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
 from jettison.trace.sharded import precision_of, unwatched
 from jettison.trace.signature import call_signature, global_signature
+from jettison.trace.trees import tree_leaves
 from jettison.trace.wrapped import plain, wrapping
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
@@ -33,6 +33,7 @@ from jettison.trace.described import described
 from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
 from jettison.trace.randomness import ADVANCE, Movement, movement_of
 from jettison.trace.streams import default_stream
+from jettison.trace.trees import tree_flatten, tree_leaves
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -369,6 +370,9 @@ class Recorder:
         self.problem = self.problem or problem
 
     def _reads_of_shapes(self, func: Any, args: Any, refs: list[TensorRef | None]) -> None:
+        if func._schema.name == "aten::_ctc_loss":  # by the lengths, and by nothing that is computed
+            self.reads.extend((self.ref(t), _values_of(t), False) for t in args[2:4] if isinstance(t, Tensor))
+            return
         if func._schema.name in _INDEXING:
             masks = (torch.bool, torch.uint8)
             depends = any(isinstance(t, Tensor) and t.dtype in masks for t in tree_leaves(args[1:2]))

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
@@ -21,6 +22,7 @@ from jettison.trace.sharded import leave_casts, plain_class, sharded_modules, st
 from jettison.trace.wrapped import plain, wrapping
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
@@ -30,6 +32,9 @@ class StepFakeMode(FakeTensorMode):
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
     real one takes float32 and float16 too.
     `_c10d_functional.wait_tensor`: the real one returns its argument.
+    `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths.
+    `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
+    input's strides.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
@@ -39,7 +44,11 @@ class StepFakeMode(FakeTensorMode):
             return args[0]  # as the real one does; the fake kernel makes a new tensor
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
+        if func in _CTC:
+            return _ctc_loss(*args, **kwargs)
         out = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
+            return (_contiguous_like(args[0]), *out[1:])
         weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
         if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
             return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
@@ -159,3 +168,23 @@ def _grouped_mm(
     row = -(-shape[-1] // align) * align
     stride = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
     return a.new_empty_strided(shape, stride, dtype=dtype)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shapes of `aten._ctc_loss`: the loss of each row [n], and its alphas [n, t, 2 * longest target + 1].
+
+    Raises:
+        DynamicOutputShapeException: the lengths are not known.
+    """
+    if isinstance(target_lengths, FakeTensor):
+        raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+    longest = max(target_lengths.tolist() if isinstance(target_lengths, Tensor) else target_lengths, default=0)
+    rows, steps = (log_probs.shape[1], log_probs.shape[0]) if log_probs.dim() == 3 else (1, log_probs.shape[0])
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=suggest_memory_format(tensor), requires_grad=False)

@@ -151,7 +151,7 @@ class ModuleGuard:
     def holds(self) -> bool:
         """Whether everything watched is as it was."""
         for table, key, value in self.settings:
-            now = table.get(key, _MISSING)
+            now = _in(table, key)
             if now is not value and not _alike(now, value):
                 return False
         for size, count in self.sizes:
@@ -178,7 +178,7 @@ class ModuleGuard:
 
     def values(self, settings: frozenset[Setting]) -> list[Any]:
         """What is at those settings now."""
-        found: list[Any] = [table.get(key, _MISSING) for table, key, _ in self.settings if (id(table), key) in settings]
+        found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (id(table), key) in settings]
         found += [tuple(s) for s, _ in self.sequences if (id(s), _LENGTH) in settings]
         found += [len(s) for s, _ in self.sizes if (id(s), _LENGTH) in settings]
         return found + [repr(cell) for cell, _ in self.cells if (id(cell), _LENGTH) in settings]
@@ -189,7 +189,7 @@ class ModuleGuard:
 
     def _changes(self) -> Iterator[tuple[Setting, Any]]:
         for table, key, value in self.settings:
-            now = table.get(key, _MISSING)
+            now = _in(table, key)
             if now is not value and not _alike(now, value):
                 yield (id(table), key), key
         for size, count in self.sizes:
@@ -243,3 +243,11 @@ def _is_plain(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and value.nbytes <= 4096
+
+
+def _in(table: Any, key: Any) -> Any:
+    """What a table has under a key; other people's kinds of dicts may look up in ways of their own."""
+    return table.get(key, _MISSING) if type(table) in _TABLES else dict.get(table, key, _MISSING)
+
+
+_TABLES = (dict, types.MappingProxyType)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from jettison.dtypes import dtype_name
 from jettison.errors import TraceError
@@ -26,6 +25,7 @@ from jettison.trace.capture import RegionTrace, TensorRef
 from jettison.trace.model import BlockClass, ModelTrace, _Tracer, as_call, uncached_autocast
 from jettison.trace.roles import Roles
 from jettison.trace.signature import call_signature
+from jettison.trace.trees import tree_leaves
 from jettison.trace.wrapped import plain, storage_of
 
 ROOT_LAYER = "embedding, head and loss"

@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)  # fmt: skip
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from jettison.errors import TraceError
 from jettison.ledger import Ledger
@@ -30,6 +23,8 @@ from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
+from jettison.trace.trees import tree_leaves
+from jettison.trace.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
 from jettison.trace.values import tracing
 from jettison.trace.wrapped import plain, storage_of
 
@@ -152,8 +147,31 @@ def trace_model(
     Raises:
         TraceError: the root itself cannot be recorded, or there is no scalar loss.
     """
-    started = time.perf_counter()
     mode = mode or fake_mode(allow_non_fake_inputs=True)
+    changes: list[str] = []
+    while True:
+        try:
+            trace = _traced(model, batch, loss_fn, regions, values_known, mode)
+        except OtherRegions as other:
+            if regions == other.regions:
+                raise TraceError(str(other)) from other
+            regions = other.regions
+            changes.append(str(other))
+        else:
+            trace.warnings[:0] = changes
+            return trace
+
+
+def _traced(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None, regions: Iterable[str] | None, values_known: bool,
+    mode: FakeTensorMode,
+) -> ModelTrace:  # fmt: skip
+    """See `trace_model`.
+
+    Raises:
+        OtherRegions: it can be traced with others.
+    """
+    started = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         twin = fake_twin(model, mode)
         held = batch if values_known else fake_batch(batch, mode)
@@ -248,7 +266,7 @@ def recording_errors() -> Iterator[None]:
         raise
     except (
         RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError,
-        DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException,
+        *VALUES_WANTED,
     ) as error:  # fmt: skip
         first = str(error).splitlines()[0][:200] if str(error) else ""
         raise TraceError(f"{type(error).__name__}: {first}") from error
@@ -297,14 +315,14 @@ class _Tracer:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
         leaves, _ = call_signature(args, kwargs)
         self.root = root = Recorder(self.twin, leaves, strict=False)
-        with self.capture, self.capture.recording(root):
+        with values_wanted(root, self.names), self.capture, self.capture.recording(root):
             output = forward_of(self.twin, self.twin)(*args, **kwargs)
         return output, root
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
         output, root = self.forward(*as_call(batch))
         inside, calls = len(root.slots), len(root.sequence)
-        with self.capture, self.capture.recording(root):
+        with values_wanted(root, self.names), self.capture, self.capture.recording(root):
             loss = loss_of(output, loss_fn)
         if not loss.requires_grad:
             raise TraceError(
@@ -318,8 +336,9 @@ class _Tracer:
         if not torch.is_grad_enabled() or self.root is None:
             return forward(*args, **kwargs)
         leaves, signature = call_signature(args, kwargs)
-        call = len(self.calls)
+        call, depth = len(self.calls), len(self.root.path)
         cls = self._class_of(name, module, forward, args, kwargs, leaves, (signature, global_signature()))
+        del self.root.path[depth:]  # where it was broken off, its modules have not been left
         links = tuple(
             (position, self._last_output[id(leaf)])
             for position, leaf in enumerate(leaves)
@@ -360,6 +379,9 @@ class _Tracer:
         known = self._likenesses.get(likeness)
         if known is not None:
             return known
+        kind = type(module)
+        alike = [n for n in self.names if type(self.twin.get_submodule(n)) is kind]
+        refuse_unfit(name, found.trace, alike, self.names)
         found.key = f"{type(module).__name__}.{len(self.classes)}"
         found.signature = signature
         self.classes[found.key] = self._likenesses[likeness] = found

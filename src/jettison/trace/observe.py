@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.trace.capture import RegionTrace, TensorRef
 from jettison.trace.isolation import forward_of
-from jettison.trace.wrapped import plain
+from jettison.trace.signature import opaque_copy
+from jettison.trace.trees import tree_flatten, tree_unflatten
+from jettison.trace.wrapped import has_gradients, plain
 
 
 def is_real(module: nn.Module) -> bool:
@@ -37,7 +38,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     leaves, spec = tree_flatten((args, kwargs))
     with _disable_current_modes(), undisturbed(module), torch.no_grad():
         given = [stand_in(leaf) for leaf in leaves]
-        real_args, real_kwargs = tree_unflatten(given, spec)
+        real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
         output = forward_of(module, module)(*real_args, **real_kwargs)
     return _trace_of(given, output)
 
@@ -48,7 +49,7 @@ def stand_in(leaf: Any) -> Any:
         return leaf
     with _disable_current_modes():
         made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        made = made.normal_() if leaf.is_floating_point() else made.zero_()
+        made = made.normal_() if has_gradients(leaf.dtype) else made.zero_()
         return made.requires_grad_(leaf.requires_grad)
 
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace
 from jettison.trace.fakes import fake_twin
 from jettison.trace.isolation import forward_of, leaving_nothing
 from jettison.trace.model import mode_of, recording_errors, uncached_autocast
 from jettison.trace.signature import opaque_copy
+from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.trace.values import tracing
-from jettison.trace.wrapped import arrived, plain, wrapping
+from jettison.trace.wrapped import arrived, has_gradients, plain, wrapping
 
 
 def trace_region(
@@ -63,7 +63,7 @@ def trace_region(
 def _like(leaf: Any, mode: FakeTensorMode) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(plain(leaf), FakeTensor):
         return leaf
-    if not leaf.is_floating_point():
+    if not has_gradients(leaf.dtype):
         return leaf  # ids and masks keep their values: a forward may look at them
     wrap = wrapping(leaf)
     fake = mode.from_tensor(arrived(leaf.detach()))

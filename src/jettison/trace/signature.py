@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.errors import TraceError
 from jettison.trace.described import described
+from jettison.trace.trees import tree_flatten, tree_unflatten
 from jettison.trace.wrapped import plain
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)

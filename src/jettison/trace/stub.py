@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
 from jettison.trace.capture import RegionTrace, TensorRef
-from jettison.trace.wrapped import Wrapping, plain, wrapping
+from jettison.trace.trees import tree_unflatten
+from jettison.trace.wrapped import Wrapping, has_gradients, plain, wrapping
 
 
 class Probe(Protocol):
@@ -55,13 +55,13 @@ class _Stub(torch.autograd.Function):
         ctx: Any, made: list[TensorRef], constants: frozenset[int], device: torch.device, extra: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.metas = [
-            (plain(t).shape, t.dtype, t.device, wrapping(t)) if t.is_floating_point() and t.requires_grad else None
+            (plain(t).shape, t.dtype, t.device, wrapping(t)) if has_gradients(t.dtype) and t.requires_grad else None
             for t in tensors
         ]
         ctx.extra = extra
         out = tuple(_empty(r.size, r.stride, r.dtype, device, r.wrap) for r in made)
         ctx.mark_non_differentiable(
-            *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not t.is_floating_point())
+            *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))
         )
         return out
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
-from jettison.trace.wrapped import desugars
+from jettison.trace.wrapped import desugars, has_gradients
 
 
 class RealUntilFake(TorchDispatchMode):
@@ -70,7 +70,7 @@ def _unmoved_stream() -> Iterator[None]:
 
 def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    return func._schema.name in ("aten::empty", "aten::empty_strided") and dtype.is_floating_point
+    return func._schema.name in ("aten::empty", "aten::empty_strided") and has_gradients(dtype)
 
 
 @contextlib.contextmanager

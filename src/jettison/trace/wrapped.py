@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -50,6 +51,11 @@ def _kind(cls: type) -> _Kind:
 def _kind_of(tensor: Any) -> _Kind:
     cls: Any = type(tensor)
     return _kind(cls)
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can want gradients."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def desugars(types: Any) -> bool:

@@ -1,0 +1,78 @@
+"""Trees of arguments and results, as torch's pytree sees them, and dataclasses that hold tensors taken apart too.
+
+torch's pytree takes a dataclass for one leaf, unless its author has registered it. A block that returns one would then
+have no tensors. Nothing is registered for classes of other people: other code would see them in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+tree_unflatten = pytree.tree_unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A dataclass by its attributes."""
+
+    kind: type
+    values: dict[str, Any]
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves, and what `tree_unflatten` needs to put them back."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(map(_is_closed, leaves)):
+        return leaves, spec
+    return pytree.tree_flatten(_opened(tree, ()))
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Leaves alone."""
+    leaves = pytree.tree_leaves(tree)
+    return pytree.tree_leaves(_opened(tree, ())) if any(map(_is_closed, leaves)) else leaves
+
+
+def _is_closed(leaf: Any) -> bool:
+    return hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type | Tensor | nn.Module)
+
+
+def _opened(tree: Any, above: tuple[int, ...]) -> Any:
+    """The tree with dataclasses opened.
+
+    Args:
+        above: ids of the dataclasses around it, one of which may refer to another.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([_open(leaf, above) if _is_closed(leaf) else leaf for leaf in leaves], spec)
+
+
+def _open(leaf: Any, above: tuple[int, ...]) -> Any:
+    if id(leaf) in above:
+        return leaf
+    names = dict.fromkeys((*(f.name for f in fields(leaf)), *getattr(leaf, "__dict__", {})))
+    above = (*above, id(leaf))
+    values = {name: _opened(getattr(leaf, name), above) for name in names if hasattr(leaf, name)}
+    if not any(isinstance(inside, Tensor) for inside in pytree.tree_leaves(values)):
+        return leaf  # a configuration
+    return _Opened(type(leaf), values)
+
+
+def _flatten(opened: _Opened) -> tuple[list[Any], Any]:
+    return list(opened.values.values()), (opened.kind, tuple(opened.values))
+
+
+def _unflatten(values: Iterable[Any], context: Any) -> Any:
+    kind, names = context
+    made = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+pytree.register_pytree_node(_Opened, _flatten, _unflatten, serialized_type_name="jettison.trace.trees._Opened")

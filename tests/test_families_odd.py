@@ -1,0 +1,301 @@
+"""Models that do what few do: complex numbers alone, dataclasses, generators, side stores, losses of unknown shape."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from jettison.api.planner import Planner  # noqa: E402
+from jettison.api.verbs import apply_rehearsed  # noqa: E402
+from jettison.measure import compare_gradients, independent_copy  # noqa: E402
+from jettison.trace.fakes import fake_mode  # noqa: E402
+from jettison.trace.model import ModelTrace, call_model, loss_of, trace_model  # noqa: E402
+from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten  # noqa: E402
+
+WIDTH = 16
+
+
+def trains_the_same(model: nn.Module, *batches: Any) -> ModelTrace:
+    """Backward under the smallest plan, batch by batch, gives plain autograd's bits. The trace it was planned by."""
+    reference = independent_copy(model)
+    trace = trace_model(model, batches[0])
+    planner = Planner(trace=trace, measure=False)
+    found = planner.smallest()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some fall back, and say so
+        applied = apply_rehearsed(model, planner, found, planner.minimum_budget_bytes)
+        for batch in batches:
+            for one in (model, reference):
+                torch.manual_seed(3)
+                loss_of(call_model(one, batch)).backward()
+            assert compare_gradients(model, reference).identical
+    applied.remove()
+    return trace
+
+
+class Stack(nn.Module):
+    """Blocks between two projections; the output is the loss."""
+
+    def __init__(self, make: Callable[[], nn.Module], blocks: int = 3) -> None:
+        super().__init__()
+        self.stem, self.layers, self.head = nn.Linear(4, WIDTH), nn.ModuleList(), nn.Linear(WIDTH, 4)
+        self.layers.extend(make() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+# complex numbers ------------------------------------------------------------------------------------------------------
+
+
+class Phase(nn.Module):
+    """Complex in, complex out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, dtype=torch.cfloat) for _ in range(2))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z + self.b(torch.tanh(self.a(z))).conj()
+
+
+class AllComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Phase() for _ in range(3))
+
+    def forward(self, z: Tensor) -> Tensor:
+        for layer in self.layers:
+            z = layer(z)
+        return torch.view_as_real(z).square().mean()
+
+
+def test_a_model_of_complex_numbers_alone() -> None:
+    trace = trains_the_same(AllComplex(), (torch.randn(8, WIDTH, dtype=torch.cfloat),))
+    assert len(trace.calls) == 3
+
+
+# dataclasses ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class State:
+    """What blocks hand on."""
+
+    hidden: Tensor
+    extra: dict[str, Tensor]
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """One with slots, around another."""
+
+    state: State
+    name: str
+
+
+class OfStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = mlp(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: State) -> State:
+        gate = torch.sigmoid(self.gate(state.hidden))
+        extra = {"penalty": state.extra["penalty"] + gate.mean()}
+        return State(hidden=state.hidden + gate * self.body(state.hidden), extra=extra)
+
+
+class States(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfStates() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(hidden=x * 2, extra={"penalty": torch.zeros(())})
+        for layer in self.layers:
+            state = layer(state)
+        return state.hidden.square().mean() + state.extra["penalty"]
+
+
+def test_blocks_that_take_and_return_dataclasses_are_planned() -> None:
+    trace = trains_the_same(States(), (torch.randn(6, WIDTH),))
+    assert len(trace.calls) == 3
+    assert len(trace.classes) == 2  # the first penalty wants no gradient
+    assert all(call.links for call in trace.calls[1:])
+
+
+def test_dataclasses_are_trees_where_they_hold_tensors() -> None:
+    tree = {"a": Frozen(State(torch.ones(2), {"x": torch.zeros(1)}, 3), "name"), "b": Frozen.__doc__}
+    leaves, spec = tree_flatten(tree)
+    assert [type(leaf) for leaf in leaves] == [Tensor, Tensor, int, str, str]
+    assert all(a is b for a, b in zip(leaves, tree_leaves(tree), strict=True))
+    again = tree_unflatten(leaves, spec)
+    assert again["a"] is not tree["a"]
+    assert again["a"].state.extra["x"] is leaves[1]
+    assert spec == tree_flatten(again)[1]
+    assert hash(spec) == hash(tree_flatten(again)[1])
+
+
+def test_a_dataclass_that_refers_to_itself_and_one_without_tensors_are_leaves() -> None:
+    state = State(torch.ones(1), {})
+    state.extra["self"] = state  # type: ignore[assignment]
+    assert tree_leaves([state])[1] is state
+    settings = Frozen(None, "settings")  # type: ignore[arg-type]
+    assert tree_leaves(settings) == [settings]
+
+
+# generators and side stores -------------------------------------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """Yields its outputs one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([mlp(), mlp()])
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for part in self.parts:
+            x = x + part(x)
+            yield x
+
+
+class Generators(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Lazy() for _ in range(2))
+        self.more = nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for y in layer(x):
+                x = x + y
+        for layer in self.more:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_blocks_that_return_generators_are_left_to_the_region_around_them() -> None:
+    trace = trains_the_same(Generators(), (torch.randn(6, WIDTH),))
+    assert [call.name for call in trace.calls] == ["more.0", "more.1"]
+    assert any("returns a generator" in text for text in trace.warnings)
+
+
+class WithStore(nn.Module):
+    """Blocks after the first mix in what that left in a store."""
+
+    def __init__(self, store: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.store, self.body, self.mix = [store], mlp(), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return x + torch.lerp(y, self.store[0].setdefault("first", y), self.mix)
+
+
+class Stored(Stack):
+    def __init__(self) -> None:
+        self.store: dict[str, Tensor] = {}
+        store = self.store
+        super().__init__(lambda: WithStore(store))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.store.clear()
+        loss = super().forward(x)
+        self.store.clear()
+        return loss
+
+
+def test_a_model_whose_blocks_share_a_store_is_planned_as_one_region() -> None:
+    trace = trains_the_same(Stored(), (torch.randn(6, 4),), (torch.randn(6, 4),))
+    assert not trace.calls
+    assert any("planned as one region" in text for text in trace.warnings)
+
+
+# shapes ---------------------------------------------------------------------------------------------------------------
+
+
+class Speech(nn.Module):
+    """A CTC loss around blocks; the lengths are in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(mlp() for _ in range(2)), nn.Linear(WIDTH, 6)
+
+    def forward(self, x: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        scores = self.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets, torch.full((len(x),), x.shape[1]), lengths)
+
+
+def test_a_ctc_loss_and_targets_of_other_lengths() -> None:
+    def batch(*lengths: int) -> tuple[Tensor, ...]:
+        return torch.randn(3, 12, WIDTH), torch.randint(1, 6, (3, 5)), torch.tensor(lengths)
+
+    trace = trains_the_same(Speech(), batch(5, 3, 4), batch(5, 3, 4), batch(2, 3, 4))
+    assert not trace.root.problem
+
+
+def test_fake_ctc_losses_have_the_real_ones_shapes() -> None:
+    scores, targets = torch.randn(12, 3, 7).log_softmax(-1), torch.randint(1, 7, (3, 5))
+    real = torch.ops.aten._ctc_loss.default(scores, targets, [12] * 3, [5, 3, 4])
+    with fake_mode(allow_non_fake_inputs=True) as mode:
+        fake = torch.ops.aten._ctc_loss.default(mode.from_tensor(scores), targets, [12] * 3, [5, 3, 4])
+    assert [(t.shape, t.stride()) for t in real] == [(t.shape, t.stride()) for t in fake]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (0, 2, 1, 3), (1, 0, 2, 3)])
+def test_fake_batch_norms_have_the_real_ones_strides(order: tuple[int, ...]) -> None:
+    x = torch.randn(4, 5, 6, 8).permute(order)
+    c = x.shape[1]
+    values = [x, torch.ones(c), torch.zeros(c), torch.zeros(c), torch.ones(c)]
+    real = torch.ops.aten.native_batch_norm(*values, True, 0.1, 1e-5)
+    with fake_mode() as mode:
+        fake = torch.ops.aten.native_batch_norm(*(mode.from_tensor(v) for v in values), True, 0.1, 1e-5)
+    assert [t.stride() for t in real] == [t.stride() for t in fake]
+
+
+class Flow(nn.Module):
+    """A coupling layer: what its second output is added to, no backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, logdet: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.tanh(self.net(x))
+        return x * scale.exp(), logdet + scale.sum(-1)
+
+
+class Flows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Flow() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logdet = x.new_zeros(len(x))
+        for layer in self.layers:
+            x, logdet = layer(x, logdet)
+        return x.square().mean() - logdet.mean()
+
+
+def test_an_input_that_only_an_output_needs() -> None:
+    trains_the_same(Flows(), (torch.randn(6, WIDTH),))
