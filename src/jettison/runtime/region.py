@@ -235,7 +235,7 @@ class PlannedForward:
             best.recipe if best else None,
             name=self.name,
             word=self.treatment.word,
-            calls=sum(p.calls for p in self.prepared.values()),
+            calls=self.calls,
             recordings=self.recordings,
             fallback=best.problem if best else "",
         )

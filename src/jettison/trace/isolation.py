@@ -22,8 +22,8 @@ from jettison.trace.streams import Streams
 class Isolation:
     """What a run on fake tensors changes outside of them."""
 
-    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
-        self.reach = Reach(modules, values)
+    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any], *, copies: bool = False) -> None:
+        self.reach = Reach(modules, values, copies=copies)
         self.streams = Streams.now(cuda=False)
 
     def effects(self) -> str:
@@ -53,9 +53,15 @@ class Isolation:
 
 
 @contextlib.contextmanager
-def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> Iterator[Isolation]:
-    """Python's state is as it was when this ends."""
-    state = Isolation(modules, values)
+def leaving_nothing(
+    modules: Iterable[nn.Module], values: Iterable[Any] = (), *, copies: bool = False
+) -> Iterator[Isolation]:
+    """Python's state is as it was when this ends.
+
+    Args:
+        copies: so are tensors in its hands, which a run on real ones may write to.
+    """
+    state = Isolation(modules, values, copies=copies)
     try:
         yield state
     finally:
