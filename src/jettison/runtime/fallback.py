@@ -68,10 +68,10 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             return Verdict(again=True, written=written)
     except WrongValue:
         return Verdict(again=False, why="a second run of its forward gives other values")
-    except Exception:
-        if not looks.ran_backward:
-            raise
-        return Verdict(again=False, why=RAN_BACKWARD)
+    except Exception as error:  # one of the user's own comes again where the forward runs as it is
+        first = (str(error).splitlines() or [""])[0][:200]
+        why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {first})"
+        return Verdict(again=False, why=why)
     finally:
         streams.restore()
         reach.restore()

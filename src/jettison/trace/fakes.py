@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
@@ -30,6 +31,8 @@ class StepFakeMode(FakeTensorMode):
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
     real one takes float32 and float16 too.
     `_c10d_functional.wait_tensor`: the real one returns its argument.
+    `aten.native_batch_norm`: the CPU's real kernel gives a contiguous result, or a channels-last one; the fake one keeps
+    whatever order of strides the input has.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
@@ -40,6 +43,9 @@ class StepFakeMode(FakeTensorMode):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
         out = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
+            with self:
+                return (torch.empty_like(out[0], memory_format=suggest_memory_format(args[0])), *out[1:])
         weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
         if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
             return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from jettison.errors import TraceError
@@ -66,6 +67,23 @@ def leaving_nothing(
         yield state
     finally:
         state.undo()
+
+
+@contextlib.contextmanager
+def without_our_hooks() -> Iterator[None]:
+    """Autograd saves as it does without a plan or a recording: `torch.func` refuses to run under saved-tensor hooks."""
+    autograd: Any = torch._C._autograd
+    taken = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if not str(getattr(top[0], "__module__", "")).startswith("jettison."):
+            break
+        taken.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def forward_of(module: nn.Module, twin: nn.Module) -> Callable[..., Any]:
