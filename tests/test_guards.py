@@ -370,7 +370,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(N, N)
+        self.a, self.b = nn.Linear(N, N), nn.Linear(N, N)
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ class Counting(nn.Module):
         h = self.a(x)
         g = h.relu()  # saved first, and computed again out of what the sine saves
         h = h.double() if os.environ.get("HIDDEN") else h
-        return x + g + h.sin().float()
+        return x + self.b(g) + h.sin().float()
 
 
 def test_a_run_that_leaves_its_recording_is_kept_from_there_on(monkeypatch: pytest.MonkeyPatch) -> None:
