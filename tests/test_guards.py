@@ -365,21 +365,35 @@ def test_a_fallback_found_while_training_warns_once_a_block() -> None:
         assert recordings(handle) == LAYERS + 1
 
 
-def test_what_has_written_to_its_buffers_cannot_be_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward diverges after it has counted: running it again would count twice, so it is an error, not a guess."""
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and can be told to do something else from its second product on."""
 
-    class Counting(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(N, N), nn.Linear(N, N)
+        self.register_buffer("count", torch.zeros(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return super().forward(x) + (x.sin() if os.environ.get("HIDDEN") else x.sin().cos())
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        h = self.a(x)
+        g = h.relu()  # saved first, and computed again out of what the sine saves
+        h = h.double() if os.environ.get("HIDDEN") else h
+        return x + self.b(g) + h.sin().float()
 
-    model, _, x = pair(Counting)
+
+def test_a_run_that_leaves_its_recording_is_kept_from_there_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, x = pair(Counting)
     with jettison.apply(model, "full", batch=(x,)):
-        step(model, x)
+        assert_same_step(model, plain, x)
+        monkeypatch.setenv("HIDDEN", "1")
+        assert_same_step(model, plain, x)
+
+
+def test_what_has_written_to_its_buffers_cannot_be_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was dropped needs what never came, and another run would count twice: an error, not a guess."""
+    model, plain, x = pair(Counting)
+    with jettison.apply(model, "selective-op", batch=(x,)):
+        assert_same_step(model, plain, x)
         monkeypatch.setenv("HIDDEN", "1")
         with pytest.raises(TraceError, match="written to its buffers"):
             step(model, x)

@@ -34,6 +34,8 @@ class Anchor(StrEnum):
     DISCRETE = "discrete choice"  # router top-k and the like: a second answer may differ
     GENERATOR = "private generator"  # draws from a generator that is not the default one
     COLLECTIVE = "collective order"
+    ASKED = "read by a backward inside the forward"  # when it wants it, the rest may not be there yet
+    NONDETERMINISTIC = "order of additions"  # the kernel adds in whatever order its threads come
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.trace.wrapped import arrived, plain, storage_of
 
 Forward = Callable[..., Any]
+RAN_BACKWARD = "its forward runs a backward of its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +49,18 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     """
     reach = Reach([module], tree_leaves((args, kwargs)), copies=True)
     streams, signature = Streams.now(), global_signature()
+    looks = _Looks()
     try:
-        with _buffers_as(module, _copies(module)) as copies:
+        with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
             versions = {key: b._version for key, b in copies.items()}
-            looks = _Looks()
             given = _copied((args, kwargs))
-            first = _run(forward, given, looks.first)
+            first = _run(forward, given, looks.first, looks.asked)
             written = tuple(key for key, b in copies.items() if b._version != versions[key])
             streams.restore()
             with as_signed(signature), _buffers_as(module, _copies(module)):
-                second = _run(forward, given, looks.second)
+                second = _run(forward, given, looks.second, looks.asked)
+            if looks.ran_backward:
+                return Verdict(again=False, why=RAN_BACKWARD)
             if looks.at != len(looks.seen):
                 return Verdict(again=False, why="a second run of its forward saves other tensors")
             if not _same(first, second):
@@ -65,6 +68,10 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
             return Verdict(again=True, written=written)
     except WrongValue:
         return Verdict(again=False, why="a second run of its forward gives other values")
+    except Exception as error:  # one of the user's own comes again where the forward runs as it is
+        first = (str(error).splitlines() or [""])[0][:200]
+        why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {first})"
+        return Verdict(again=False, why=why)
     finally:
         streams.restore()
         reach.restore()
@@ -76,6 +83,12 @@ class _Looks:
 
     seen: list[Witness] = field(default_factory=list)
     at: int = 0
+    ran_backward: bool = False
+
+    def asked(self, _packed: None) -> Tensor:
+        """Only a backward inside the forward asks: what it wants is not held, and a checkpoint could not give it."""
+        self.ran_backward = True
+        raise RuntimeError(RAN_BACKWARD)
 
     def first(self, tensor: Tensor) -> None:
         self.seen.append(_witness(tensor, 0, Check.FULL))
@@ -98,16 +111,15 @@ def _is_like(witness: Witness, tensor: Tensor) -> bool:
     return witness.dtype is tensor.dtype and witness.spots == spots_of(tuple(tensor.shape), tuple(tensor.stride()))
 
 
-def _run(forward: Forward, call: tuple[Any, Any], saved: Callable[[Tensor], None]) -> list[Witness]:
+def _run(
+    forward: Forward, call: tuple[Any, Any], saved: Callable[[Tensor], None], asked: Callable[[None], Tensor]
+) -> list[Witness]:
     """A forward of which only what ``saved`` makes of its saved tensors stays."""
 
     def pack(tensor: Tensor) -> None:
         saved(tensor)
 
-    def unpack(_packed: None) -> Tensor:
-        raise AssertionError("nobody runs a trial's backward")
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, asked):
         output = forward(*call[0], **call[1])
     return [_witness(leaf, 0, Check.FULL) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
@@ -170,6 +182,19 @@ def _buffers_as(module: nn.Module, buffers: Buffers) -> Iterator[Buffers]:
     finally:
         for (i, name), buffer in before.items():
             tables[i][name] = buffer
+
+
+@contextlib.contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """What a forward adds to gradients of the module's parameters is gone afterwards."""
+    before = [(parameter, parameter.grad) for parameter in module.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 # checkpointing --------------------------------------------------------------------------------------------------------
@@ -256,7 +281,7 @@ class Rerun:
             at += 1
 
         def unpack(_packed: None) -> Tensor:
-            raise AssertionError("nobody runs this backward")
+            raise self.wrong(RAN_BACKWARD)
 
         now, reach = Streams.now(), Reach([self.module], leaves)
         self.streams.restore()

@@ -20,7 +20,7 @@ from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.fallback import Rerun, Verdict, trial
-from jettison.runtime.frame import Diverged, Frame, Handle, Held, owners_of, unpack
+from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
 from jettison.runtime.reads import reads_hold
 from jettison.runtime.recipe import Recipe, compile_recipe
@@ -29,6 +29,7 @@ from jettison.runtime.verify import SequenceCheck
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.trace.capture import RegionTrace, Tap
 from jettison.trace.guard import ModuleGuard, Setting
+from jettison.trace.isolation import without_our_hooks
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
 from jettison.trace.sharded import precision_of, unwatched
@@ -235,7 +236,7 @@ class PlannedForward:
             best.recipe if best else None,
             name=self.name,
             word=self.treatment.word,
-            calls=sum(p.calls for p in self.prepared.values()),
+            calls=self.calls,
             recordings=self.recordings,
             fallback=best.problem if best else "",
         )
@@ -467,7 +468,7 @@ class PlannedForward:
         self._say(prepared)
         if self.treatment.word != "none" and prepared.verdict is not None and prepared.verdict.again:
             return self._rerun(prepared, prepared.verdict, args, kwargs).run()
-        with torch.autograd.graph.saved_tensors_hooks(Held, unpack):  # what it saves is not the surrounding region's
+        with without_our_hooks():  # what it saves is not the surrounding region's
             return self.forward(*args, **kwargs)
 
     def _rerun(self, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:

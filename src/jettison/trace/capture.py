@@ -140,6 +140,7 @@ class RegionTrace:
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
+    asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
 
     def likeness(self) -> str:
         """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
@@ -182,6 +183,7 @@ class Recorder:
         self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
+        self.asked: set[int] = set()  # saved buffers that a backward inside the forward has read
         self._stream = default_stream()
         self._current: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -244,14 +246,15 @@ class Recorder:
             self.given[b] = self.ref(tensor)
         self.state_broken = True
 
-    def saved(self, tensor: Tensor) -> None:
-        """Autograd saved this tensor."""
+    def saved(self, tensor: Tensor) -> int:
+        """Autograd saved this tensor; its buffer."""
         if plain(tensor).layout is not torch.strided:
             raise TraceError(f"it saves a tensor whose layout is {plain(tensor).layout}")
         ref = self.ref(tensor)
         self.slots.append(ref)
         self.slot_info.append((len(self.ops) - 1, self.where))
         self.buffers[ref.buffer]["keepable"] = True
+        return ref.buffer
 
     def boundary(self, path: str, call: int, is_output: bool, tree: Any) -> None:
         """Tensors that cross a module boundary can be held without a saved slot."""
@@ -318,6 +321,10 @@ class Recorder:
                 self.overtaken.add(old)
             written.append((old, new))
             outputs.append(new)
+        if len(written) == 1 and isinstance(out, Tensor) and func._schema.returns[0].alias_info is not None:
+            # a real tensor that something fake was written into: what comes back is fake, and the same memory
+            self._current.setdefault(_storage_key(out), written[0][1])
+            self._alive.append((out.untyped_storage(), out))
         refs: list[TensorRef | None] = []
         for t in out_leaves:
             if isinstance(t, Tensor) and _storage_key(t) not in self._current:
@@ -461,6 +468,8 @@ class Recorder:
                 op.get("anchor") is None and self.overtaken.intersection((*op["inputs"], *op["outputs"]))
             ):
                 op["anchor"] = Anchor.MUTATED
+            if op.get("anchor") is None and self.asked.intersection(op["outputs"]):
+                op["anchor"] = Anchor.ASKED
         reads = tuple(self._read(*read) for read in self.reads)
         self.program = Program(
             buffers=tuple(Buffer(**b) for b in self.buffers),
@@ -482,6 +491,7 @@ class Recorder:
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=tuple(read for read in reads if read is not None), entangled=self.entangled,
+            asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
         )  # fmt: skip
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:
@@ -521,7 +531,17 @@ class ReadingWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BY_HAND:
             self.recorder.read_by_hand(args[0])
+        if func is torch._C._nn.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """What torch runs on real tensors; on fake ones it compares with a range instead."""
+    if num_classes < 1 or tensor.numel() == 0 or not isinstance(tensor, FakeTensor):
+        return torch._C._nn.one_hot(tensor, num_classes)
+    made = torch.ops.aten.zeros.default([*tensor.shape, num_classes], dtype=tensor.dtype, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 class CaptureMode(TorchDispatchMode):
@@ -549,15 +569,20 @@ class CaptureMode(TorchDispatchMode):
 
         listening = [recorder]  # emptied at the end: the graph outlives the recording and must not own the record
 
-        def pack(tensor: Tensor) -> Tensor:
-            if listening:
-                listening[0].saved(tensor)
-            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            buffer = listening[0].saved(tensor) if listening else -1
+            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor, buffer
+
+        def unpack(packed: tuple[Tensor, int]) -> Tensor:
+            tensor, buffer = packed
+            if listening:  # a backward inside the forward
+                listening[0].asked.add(buffer)
+            return tensor
 
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), ReadingWatch(recorder):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), ReadingWatch(recorder):
                 yield
         finally:
             listening.clear()

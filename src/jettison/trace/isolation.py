@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from jettison.errors import TraceError
@@ -22,8 +23,8 @@ from jettison.trace.streams import Streams
 class Isolation:
     """What a run on fake tensors changes outside of them."""
 
-    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
-        self.reach = Reach(modules, values)
+    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any], *, copies: bool = False) -> None:
+        self.reach = Reach(modules, values, copies=copies)
         self.streams = Streams.now(cuda=False)
 
     def effects(self) -> str:
@@ -53,13 +54,36 @@ class Isolation:
 
 
 @contextlib.contextmanager
-def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> Iterator[Isolation]:
-    """Python's state is as it was when this ends."""
-    state = Isolation(modules, values)
+def leaving_nothing(
+    modules: Iterable[nn.Module], values: Iterable[Any] = (), *, copies: bool = False
+) -> Iterator[Isolation]:
+    """Python's state is as it was when this ends.
+
+    Args:
+        copies: so are tensors in its hands, which a run on real ones may write to.
+    """
+    state = Isolation(modules, values, copies=copies)
     try:
         yield state
     finally:
         state.undo()
+
+
+@contextlib.contextmanager
+def without_our_hooks() -> Iterator[None]:
+    """Autograd saves as it does without a plan or a recording: `torch.func` refuses to run under saved-tensor hooks."""
+    autograd: Any = torch._C._autograd
+    taken = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if not str(getattr(top[0], "__module__", "")).startswith("jettison."):
+            break
+        taken.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def forward_of(module: nn.Module, twin: nn.Module) -> Callable[..., Any]:

@@ -342,7 +342,7 @@ class _Tracer:
         links = tuple(
             (position, self._last_output[id(leaf)])
             for position, leaf in enumerate(leaves)
-            if id(leaf) in self._last_output
+            if id(leaf) in self._last_output and position not in cls.trace.asked
         )
         self.calls.append(
             BlockCall(

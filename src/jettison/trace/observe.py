@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.ledger.program import Buffer, Program, Source
 from jettison.trace.capture import RegionTrace, TensorRef
-from jettison.trace.isolation import forward_of
+from jettison.trace.isolation import forward_of, leaving_nothing, without_our_hooks
 from jettison.trace.signature import opaque_copy
 from jettison.trace.trees import tree_flatten, tree_unflatten
 from jettison.trace.wrapped import has_gradients, plain
@@ -36,7 +36,10 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
         module: on real tensors. Its buffers and the random generators are left as they were.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    with _disable_current_modes(), undisturbed(module), torch.no_grad():
+    with (
+        _disable_current_modes(), without_our_hooks(), undisturbed(module),
+        leaving_nothing([module], leaves, copies=True), torch.no_grad(),
+    ):  # fmt: skip
         given = [stand_in(leaf) for leaf in leaves]
         real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
         output = forward_of(module, module)(*real_args, **real_kwargs)

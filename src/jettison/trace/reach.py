@@ -22,6 +22,7 @@ from jettison.trace.streams import is_stream, set_stream_state, stream_state
 
 MOST_VALUES = 20_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
+MOST_DEEP = 12
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "jettison", "transformers", "_pytest", "pytest"}
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
@@ -47,6 +48,7 @@ class Reach:
         self.named: list[tuple[dict[str, Any], str, Any]] = []  # globals that code mentions
         self.caches: list[tuple[Any, Any]] = []  # functions with an lru_cache, and what it said of itself
         self.streams: list[tuple[Any, Any]] = []  # random generators of Python's and numpy's, and their state
+        self.classes: list[tuple[type, dict[str, Any]]] = []
         self._seen: set[int] = set()
         self._held: list[Any] = []
         classes: dict[type, None] = {}
@@ -73,6 +75,7 @@ class Reach:
             "a tensor in Python's hands was written to" for t, version, _ in self.tensors if t._version != version
         ]
         found += [f"global {name!r} changed" for names, name, value in self.named if names.get(name) is not value]
+        found += [f"{cls.__name__}.{name} changed" for cls, was in self.classes for name in _moved(cls, was)]
         return found + [f"a {type(s).__name__} was drawn from" for s, state in self.streams if stream_state(s) != state]
 
     def restore(self) -> None:
@@ -82,6 +85,12 @@ class Reach:
                 _put_back(table, before)
         for names, name, value in self.named:
             names[name] = value
+        for cls, was in self.classes:
+            for name in _moved(cls, was):
+                if name in was:
+                    setattr(cls, name, was[name])
+                else:
+                    delattr(cls, name)
         for tensor, version, copy in self.tensors:
             if copy is not None and tensor._version != version:
                 tensor.data.copy_(copy)
@@ -113,24 +122,32 @@ class Reach:
             elif name not in _MODULE_TABLES:
                 self._visit(value, 0)
 
-    def _class(self, cls: type) -> None:
-        if _is_foreign(cls.__module__):
+    def _class(self, cls: type, depth: int = 0) -> None:
+        """What the methods of a class name, and what it holds itself: a count on the class is Python state as well."""
+        if _is_foreign(cls.__module__) or id(cls) in self._seen:
             return
-        for value in vars(cls).values():
-            self._visit(value, 0)
+        self._seen.add(id(cls))
+        self.classes.append((cls, dict(vars(cls))))
+        for value in list(vars(cls).values()):
+            self._visit(value, depth)
 
     def _add(self, table: Table) -> None:
         self.tables.append(table)
         self.before.append(_copy(table))
 
     def _visit(self, value: Any, depth: int) -> None:
-        if isinstance(value, (*PLAIN, type, types.ModuleType)) or id(value) in self._seen:
+        if isinstance(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
+            return
+        if isinstance(value, type):
+            if len(self._seen) <= MOST_VALUES and depth <= MOST_DEEP:
+                for cls in value.__mro__:
+                    self._class(cls, depth + 1)
             return
         if isinstance(value, Tensor):
             self._seen.add(id(value))
             self.tensors.append((value, value._version, value.detach().clone() if self.copies else None))
             return
-        if len(self._seen) > MOST_VALUES or depth > 12 or is_ours(value):
+        if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or is_ours(value):
             return
         self._seen.add(id(value))
         self._held.append(value)  # so that no id comes back
@@ -155,7 +172,8 @@ class Reach:
             self._add(attributes)
             for inside in list(attributes.values()):
                 self._visit(inside, depth + 1)
-            self._class(type(value))
+            for cls in type(value).__mro__:
+                self._class(cls, depth + 1)
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -248,6 +266,13 @@ def _is_foreign(module: str | None) -> bool:
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _moved(cls: type, was: dict[str, Any]) -> list[str]:
+    """Attributes of a class that are not as they were; what Python keeps there for itself does not count."""
+    now = vars(cls)
+    names = [name for name in {**was, **now} if not (name.startswith("__") or name == "_abc_impl")]
+    return [n for n in names if n not in was or n not in now or not (now[n] is was[n] or _equal(now[n], was[n]))]
 
 
 def _copy(table: Table) -> Any:
