@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from jettison.measure.levels import block_levels, chain_bytes
-from jettison.measure.memory import quiet_gc
+from jettison.measure.memory import Workspace, quiet_gc
 from jettison.plan.problem import RegionOption
 from jettison.plan.treatment import Full, KeepAll
 from jettison.runtime.region import PlannedForward
@@ -19,15 +19,18 @@ from jettison.trace.observe import stand_in, undisturbed
 from jettison.trace.signature import call_signature
 from jettison.trace.stub import stub_outputs
 
-MARGIN_PERCENT = 2  # what another batch of the same shape may route differently
+RANDOM_RUNS = 4
 
 
-def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
+def observe_block(
+    trace: ModelTrace, cls: BlockClass, workspace: Workspace | None = None
+) -> tuple[RegionOption, RegionOption]:
     """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
 
-    Its shapes may depend on values, so the levels are the highest of two runs, each with a margin: on random arguments,
-    and on arguments whose every row is the same, which a router sends all to the same experts. The same block has the
-    same levels whenever it is asked. Parameters, their gradients, buffers and random generators are left as they were.
+    Its shapes may depend on values. So it runs on several random arguments, and on arguments whose every row is the
+    same, which a router sends all to the same experts; the levels are the highest, and as much more as they differ by.
+    The same block has the same levels whenever it is asked. Parameters, their gradients, buffers and random generators
+    are left as they were.
     """
     assert trace.real is not None
     module = trace.real.get_submodule(cls.example)
@@ -37,8 +40,9 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
     found = []
     with undisturbed(module), quiet_gc():
         torch.manual_seed(0)
-        given = [stand_in(leaf) for leaf in leaves]
-        calls = [tree_unflatten(values, spec) for values in (given, [_alike(leaf) for leaf in given])]
+        given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
+        given.append([_alike(leaf) for leaf in given[0]])
+        calls = [tree_unflatten(values, spec) for values in given]
         started = time.perf_counter()
         with torch.no_grad():
             module(*calls[0][0], **calls[0][1])
@@ -52,9 +56,8 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
                 for call in calls:
                     for parameter, _ in gradients:
                         parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
-                    levels.append(block_levels(module, call, shared, None))
-                most = (max(of_both) for of_both in zip(*levels, strict=True))
-                resident, forward_peak, backward_peak = (n + n * MARGIN_PERCENT // 100 for n in most)
+                    levels.append(block_levels(module, call, shared, workspace))
+                resident, forward_peak, backward_peak = (2 * max(n) - min(n) for n in zip(*levels, strict=True))
             finally:
                 region.remove()
             found.append(
