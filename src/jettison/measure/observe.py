@@ -91,15 +91,18 @@ class StandIn:
 
     def __init__(self, trace: ModelTrace, name: str, levels: RegionOption, module: nn.Module) -> None:
         self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
+        self.shared = next(c.shared for c in trace.calls if c.name == name)
         self.module = module
         self.levels = levels
         self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = call_signature(args, kwargs)
+        # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
+        shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
         held = _blob(self.levels.resident_bytes)
         _blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
-        return stub_outputs(self.region, leaves, probe=self, held=(held,))
+        return stub_outputs(self.region, leaves, probe=self, held=(held, *shared))
 
     def forward(self, call: int) -> None:
         """Nothing to note."""
