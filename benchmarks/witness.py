@@ -147,7 +147,7 @@ def table(rows: list[Row], title: str) -> str:
         f"# What witnesses cost ({title})", "",
         "Step time ÷ the same step under the same plan with `check=\"off\"`: median of interleaved rounds, quartiles in "
         "brackets.", "",
-        "| model | policy | check | computed again | wall | CPU seconds | ms a step | launches | end of backward, ms |",
+        "| model | policy | check | again | wall | CPU seconds | ms a step | launches | end of backward, ms |",
         "| --- | --- | --- | ---: | --- | --- | ---: | ---: | ---: |",
     ]  # fmt: skip
     for row in rows:
@@ -156,7 +156,8 @@ def table(rows: list[Row], title: str) -> str:
         lines.append(
             f"| {row.model} | {row.policy} | {row.check} | {row.dropped} "
             f"| {row.wall_ratio:.3f} ({row.wall_low:.3f}–{row.wall_high:.3f}) "
-            f"| {row.cpu_ratio:.3f} ({row.cpu_low:.3f}–{row.cpu_high:.3f}) | {row.milliseconds:.1f} | {launches} | {settling} |"
+            f"| {row.cpu_ratio:.3f} ({row.cpu_low:.3f}–{row.cpu_high:.3f}) "
+            f"| {row.milliseconds:.1f} | {launches} | {settling} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -25,12 +25,13 @@ from jettison.measure.root import rehearse_root
 from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
+from jettison.plan.lean import is_lean, lean_points
 from jettison.plan.levels import Choice
 from jettison.plan.moves import minimum_budget
 from jettison.plan.problem import Region, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.plan.treatment import Exactly, Full, KeepAll, Share, Treatment, treatment
 from jettison.trace.capture import Call, RegionTrace, TensorRef
-from jettison.trace.model import ModelTrace
+from jettison.trace.model import BlockCall, ModelTrace
 from jettison.trace.randomness import ADVANCE
 from jettison.trace.wrapped import plain
 
@@ -103,7 +104,8 @@ class Planner:
 
     def _observed(self, key: str) -> tuple[RegionOption, RegionOption]:
         if key not in self._observations:
-            self._observations[key] = observe_block(self.trace, self.trace.classes[key])
+            cls = self.trace.classes[key]
+            self._observations[key] = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
         return self._observations[key]
 
     # what can be chosen ----------------------------------------------------------------------------------------------
@@ -117,7 +119,9 @@ class Planner:
                 options[key] = self._observed(key)
                 self.points[key] = {o.key: _whole(o) for o in options[key]}
                 continue
-            found = pareto_frontier(cls.trace.program, self.seconds_of(cls.trace), max_points=BLOCK_POINTS)
+            seconds = self.seconds_of(cls.trace)
+            smallest, *more = pareto_frontier(cls.trace.program, seconds, max_points=BLOCK_POINTS)
+            found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
             self.points[key] = {p.key: p for p in found}
             options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
         found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
@@ -175,18 +179,26 @@ class Planner:
                 if not all(c.links for c in run[1:]) or any(c.class_key not in full for c in run):
                     continue
                 members = [full[c.class_key] for c in run]
+                resident = members[0][0].resident_bytes + sum(self._beside_links(c) for c in run[1:])
                 held = 0
                 peaks = []
                 for option, saved, _again in members:
                     peaks.append(option.backward_peak_bytes + held)
                     held += saved
                 yield SegmentOption(
-                    key="segment", start=start, stop=start + size, resident_bytes=members[0][0].resident_bytes,
-                    forward_peak_bytes=members[0][0].resident_bytes + max(o.forward_peak_bytes for o, _, _ in members),
+                    key="segment", start=start, stop=start + size, resident_bytes=resident,
+                    forward_peak_bytes=resident + max(o.forward_peak_bytes for o, _, _ in members),
                     backward_peak_bytes=tuple(peaks),
                     seconds=members[-1][0].seconds
                     + sum(again + 2 * saved / rates.bytes_per_second for _, saved, again in members[:-1]),
                 )  # fmt: skip
+
+    def _beside_links(self, call: BlockCall) -> int:
+        """Bytes that a later block of a run holds: what cannot be computed again, and inputs that are not handed on."""
+        cls = self.trace.classes[call.class_key]
+        linked = {position for position, _ in call.links}
+        program = cls.trace.program
+        return program.kept_bytes(frozenset(b for b in Full().kept(program) if cls.trace.inputs.get(b) not in linked))
 
     def _ends_in_what_can_be_computed(self, key: str) -> bool:
         cls = self.trace.classes[key]
@@ -281,16 +293,17 @@ class Planner:
 
     def smallest(self) -> Rehearsed:
         """The plan of the fewest bytes."""
-        least = [
-            self.rehearse(choose(problem, minimum_budget(problem))) for problem in (self.problem, untimed(self.problem))
-        ]
-        return min(least, key=needs)
+        return min([self._least(self.problem), self._least(untimed(self.problem))], key=needs)
+
+    def _least(self, problem: StepProblem) -> Rehearsed:
+        """Of the fewest bytes. What runs of blocks need is added up, not rehearsed, and may be too little."""
+        ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
+        return min([self.rehearse(choose(way, minimum_budget(way))) for way in ways], key=needs)
 
     @property
     def minimum_budget_bytes(self) -> int:
         """A budget for which there is always a plan. Now and then one for a little less can be found."""
-        problem = untimed(self.problem)
-        return min(self.plain_budget_bytes, needs(self.rehearse(choose(problem, minimum_budget(problem)))))
+        return min(self.plain_budget_bytes, needs(self._least(untimed(self.problem))))
 
     @property
     def plain_budget_bytes(self) -> int:
@@ -374,13 +387,16 @@ def _whole(option: RegionOption) -> FrontierPoint:
 
 
 def untimed(problem: StepProblem) -> StepProblem:
-    """What does not hang on seconds that were measured, and is there whenever a plan is made: both ends."""
+    """What does not hang on seconds that were measured, and is there whenever a plan is made: both ends, and what
+    lowers the peak of the lower one.
+    """
     regions = tuple(replace(r, options=_ends(r.options)) for r in problem.regions)
     return replace(problem, regions=regions, root=_ends(problem.root))
 
 
 def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    return options if len(options) < 3 else (options[0], options[-1])
+    last = len(options) - 1
+    return tuple(o for i, o in enumerate(options) if i in (0, last) or is_lean(o.key))
 
 
 def needs(found: Rehearsed) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.measure.levels import block_levels, chain_bytes
-from jettison.measure.memory import quiet_gc
+from jettison.measure.memory import Workspace, quiet_gc
 from jettison.plan.problem import RegionOption
 from jettison.plan.treatment import Full, KeepAll
 from jettison.runtime.region import PlannedForward
@@ -20,15 +20,18 @@ from jettison.trace.stub import stub_outputs
 from jettison.trace.trees import tree_flatten, tree_unflatten
 from jettison.trace.wrapped import has_gradients
 
-MARGIN_PERCENT = 2  # what another batch of the same shape may route differently
+RANDOM_RUNS = 4
 
 
-def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, RegionOption]:
+def observe_block(
+    trace: ModelTrace, cls: BlockClass, workspace: Workspace | None = None
+) -> tuple[RegionOption, RegionOption]:
     """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
 
-    Its shapes may depend on values, so the levels are the highest of two runs, each with a margin: on random arguments,
-    and on arguments whose every row is the same, which a router sends all to the same experts. The same block has the
-    same levels whenever it is asked. Parameters, their gradients, buffers and random generators are left as they were.
+    Its shapes may depend on values. So it runs on several random arguments, and on arguments whose every row is the
+    same, which a router sends all to the same experts; the levels are the highest, and as much more as they differ by.
+    The same block has the same levels whenever it is asked. Parameters, their gradients, buffers and random generators
+    are left as they were.
     """
     assert trace.real is not None
     module = trace.real.get_submodule(cls.example)
@@ -38,9 +41,9 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
     found = []
     with undisturbed(module), quiet_gc():
         torch.manual_seed(0)
-        given = [stand_in(leaf) for leaf in leaves]
-        both = (given, [_alike(leaf) for leaf in given])
-        calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in both]
+        given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
+        given.append([_alike(leaf) for leaf in given[0]])
+        calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
         started = time.perf_counter()
         with torch.no_grad():
             args, kwargs = opaque_copy(calls[0])
@@ -55,9 +58,8 @@ def observe_block(trace: ModelTrace, cls: BlockClass) -> tuple[RegionOption, Reg
                 for call in calls:
                     for parameter, _ in gradients:
                         parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
-                    levels.append(block_levels(module, call, shared, None))
-                most = (max(of_both) for of_both in zip(*levels, strict=True))
-                resident, forward_peak, backward_peak = (n + n * MARGIN_PERCENT // 100 for n in most)
+                    levels.append(block_levels(module, call, shared, workspace))
+                resident, forward_peak, backward_peak = (2 * max(n) - min(n) for n in zip(*levels, strict=True))
             finally:
                 region.remove()
             found.append(
@@ -91,15 +93,18 @@ class StandIn:
 
     def __init__(self, trace: ModelTrace, name: str, levels: RegionOption, module: nn.Module) -> None:
         self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
+        self.shared = next(c.shared for c in trace.calls if c.name == name)
         self.module = module
         self.levels = levels
         self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = call_signature(args, kwargs)
+        # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
+        shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
         held = _blob(self.levels.resident_bytes)
         _blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
-        return stub_outputs(self.region, leaves, probe=self, held=(held,))
+        return stub_outputs(self.region, leaves, probe=self, held=(held, *shared))
 
     def forward(self, call: int) -> None:
         """Nothing to note."""
