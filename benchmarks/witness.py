@@ -145,8 +145,8 @@ def table(rows: list[Row], title: str) -> str:
     """The rows as Markdown."""
     lines = [
         f"# What witnesses cost ({title})", "",
-        "Step time ÷ the same step under the same plan with `check=\"off\"`: median of interleaved rounds, quartiles in "
-        "brackets.", "",
+        "Step time ÷ the same step under the same plan with `check=\"off\"`: median of interleaved rounds, "
+        "quartiles in brackets.", "",
         "| model | policy | check | again | wall | CPU seconds | ms a step | launches | end of backward, ms |",
         "| --- | --- | --- | ---: | --- | --- | ---: | ---: | ---: |",
     ]  # fmt: skip

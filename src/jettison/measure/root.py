@@ -165,6 +165,8 @@ def _over_blocks(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Iter
         if first is not None:
             first.register_hook(lambda _gradient: levels.backward(call))
 
+    for listener in (before, after):  # no change to the model that a guard would notice
+        setattr(listener, "of_a_region", True)  # noqa: B010
     modules = [trace.twin.get_submodule(name) for name in names]
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
     hooks += [m.register_forward_hook(after) for m in modules]

@@ -76,19 +76,28 @@ def checkpointable(cls: Class) -> Class:
     return cls
 
 
+class _Calls:
+    """The functions that run now; ours, and no state of the user's."""
+
+    __slots__ = ("stack",)
+
+    def __init__(self) -> None:
+        self.stack: list[Callable[..., Any]] = []
+
+
 class _Body(nn.Module):
     """The modules a function reaches, as one module."""
 
     def __init__(self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...]) -> None:
         super().__init__()
-        self.current: list[Callable[..., Any]] = []
+        self.current = _Calls()
         for i, module in enumerate(found):
             self._modules[f"reached{i}"] = module
         for i, parameter in enumerate(parameters):
             self._parameters[f"given{i}"] = parameter
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.current[-1](*args, **kwargs)
+        return self.current.stack[-1](*args, **kwargs)
 
 
 class _FunctionRegion:
@@ -97,11 +106,11 @@ class _FunctionRegion:
         self.planned = PlannedForward(self.body, "a checkpointed function", how, twin=False)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.body.current.append(function)
+        self.body.current.stack.append(function)
         try:
             return self.body(*args, **kwargs)
         finally:
-            self.body.current.pop()
+            self.body.current.stack.pop()
 
 
 def _code_of(function: Callable[..., Any]) -> Any:
