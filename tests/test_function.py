@@ -203,10 +203,10 @@ def test_an_unknown_policy_is_a_usage_error() -> None:
 def test_a_policy_does_what_it_says() -> None:
     kept, model, x = {}, Mlp(), torch.randn(ROWS, N, requires_grad=True)
     for policy in POLICIES:
-        jettison.checkpoint(model, x, policy=policy).sum().backward()
+        jettison.checkpoint(model, x, policy=policy, check="off").sum().backward()
         with AllocationCounter([*model.parameters(), x]) as counter:
             before = counter.live_bytes
-            out = jettison.checkpoint(model, x, policy=policy)
+            out = jettison.checkpoint(model, x, policy=policy, check="off")
             kept[policy] = counter.live_bytes - before - out.nbytes
             del out
             assert counter.live_bytes == before

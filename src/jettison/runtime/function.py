@@ -19,6 +19,7 @@ from torch import nn
 from jettison.plan.treatment import Treatment, treatment
 from jettison.runtime.active import is_inside
 from jettison.runtime.region import PlannedForward
+from jettison.runtime.witness import Check, check_of
 from jettison.trace.blocks import REGION_MARK
 
 Class = TypeVar("Class", bound=type[nn.Module])
@@ -39,32 +40,37 @@ MOST_REGIONS = 64  # of one owner; a function over a number that changes at each
 _ownerless = _Regions()
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, policy: str | Treatment = "full", **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any], *args: Any, policy: str | Treatment = "full", check: str | Check = Check.ALWAYS,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     """Call ``function(*args, **kwargs)``; what it saves for backward is treated by ``policy``.
 
     Args:
         policy: ``none``, ``selective``, ``selective-op``, ``full``, or a `Treatment`.
+        check: how closely what is computed again is held against what forward had, as in `jettison.apply`.
 
     Inside a region that is treated already (another function's, or a planned block) this is a plain call: the outermost
     decides.
 
     Raises:
-        UsageError: an unknown policy word.
+        UsageError: an unknown word.
     """
     how = treatment(policy) if isinstance(policy, str) else policy
+    closely = check_of(check)
     if not torch.is_grad_enabled() or is_inside():
         return function(*args, **kwargs)
     found = tuple(_modules_of(function))
     parameters = tuple(_parameters_of(function))
     numbers = tuple((type(v), v) for v in _flat(_reached(function)) if isinstance(v, bool | int | float | str))
-    key = (_code_of(function), how, tuple(map(id, found)), tuple(map(id, parameters)), numbers)
+    key = (_code_of(function), how, closely, tuple(map(id, found)), tuple(map(id, parameters)), numbers)
     owner: Any = (*found, *parameters, None)[0]
     regions = _ownerless if owner is None else owner.__dict__.setdefault(_SHELF, _Regions())
     region = regions.get(key)
     if region is None:
         if len(regions) >= MOST_REGIONS:
             regions.clear()
-        region = regions[key] = _FunctionRegion(found, parameters, how)
+        region = regions[key] = _FunctionRegion(found, parameters, how, closely)
     return region.run(function, args, kwargs)
 
 
@@ -101,9 +107,11 @@ class _Body(nn.Module):
 
 
 class _FunctionRegion:
-    def __init__(self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...], how: Treatment) -> None:
+    def __init__(
+        self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...], how: Treatment, closely: Check
+    ) -> None:
         self.body = _Body(found, parameters)
-        self.planned = PlannedForward(self.body, "a checkpointed function", how, twin=False)
+        self.planned = PlannedForward(self.body, "a checkpointed function", how, twin=False, how=closely)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.body.current.stack.append(function)

@@ -88,8 +88,9 @@ def without_our_hooks() -> Iterator[None]:
 
 def forward_of(module: nn.Module, twin: nn.Module) -> Callable[..., Any]:
     """The twin's own forward: its class's, or what stands in the place of the class's on the instance."""
-    own: Callable[..., Any] | None = vars(twin).get("forward")
+    own: Any = vars(twin).get("forward")
     if own is not None:  # a planned region's stand-in hands on to what it stands in for
-        return own.forward if getattr(own, "of_a_region", False) else own
+        forward: Callable[..., Any] = own.forward if getattr(own, "of_a_region", False) else own
+        return forward
     kind: Any = type(module)
     return types.MethodType(kind.forward, twin)
