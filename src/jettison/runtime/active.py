@@ -143,18 +143,19 @@ def running() -> list[ActiveFrame]:
 
 
 class Listener:
-    """A module hook that hands what crosses a boundary to the running frame. In a copied model it is deaf."""
+    """A module hook that hands what crosses a boundary to the running frame. In a copy of the module it is deaf."""
 
-    def __init__(self, region: Any, path: str, is_output: bool) -> None:
+    def __init__(self, region: Any, module: nn.Module | None, path: str, is_output: bool) -> None:
         self.region = region
+        self.module = module
         self.path = path
         self.is_output = is_output
 
     of_a_region = True
 
-    def __call__(self, _module: nn.Module, args: Any, result: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         frame = current_frame()
-        if frame is None or frame.region is not self.region:
+        if frame is None or frame.region is not self.region or module is not self.module:  # a shallow copy has it too
             return
         where = (self.path, self.is_output)
         call = frame.taps_seen.get(where, 0)
@@ -162,7 +163,7 @@ class Listener:
         frame.tap(self.path, self.is_output, call, result if self.is_output else (args, result))
 
     def __reduce__(self) -> Any:
-        return Listener, (None, self.path, self.is_output)
+        return Listener, (None, None, self.path, self.is_output)
 
 
 class Before:

@@ -43,6 +43,8 @@ def install(
         elif call.name in regions:
             regions[call.name].adopt(call.signature, cls.trace, checked=checked)
     outer = PlannedForward(model, "", root, blocks=tuple(treatments), how=how)
+    for region in regions.values():
+        region.outer = outer
     if traced.root.problem:
         outer.give_up(traced.root_signature, traced.root.problem)
     else:

@@ -19,6 +19,7 @@ from jettison.ledger.program import Program
 from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
 from jettison.runtime.assumptions import Assumptions
+from jettison.runtime.callers import is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
@@ -116,6 +117,10 @@ class PlannedForward:
         self.is_root = blocks is not None
         self.forward: Callable[..., Any] = module.forward
         self.had_own = "forward" in vars(module)
+        self.class_forward: Any = type(module).forward
+        self.retired = False  # the plan has left this module
+        self.outer: PlannedForward | None = None  # the root of the plan that this is a part of
+        self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
         self.prepared: dict[Any, Prepared] = {}
         self.recordings = 0
@@ -141,7 +146,17 @@ class PlannedForward:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_transforming():
+        if torch.compiler.is_compiling():
+            return (self.eagerly if not self.retired and is_compiled_training() else self.forward)(*args, **kwargs)
+        return self._called(whose_copy(self), args, kwargs)
+
+    def _called(self, copied: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call, of this module or of a shallow copy that has our attributes."""
+        if not self.had_own and type(self.module).forward is not self.class_forward:
+            self._follow_class()
+        if copied is not None:
+            return self._run_copy(copied, args, kwargs)
+        if self.retired or not torch.is_grad_enabled() or is_transforming():
             return self.forward(*args, **kwargs)
         outer = current_frame()
         first = next_sequence_number()
@@ -157,6 +172,46 @@ class PlannedForward:
             outer.nested.append((first, next_sequence_number()))
             outer.block_done(output)
         return output
+
+    def _eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """What `torch.compile` comes by, and leaves as it is."""
+        self.say_once(
+            "torch.compile",
+            "torch.compile has no effect on what runs under a plan: a planned model runs op by op. To compile it "
+            "instead, remove() the plan first",
+        )
+        return self._called(whose_copy(self, compiled=True), args, kwargs)
+
+    def _run_copy(self, copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.retired:
+            self.say_once(
+                "copy",
+                f"a shallow copy of {self.name or 'the model'} (copy.copy, nn.DataParallel) runs without the plan, "
+                "which belongs to the original; make copies first, and plan each of them",
+            )
+        if self.had_own:
+            return self.forward(*args, **kwargs)
+        return types.MethodType(type(copied).forward, copied)(*args, **kwargs)
+
+    def _follow_class(self) -> None:
+        """The class has another forward than when this was planned."""
+        self.class_forward = type(self.module).forward
+        self.forward = types.MethodType(self.class_forward, self.module)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Nothing that was recorded holds."""
+        self.prepared.clear()
+        self.pending = {}
+        self.outdated = {}
+        self.guard = None
+
+    def say_once(self, key: str, text: str) -> None:
+        """Warn, once in a plan."""
+        said = (self.outer or self).said
+        if key not in said and not self.quiet:
+            said.add(key)
+            warnings.warn(text, stacklevel=2)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.before_first is not None:
@@ -177,6 +232,11 @@ class PlannedForward:
             prepared = self._prepare(key, args, kwargs)
         return self._run(prepared, key, leaves, args, kwargs)
 
+    @property
+    def __code__(self) -> Any:
+        """Of the forward itself: exporters look at it."""
+        return getattr(self.forward, "__code__", None)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # a copied model trains plainly: the plan belongs to the original
         if self.had_own:
@@ -187,11 +247,14 @@ class PlannedForward:
         return getattr, (self.module, "forward")
 
     def remove(self) -> None:
-        """Put the module's own forward back."""
-        if self.had_own:
-            self.module.forward = self.forward
-        else:
-            self.module.__dict__.pop("forward", None)
+        """Put the module's own forward back, unless somebody has set another one meanwhile."""
+        if vars(self.module).get("forward") is self:
+            if self.had_own:
+                self.module.forward = self.forward
+            else:
+                del self.module.__dict__["forward"]
+        self.retired = True
+        self.pending = {}
         self._unwatch()
 
     def _unwatch(self) -> None:
@@ -315,7 +378,7 @@ class PlannedForward:
         if where in self.tap_hooks:
             return
         module = self.module.get_submodule(tap.path)
-        listener = Listener(self, tap.path, tap.is_output)
+        listener = Listener(self, module, tap.path, tap.is_output)
         if tap.is_output:
             self.tap_hooks[where] = module.register_forward_hook(listener)
         else:
@@ -486,8 +549,3 @@ class PlannedForward:
             self.module, self.forward, args, kwargs, verdict=verdict, how=self.how, salt=self.calls, wrong=wrong,
             rounded=self.rounded,
         )  # fmt: skip
-
-
-def is_transforming() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap) is at work: it has no saved tensors to plan."""
-    return torch._C._functorch.maybe_current_level() is not None

@@ -1,0 +1,49 @@
+"""Who calls a planned forward: its module, a shallow copy of it, a compiler, a transform; and under whose hooks."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+_FILE = nn.Module._call_impl.__code__.co_filename
+_NAMES = frozenset(("_call_impl", "inner", "_slow_forward"))  # functions of nn.Module that call ``self.forward``
+_FAR = 8  # frames between a compiled module's call and what is left of it to Python
+
+
+def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
+    """The shallow copy of a planned module whose ``__call__`` is at work, if one is.
+
+    A shallow copy has the attributes of the original, and so its planned forward, which knows the original only. The
+    frame that called knows better. A direct ``.forward(...)`` cannot be told apart, and counts as the original's.
+
+    Args:
+        planned: the callable in the place of ``module.forward``; this is called from its ``__call__``.
+        compiled: frames of a compiler may be in between.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    for _ in range(_FAR if compiled else 1):
+        if frame is None:
+            return None
+        code = frame.f_code
+        if code.co_name in _NAMES and code.co_filename == _FILE:  # of other frames nothing is read: it would live on
+            found = frame.f_locals.get("self")
+            is_copy = isinstance(found, nn.Module) and found is not planned.module
+            return found if is_copy and vars(found).get("forward") is planned else None
+        frame = frame.f_back
+    return None
+
+
+def is_compiled_training() -> bool:
+    """Whether what compiles now is `torch.compile`, with gradients: an exporter takes the plain forward."""
+    return (
+        torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    )  # fmt: skip
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` (grad, vmap) is at work: it has no saved tensors to plan."""
+    return torch._C._functorch.maybe_current_level() is not None
