@@ -69,8 +69,8 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     except WrongValue:
         return Verdict(again=False, why="a second run of its forward gives other values")
     except Exception as error:  # one of the user's own comes again where the forward runs as it is
-        first = (str(error).splitlines() or [""])[0][:200]
-        why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {first})"
+        line = (str(error).splitlines() or [""])[0][:200]
+        why = RAN_BACKWARD if looks.ran_backward else f"a run on copies fails ({type(error).__name__}: {line})"
         return Verdict(again=False, why=why)
     finally:
         streams.restore()

@@ -31,8 +31,8 @@ class StepFakeMode(FakeTensorMode):
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
     real one takes float32 and float16 too.
     `_c10d_functional.wait_tensor`: the real one returns its argument.
-    `aten.native_batch_norm`: the CPU's real kernel gives a contiguous result, or a channels-last one; the fake one keeps
-    whatever order of strides the input has.
+    `aten.native_batch_norm`: the CPU's real kernel gives a contiguous or a channels-last result; the fake one keeps the
+    input's order of strides.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
