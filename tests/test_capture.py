@@ -23,6 +23,7 @@ from jettison.measure import buffer_digest, parameter_digest, rng_digest  # noqa
 from jettison.measure.peak import allocation_deltas  # noqa: E402
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
+from jettison.trace.opinfo import anchor_of, is_nondeterministic  # noqa: E402
 from jettison.trace.randomness import ADVANCE  # noqa: E402
 from jettison.trace.region import trace_region  # noqa: E402
 
@@ -200,6 +201,35 @@ def test_registered_buffers_and_closure_tensors() -> None:
 def test_top_k_is_a_discrete_choice() -> None:
     trace = record(lambda linear, x: linear(x).topk(2).values)
     assert op_named(trace, "aten.topk").anchor is Anchor.DISCRETE
+
+
+@pytest.mark.parametrize(
+    ("name", "floats", "values", "expected"),
+    [
+        ("index_add_", True, True, True), ("index_add_", False, True, False), ("scatter_add", True, True, True),
+        ("cumsum", True, False, True), ("cumsum", False, False, False), ("put_", True, True, True),
+        ("scatter", True, True, True), ("scatter_", True, False, False), ("index_put_", False, True, True),
+        ("index_put_", True, False, False), ("gather", True, True, False), ("addmm", True, True, False),
+    ],
+)  # fmt: skip
+def test_ops_that_torch_calls_nondeterministic(name: str, floats: bool, values: bool, expected: bool) -> None:
+    def other_bits(device: str, deterministic: bool) -> bool:
+        return is_nondeterministic(name, device, floats=floats, values=values, deterministic=deterministic)
+
+    assert other_bits("cuda", False) is expected
+    assert not other_bits("cuda", True) and not other_bits("cpu", False)
+
+
+def test_an_addition_in_any_order_is_kept_on_an_accelerator() -> None:
+    x = TensorRef(0, (N, N), (N, 1), 0, torch.float32)
+    index = TensorRef(1, (N,), (1,), 0, torch.int64)
+    add = torch.ops.aten.index_add.default
+    assert anchor_of(add, {}, (x, 0, index, x), "cuda") is Anchor.NONDETERMINISTIC
+    assert anchor_of(add, {}, (x, 0, index, x), "cpu") is None
+    fill = torch.ops.aten.scatter_.value
+    assert anchor_of(fill, {}, (x, 0, index, 1.0), "cuda") is None
+    put = torch.ops.aten.index_put_.default
+    assert anchor_of(put, {}, (x, [index], x), "cuda") is Anchor.NONDETERMINISTIC
 
 
 def test_a_private_generator_is_not_replayed() -> None:

@@ -12,6 +12,7 @@ from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, run_ste
 from jettison.runtime.witness import Check, Rounded, Witness, compare
 from jettison.trace.capture import TensorRef, layout, layout_of
 from jettison.trace.sharded import whole_now
+from jettison.trace.signature import kernel_switches, switched
 from jettison.trace.wrapped import arrived, plain, storage_of, wrapping
 
 
@@ -74,7 +75,7 @@ class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
     __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "how", "index", "memo", "model", "name",
-                 "owners", "parameters", "precision", "recipe", "rounded", "salt", "share")  # fmt: skip
+                 "owners", "parameters", "recipe", "rounded", "salt", "share", "switches")  # fmt: skip
 
     def __init__(
         self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]], model: nn.Module
@@ -94,7 +95,7 @@ class Frame:
             self.parameters[buffer] = (table, leaf, table[leaf], table[leaf]._version)
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
-        self.precision = torch.get_float32_matmul_precision()
+        self.switches = kernel_switches()
         self.how = Check.ALWAYS
         self.share = 1  # one slot in so many leaves a witness
         self.salt = 0
@@ -179,15 +180,11 @@ class Frame:
     # backward --------------------------------------------------------------------------------------------------------
 
     def recompute(self, handle: Handle) -> Tensor:
-        """The tensor of a dropped slot, computed at the precision of the forward."""
-        now = torch.get_float32_matmul_precision()
-        if now == self.precision:
+        """The tensor of a dropped slot, computed at the precision, and by the kernels, of the forward."""
+        if kernel_switches() == self.switches:
             return self._recompute(handle)
-        torch.set_float32_matmul_precision(self.precision)
-        try:
+        with switched(self.switches):
             return self._recompute(handle)
-        finally:
-            torch.set_float32_matmul_precision(now)
 
     def _recompute(self, handle: Handle) -> Tensor:
         slot = handle.slot

@@ -32,6 +32,7 @@ from jettison.runtime.states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
 from jettison.trace.capture import RegionTrace, Tap, TensorRef
 from jettison.trace.opinfo import is_collective
+from jettison.trace.signature import Switches, switched
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Step:
     device: str
     simple: bool  # positional arguments only and none nested: call without unflattening
     waits: bool = False  # a collective: its results are there after waiting for them
+    under: Switches | None = None  # kernel switches that the forward itself had set
 
 
 @dataclass
@@ -241,7 +243,7 @@ def _step(
     state_out = call.state_out if call.state_out is not None and makers.get(call.state_out) == index else None
     return Step(
         call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, state_out, call.device,
-        simple, is_collective(call.func),
+        simple, is_collective(call.func), call.under,
     )  # fmt: skip
 
 
@@ -308,6 +310,13 @@ def whole_copy(tensor: Tensor) -> Tensor:
 
 def run_step(step: Step, leaves: list[Any]) -> list[Any]:
     """Call the op on its flat arguments; flat outputs."""
+    if step.under is None:
+        return _run_step(step, leaves)
+    with switched(step.under):
+        return _run_step(step, leaves)
+
+
+def _run_step(step: Step, leaves: list[Any]) -> list[Any]:
     if step.simple:
         out = step.func(*leaves)
     else:

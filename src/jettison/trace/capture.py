@@ -32,6 +32,7 @@ from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.trace.described import described
 from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
 from jettison.trace.randomness import ADVANCE, Movement, movement_of
+from jettison.trace.signature import Switches, kernel_switches
 from jettison.trace.streams import default_stream
 from jettison.trace.trees import tree_flatten, tree_leaves
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
@@ -99,6 +100,7 @@ class Call:
     state_in: int | None = None
     state_out: int | None = None
     device: str = "cpu"
+    under: Switches | None = None  # where the forward had put kernel switches; None where they stood as at its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ class RegionTrace:
     def likeness(self) -> str:
         """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
         leaves = [leaf if isinstance(leaf, TensorRef) else described(leaf) for leaf in self.output_leaves]
-        calls = [(str(c.func), described((c.args, c.kwargs)), c.outputs, c.written, c.state_in) for c in self.calls]
+        calls = [
+            (str(c.func), described((c.args, c.kwargs)), c.outputs, c.written, c.state_in, c.under) for c in self.calls
+        ]  # fmt: skip
         text = repr((self.program.digest(), calls, self.slots, self.inputs, self.names, leaves, self.reads))
         return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
 
@@ -185,6 +189,7 @@ class Recorder:
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
         self.asked: set[int] = set()  # saved buffers that a backward inside the forward has read
         self._stream = default_stream()
+        self._switches = kernel_switches()
         self._current: dict[int, int] = {}
         self._alive: list[Any] = []
         self._named: dict[int, str] = {}
@@ -289,13 +294,13 @@ class Recorder:
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
             return out
-        anchor = anchor_of(func, kwargs, spec_args)
+        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
+        anchor = anchor_of(func, kwargs, spec_args, device)
         random = anchor is not Anchor.GENERATOR and draws(func, args, kwargs)
         if anchor is None and self.reads and takes_number(func, args, kwargs):
             anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
         if random:
             self._require_own_stream()
-        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
         state_in = state_out = None
         if random and self.follows(device):
             move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
@@ -357,8 +362,11 @@ class Recorder:
             }
         )  # fmt: skip
         self.calls.append(
-            Call(func, tuple(spec_args), spec_kwargs, tuple(refs), tuple(written), state_in, state_out, device)
-        )
+            Call(
+                func, tuple(spec_args), spec_kwargs, tuple(refs), tuple(written), state_in, state_out, device,
+                None if (switches := kernel_switches()) == self._switches else switches,
+            )
+        )  # fmt: skip
         return out
 
     def _require_own_stream(self) -> None:

@@ -19,6 +19,28 @@ aten = torch.ops.aten
 DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian",
             "mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
 
+# What `torch.use_deterministic_algorithms` lists for CUDA, as far as it is an op of a forward and not `DISCRETE`.
+_ADDS_IN_ANY_ORDER = {"index_add", "scatter_add", "scatter_reduce", "_scatter_reduce", "index_reduce", "cumsum", "put",
+                      "histc", "bincount", "nll_loss2d_forward"}  # fmt: skip
+_WRITES_IN_ANY_ORDER = {"index_copy", "scatter", "put", "index_put", "_index_put_impl"}
+
+
+def is_nondeterministic(name: str, device: str, *, floats: bool, values: bool, deterministic: bool) -> bool:
+    """Whether a second run of a kernel may give other bits, by torch's own account.
+
+    Args:
+        name: of the op, without its namespace; in-place ones count as the others.
+        device: its type.
+        floats: the result is of floating point: sums of whole numbers are the same in any order.
+        values: several values are written: where two meet, either may stay.
+        deterministic: torch was told to use deterministic algorithms, or to fail.
+    """
+    if device in ("cpu", "meta") or deterministic:
+        return False
+    name = name.removesuffix("_")
+    return (floats and name in _ADDS_IN_ANY_ORDER) or (values and name in _WRITES_IN_ANY_ORDER)
+
+
 _BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
                 "aten::sym_storage_offset", "aten::_is_zerotensor",
                 "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
@@ -83,8 +105,12 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | None:
-    """Why this call may not run again, before its surroundings are known."""
+def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "cpu") -> Anchor | None:
+    """Why this call may not run again, before its surroundings are known.
+
+    Args:
+        device: the type of the one that it runs on.
+    """
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:
         return Anchor.DISCRETE
@@ -94,9 +120,22 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any) -> Anchor | Non
         return Anchor.COLLECTIVE
     if name in ("lift_fresh", "lift", "lift_fresh_copy", "_local_scalar_dense", "set_", "resize_"):
         return Anchor.OPAQUE
+    if device != "cpu" and _gives_other_bits(func, name, device, kwargs, spec_args):
+        return Anchor.NONDETERMINISTIC
     if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in tree_leaves((spec_args, kwargs))):
         return Anchor.OPAQUE
     return None
+
+
+def _gives_other_bits(func: Any, name: str, device: str, kwargs: Any, spec_args: Any) -> bool:
+    named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | kwargs
+    source = next((named[key] for key in ("source", "src", "values") if key in named), None)
+    target = next((v for v in tree_leaves(spec_args) if hasattr(v, "dtype")), None)
+    return is_nondeterministic(
+        name, device, floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
+        values=source is not None and hasattr(source, "size") and prod(source.size) > 1,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
 
 
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,21 +50,61 @@ def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-def _mkldnn() -> Any:
-    return torch._C._get_mkldnn_enabled()
+def _determinism() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
 
 
-def _set_mkldnn(value: Any) -> None:
-    torch._C._set_mkldnn_enabled(value)
+def _set_determinism(value: tuple[bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-KERNEL_SWITCHES: tuple[tuple[Any, Any], ...] = (
-    (_mkldnn, _set_mkldnn),
+_SMALLEST, _HALF = sys.float_info.min, 0.5
+
+
+def _flushes_denormals() -> bool:
+    return _SMALLEST * _HALF == 0.0  # torch has no way to ask; the flag is the thread's, Python's numbers included
+
+
+KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (_determinism, _set_determinism),
+    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch.get_num_threads, torch.set_num_threads),
+    (_flushes_denormals, torch.set_flush_denormal),
 )  # fmt: skip
-"""How to read and how to set what else chooses kernels, or the order of their sums."""
+"""How to read and how to set what chooses kernels, their precision, or the order of their sums."""
+_READ = tuple(read for read, _ in KERNEL_SWITCHES)
+
+Switches = tuple[Any, ...]
+
+
+def kernel_switches() -> Switches:
+    """Where the `KERNEL_SWITCHES` stand. Read for every tensor that is computed again: a microsecond."""
+    return tuple([read() for read in _READ])
+
+
+@contextlib.contextmanager
+def switched(wanted: Switches) -> Iterator[None]:
+    """The switches stand like this meanwhile."""
+    before = kernel_switches()
+    try:
+        _switch(before, wanted)
+        yield
+    finally:
+        _switch(wanted, before)
+
+
+def _switch(before: Switches, wanted: Switches) -> None:
+    for (_, switch), was, value in zip(KERNEL_SWITCHES, before, wanted, strict=True):
+        if was != value:
+            switch(value)
 
 
 def global_signature() -> tuple[Any, ...]:
@@ -73,14 +114,7 @@ def global_signature() -> tuple[Any, ...]:
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-        *(read() for read, _ in KERNEL_SWITCHES),
+        *kernel_switches(),
     )
 
 
@@ -91,27 +125,11 @@ def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
         yield
         return
     cpu, cpu_dtype, cuda, cuda_dtype, *kernels = signature
-    switches: tuple[tuple[Any, Any], ...] = (
-        (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-        (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-        (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-        (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.get_default_dtype, torch.set_default_dtype),
-        *KERNEL_SWITCHES,
-    )
-    before = [enabled() for enabled, _ in switches]
-    with torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu), torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda):
-        try:
-            for (enabled, enable), wanted in zip(switches, kernels, strict=True):
-                if enabled() != wanted:
-                    enable(wanted)
-            yield
-        finally:
-            for (enabled, enable), was in zip(switches, before, strict=True):
-                if enabled() != was:
-                    enable(was)
+    with (
+        torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu), torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda),
+        switched(tuple(kernels)),
+    ):  # fmt: skip
+        yield
 
 
 def opaque_copy(call: Any, tensors: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
