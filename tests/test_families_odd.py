@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: E402
 from jettison.api.planner import Planner  # noqa: E402
 from jettison.api.verbs import apply_rehearsed  # noqa: E402
 from jettison.measure import compare_gradients, independent_copy  # noqa: E402
+from jettison.runtime.region import PlannedForward  # noqa: E402
 from jettison.trace.fakes import fake_mode  # noqa: E402
 from jettison.trace.model import ModelTrace, call_model, loss_of, trace_model  # noqa: E402
 from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten  # noqa: E402
@@ -299,3 +300,55 @@ class Flows(nn.Module):
 
 def test_an_input_that_only_an_output_needs() -> None:
     trains_the_same(Flows(), (torch.randn(6, WIDTH),))
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss, F.binary_cross_entropy])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_fake_losses_hold_the_bytes_that_the_real_ones_hold(loss: Callable[..., Tensor], reduction: str) -> None:
+    x, y = torch.rand(6, 50), torch.rand(6, 50)
+    real = loss(x, y, reduction=reduction)
+    with fake_mode() as mode:
+        fake = loss(mode.from_tensor(x), mode.from_tensor(y), reduction=reduction)
+    assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+    assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+
+
+# around the blocks ----------------------------------------------------------------------------------------------------
+
+
+class Dropping(Stack):
+    """Leaves out layers by a draw."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            if torch.rand([]) > 0.3:
+                x = x + layer(x)
+        return self.head(x).square().mean()
+
+
+def test_layers_that_are_left_out_by_a_draw_are_all_counted() -> None:
+    trace = trains_the_same(Dropping(mlp, 4), *((torch.randn(6, 4),) for _ in range(4)))
+    assert len(trace.calls) == 4
+    assert "decides by numbers" in trace.root.problem
+
+
+class Growing(Stack):
+    """Adds a hook to its blocks in each forward, as collectors of outputs do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda _m, _a, out: kept.append(out)) for layer in self.layers]
+        loss = super().forward(x)
+        for hook in hooks:
+            hook.remove()
+        return loss + sum(t.mean() for t in kept)
+
+
+def test_a_rehearsal_does_not_take_the_hooks_of_others_for_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: PlannedForward, *_: Any) -> Any:
+        raise AssertionError(f"{self.name or 'the root'} was recorded while it was rehearsed")
+
+    trace = trace_model(Growing(mlp), (torch.randn(6, 4),))
+    monkeypatch.setattr(PlannedForward, "_prepare", refuse)
+    Planner(trace=trace, measure=False)

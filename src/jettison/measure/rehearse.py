@@ -117,6 +117,7 @@ def planned(
     """The module runs under a treatment, with a program that is known already."""
     region = PlannedForward(module, name, treatment, how=how)
     region.adopt(signature, trace, checked=True)
+    region.rehearsed = True
     try:
         yield
     finally:

@@ -118,6 +118,7 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Itera
     names = list(dict.fromkeys(c.name for c in trace.calls))
     root = PlannedForward(trace.twin, "", treatment, blocks=tuple(names))
     root.adopt(trace.root_signature, trace.root, checked=True)
+    root.rehearsed = True
 
     def stub(*args: Any, **kwargs: Any) -> Any:
         call = next(calls)

@@ -49,7 +49,10 @@ def install(
         outer.give_up(traced.root_signature, traced.root.problem)
     else:
         outer.adopt(traced.root_signature, traced.root, checked=checked)
-    return [*regions.values(), outer]
+    made = [*regions.values(), outer]
+    for region in made:
+        region.rehearsed = checked
+    return made
 
 
 def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:

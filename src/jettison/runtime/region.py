@@ -136,6 +136,7 @@ class PlannedForward:
         self.said: set[str] = set()
         self.last_values: Any = None
         self.quiet = False  # falls back without a warning
+        self.rehearsed = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.link: Link | None = None
         # output leaf -> how to know it again, its recipe
@@ -219,7 +220,7 @@ class PlannedForward:
             self.before_first = None
         self.calls += 1
         leaves, signature = call_signature(args, kwargs)
-        if self.guard is None or not self.guard.holds():
+        if self.guard is None or not (self.rehearsed or self.guard.holds()):
             self._forget()
         if self.assumptions is not None:
             self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))

@@ -23,6 +23,10 @@ from jettison.trace.wrapped import plain, wrapping
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+_LEAVES_TERMS = (
+    torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+)  # fmt: skip
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
@@ -35,6 +39,8 @@ class StepFakeMode(FakeTensorMode):
     `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths.
     `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
     input's strides.
+    `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
+    has room for all terms.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
@@ -49,6 +55,8 @@ class StepFakeMode(FakeTensorMode):
         out = super().dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
             return (_contiguous_like(args[0]), *out[1:])
+        if func in _LEAVES_TERMS and out.dim() == 0:
+            return _on_its_terms(out, args[0], args[1])
         weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
         if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
             return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
@@ -188,3 +196,9 @@ def _ctc_loss(
 
 def _contiguous_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=suggest_memory_format(tensor), requires_grad=False)
+
+
+def _on_its_terms(loss: Tensor, prediction: Tensor, target: Tensor) -> Tensor:
+    if loss.device.type != "cpu":
+        return loss
+    return loss.new_empty(torch.broadcast_shapes(prediction.shape, target.shape)).as_strided((), ())
