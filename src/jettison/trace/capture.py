@@ -162,7 +162,9 @@ class RegionTrace:
 class Recorder:
     """The growing record of one region."""
 
-    def __init__(self, module: nn.Module, inputs: list[Any], *, strict: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: list[Any], *, strict: bool = True, stream: bytes | None = None
+    ) -> None:  # fmt: skip
         self.module = module
         self.strict = strict  # what cannot be held is an error; else it is noted
         self.problem = ""
@@ -188,7 +190,7 @@ class Recorder:
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
         self.asked: set[int] = set()  # saved buffers that a backward inside the forward has read
-        self._stream = default_stream()
+        self._stream = default_stream() if stream is None else stream
         self._switches = kernel_switches()
         self._current: dict[int, int] = {}
         self._alive: list[Any] = []

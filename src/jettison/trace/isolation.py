@@ -17,7 +17,7 @@ from torch import nn
 
 from jettison.errors import TraceError
 from jettison.trace.reach import Reach
-from jettison.trace.streams import Streams
+from jettison.trace.streams import OutsideTorch
 
 
 class Isolation:
@@ -25,7 +25,7 @@ class Isolation:
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any], *, copies: bool = False) -> None:
         self.reach = Reach(modules, values, copies=copies)
-        self.streams = Streams.now(cuda=False)
+        self.streams = OutsideTorch.now()
 
     def effects(self) -> str:
         """What of Python's state has changed so far, in words; empty where nothing has.
@@ -33,7 +33,7 @@ class Isolation:
         Raises:
             TraceError: numbers were drawn from a stream that no recording holds.
         """
-        moved = self.streams.moved_outside_torch()
+        moved = self.streams.moved()
         if moved:
             raise TraceError(f"it draws from {' and '.join(moved)}")
         changes = self.reach.changes()

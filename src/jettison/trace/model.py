@@ -22,6 +22,7 @@ from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
+from jettison.trace.streams import default_stream
 from jettison.trace.stub import stub_outputs
 from jettison.trace.trees import tree_leaves
 from jettison.trace.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
@@ -286,6 +287,7 @@ class _Tracer:
         self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
         self.leaf_storages: list[dict[int, int]] = []  # a call's leaf position -> storage
         self._keys: dict[str, Any] = {}
+        self.stream = default_stream()  # nobody draws while a trace lasts
         self._likenesses: dict[Any, BlockClass] = {}
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
@@ -314,7 +316,7 @@ class _Tracer:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
         leaves, _ = call_signature(args, kwargs)
-        self.root = root = Recorder(self.twin, leaves, strict=False)
+        self.root = root = Recorder(self.twin, leaves, strict=False, stream=self.stream)
         with values_wanted(root, self.names), self.capture, self.capture.recording(root):
             output = forward_of(self.twin, self.twin)(*args, **kwargs)
         return output, root
@@ -390,7 +392,7 @@ class _Tracer:
     def _record(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> BlockClass:
-        recorder = Recorder(module, leaves)
+        recorder = Recorder(module, leaves, stream=self.stream)
         problem = ""
         before = (args, kwargs)
         state = Isolation([module], leaves)

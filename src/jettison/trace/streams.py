@@ -14,13 +14,38 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OutsideTorch:
+    """Where Python's and numpy's default streams stand."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> OutsideTorch:
+        """The states at this moment."""
+        return cls(random.getstate(), numpy_state())
+
+    def restore(self) -> None:
+        """Put both back to where they stood."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+    def moved(self) -> tuple[str, ...]:
+        """Names of those that stand elsewhere now."""
+        found = [] if random.getstate() == self.python else ["Python's random"]
+        if pickle.dumps(numpy_state()) != pickle.dumps(self.numpy):
+            found.append("numpy's random")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Streams:
     """Where every default stream stands. ``cuda`` is None where CUDA is not in use or was not asked for."""
 
     cpu: Tensor
     cuda: tuple[Tensor, ...] | None
-    python: Any
-    numpy: Any
+    outside: OutsideTorch
 
     @classmethod
     def now(cls, *, cuda: bool = True) -> Streams:
@@ -30,32 +55,14 @@ class Streams:
             cuda: reading those costs a wait for every device.
         """
         states = tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), states, random.getstate(), numpy_state())
+        return cls(torch.get_rng_state(), states, OutsideTorch.now())
 
     def restore(self) -> None:
         """Put every stream back to where it stood."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(list(self.cuda))
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
-
-    def moved(self) -> tuple[str, ...]:
-        """Names of the streams that stand elsewhere now."""
-        now = Streams.now(cuda=self.cuda is not None)
-        found = [] if torch.equal(now.cpu, self.cpu) else ["torch's generator"]
-        if self.cuda is not None and not all(map(torch.equal, now.cuda or (), self.cuda)):
-            found.append("torch's generator on CUDA")
-        return (*found, *self.moved_outside_torch(now))
-
-    def moved_outside_torch(self, now: Streams | None = None) -> tuple[str, ...]:
-        """As `moved`, of Python's and numpy's."""
-        python, numpy = (random.getstate(), numpy_state()) if now is None else (now.python, now.numpy)
-        found = [] if python == self.python else ["Python's random"]
-        if pickle.dumps(numpy) != pickle.dumps(self.numpy):
-            found.append("numpy's random")
-        return tuple(found)
+        self.outside.restore()
 
 
 def default_stream() -> bytes:
