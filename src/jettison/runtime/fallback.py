@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.errors import StaleTensor, WrongValue
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again
 from jettison.runtime.witness import Check, Rounded, Witness, compare, spots_of
 from jettison.trace.reach import Reach
@@ -101,6 +102,7 @@ def _is_like(witness: Witness, tensor: Tensor) -> bool:
 def _run(forward: Forward, call: tuple[Any, Any], saved: Callable[[Tensor], None]) -> list[Witness]:
     """A forward of which only what ``saved`` makes of its saved tensors stays."""
 
+    @of_a_region
     def pack(tensor: Tensor) -> None:
         saved(tensor)
 
@@ -219,6 +221,7 @@ class Rerun:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack_dropped):
             return self.forward(*self.call[0], **self.call[1])
 
+    @of_a_region
     def pack(self, tensor: Tensor) -> Any:
         """What is there anyway is kept; everything else leaves a witness."""
         index = self.count
@@ -249,6 +252,7 @@ class Rerun:
         args, kwargs = tree_unflatten(given, spec)
         at = 0
 
+        @of_a_region
         def pack(tensor: Tensor) -> None:
             nonlocal at
             if at in self.wanted:

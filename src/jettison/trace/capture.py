@@ -550,6 +550,7 @@ class CaptureMode(TorchDispatchMode):
                 listening[0].saved(tensor)
             return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
 
+        pack.of_a_region = True  # type: ignore[attr-defined]
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
         try:
