@@ -508,3 +508,80 @@ def test_a_checkpoint_around_planned_blocks_is_right() -> None:
     twin = net()
     assert same(got, step(twin, call_of(twin)))
     assert len(texts) == 1
+
+
+# parameters -----------------------------------------------------------------------------------------------------------
+
+
+class Tokens(Net):
+    """Its batch does not tell the type of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(self.table(ids))
+
+
+def _double(model: Any) -> None:
+    model.double()
+
+
+def _bfloat16(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def _frozen(model: Any) -> None:
+    model.layers[0].a.weight.requires_grad_(False)
+    model.layers[1].requires_grad_(False)
+
+
+def _assigned(model: Any) -> None:
+    state = {key: torch.randn_like(value, dtype=torch.float64) for key, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _tied(model: Any) -> None:
+    model.layers[0].a.weight = model.layers[2].b.weight
+    model.layers[1].b = model.layers[1].a
+
+
+def _parametrized(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.layers[1].a)
+    nn.utils.parametrizations.orthogonal(model.layers[2].b)
+
+
+def _buffer_for_a_parameter(model: Any) -> None:
+    weight = model.layers[0].a.weight.detach().clone()
+    del model.layers[0].a.weight
+    model.layers[0].a.register_buffer("weight", weight)
+
+
+@pytest.mark.parametrize(
+    "change", [_double, _bfloat16, _frozen, _assigned, _tied, _parametrized, _buffer_for_a_parameter]
+)
+def test_other_parameters_than_when_it_was_planned(change: Callable[[Any], None]) -> None:
+    ids = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return Tokens()
+
+    def run(model: Any) -> list[Tensor]:
+        return step(model, lambda _x: model(ids))
+
+    def changed(model: Any) -> Any:
+        torch.manual_seed(4)
+        change(model)
+        return model
+
+    model, twin = made(), made()
+    handle = jettison.apply(model, "full", batch=(ids,))
+    assert same(run(model), run(twin))
+    changed(model)
+    changed(twin)
+    for _ in range(2):
+        got, _ = said(lambda: run(model))
+        assert same(got, run(twin))
+    assert all(n >= 3 for n in calls(handle).values())

@@ -35,7 +35,7 @@ class Structure:
         self._look()
 
     def check(self) -> None:
-        """Put regions where they belong now, if modules are not where they were; a microsecond for ten blocks."""
+        """Put regions where they belong now, if modules are not where they were."""
         for table, key, there in self.places:
             if table.get(key) is not there:
                 break
