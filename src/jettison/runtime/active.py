@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.errors import TraceError, WrongValue
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
 from jettison.runtime.graphprint import next_sequence_number
 from jettison.runtime.recipe import Recipe, SlotAction
@@ -37,6 +38,7 @@ class ActiveFrame(Frame):
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
+    @of_a_region
     def pack(self, tensor: Tensor) -> Any:
         """As any frame's, as long as the run is the recorded one; what comes after that is kept."""
         if not self.broken:

@@ -40,15 +40,19 @@ class Assumptions:
         budget_bytes: int,
         gradients_held: bool,
     ) -> None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.ends = (trained[0], trained[-1]) if trained else ()
-        self.gradient_bytes = sum(plain(p).nbytes for p in trained)
+        self.follow(model)
         self.planned = _sizes(batch)
         self.known = {signature}
         self.budget_bytes = budget_bytes
         self.gradients_held = gradients_held
         self.said: set[str] = set()
         self.looked = False  # at the backward of the latest forward
+
+    def follow(self, model: nn.Module) -> None:
+        """The model is this one."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.ends = (trained[0], trained[-1]) if trained else ()
+        self.gradient_bytes = sum(plain(p).nbytes for p in trained)
 
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], waiting: int) -> None:
         """Look at what is there before a step.

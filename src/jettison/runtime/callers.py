@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+Pack = TypeVar("Pack", bound=Callable[..., Any])
 
 _FILE = nn.Module._call_impl.__code__.co_filename
 _NAMES = frozenset(("_call_impl", "inner", "_slow_forward"))  # functions of nn.Module that call ``self.forward``
@@ -47,3 +50,18 @@ def is_compiled_training() -> bool:
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` (grad, vmap) is at work: it has no saved tensors to plan."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+def are_hooks_foreign() -> bool:
+    """Whether saved tensors go through hooks of somebody else's here (`torch.autograd.graph.save_on_cpu`).
+
+    Those of planned regions, checkpoints and recordings carry a mark: ``of_a_region``.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and not getattr(top[0], "of_a_region", False)
+
+
+def of_a_region(pack: Pack) -> Pack:
+    """Mark a hook of ours."""
+    pack.of_a_region = True  # type: ignore[attr-defined]
+    return pack

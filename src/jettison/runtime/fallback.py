@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.errors import StaleTensor, WrongValue
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again
 from jettison.runtime.witness import Check, Rounded, Witness, compare, spots_of
 from jettison.trace.reach import Reach
@@ -116,6 +117,7 @@ def _run(
 ) -> list[Witness]:
     """A forward of which only what ``saved`` makes of its saved tensors stays."""
 
+    @of_a_region
     def pack(tensor: Tensor) -> None:
         saved(tensor)
 
@@ -244,6 +246,7 @@ class Rerun:
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack_dropped):
             return self.forward(*self.call[0], **self.call[1])
 
+    @of_a_region
     def pack(self, tensor: Tensor) -> Any:
         """What is there anyway is kept; everything else leaves a witness."""
         index = self.count
@@ -274,6 +277,7 @@ class Rerun:
         args, kwargs = tree_unflatten(given, spec)
         at = 0
 
+        @of_a_region
         def pack(tensor: Tensor) -> None:
             nonlocal at
             if at in self.wanted:

@@ -24,6 +24,7 @@ class Held:
     """A kept slot: the tensor, and its version when autograd saved it. The frame counts as live while it is there."""
 
     __slots__ = ("frame", "tensor", "version")
+    of_a_region = True  # where it is a hook itself
 
     def __init__(self, tensor: Tensor, frame: Frame | None = None) -> None:
         self.frame = frame

@@ -9,6 +9,7 @@ from torch import nn
 
 from jettison.plan.treatment import Treatment
 from jettison.runtime.region import Link, PlannedForward
+from jettison.runtime.structure import Structure
 from jettison.runtime.witness import Check
 from jettison.trace.model import ModelTrace
 
@@ -49,10 +50,11 @@ def install(
         outer.give_up(traced.root_signature, traced.root.problem)
     else:
         outer.adopt(traced.root_signature, traced.root, checked=checked)
-    made = [*regions.values(), outer]
-    for region in made:
+    installed = [*regions.values(), outer]
+    for region in installed:
         region.rehearsed = checked
-    return made
+    outer.structure = Structure(outer, installed)
+    return installed
 
 
 def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from jettison.ledger.program import Program
 from jettison.plan.treatment import Treatment
 from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
 from jettison.runtime.assumptions import Assumptions
-from jettison.runtime.callers import is_compiled_training, is_transforming, whose_copy
+from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.fallback import Rerun, Verdict, trial
 from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
 from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
@@ -88,6 +88,16 @@ class Link:
     outputs: tuple[int, ...] = ()
 
 
+class Watched(Protocol):
+    """What a model consists of."""
+
+    def check(self) -> None:
+        """Look at it when a step begins."""
+
+    def parts_changed(self, names: str) -> None:
+        """Modules inside of blocks are other ones."""
+
+
 class PlannedForward:
     """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
 
@@ -144,6 +154,7 @@ class PlannedForward:
         self.precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
+        self.structure: Watched | None = None  # of the model, where this is the root of a plan
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,12 +187,26 @@ class PlannedForward:
 
     def _eagerly(self, *args: Any, **kwargs: Any) -> Any:
         """What `torch.compile` comes by, and leaves as it is."""
+        self.say_compiled()
+        return self._called(whose_copy(self, compiled=True), args, kwargs)
+
+    def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Somebody else's hooks get what autograd saves, as they would without a plan."""
+        self.say_once(
+            "hooks",
+            f"{self.name or 'the model'} runs without the plan, since it is called under saved-tensor hooks of "
+            "somebody else's (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint), which get "
+            "every tensor that autograd saves. Leave those hooks out to have the plan kept, or remove() the plan",
+        )
+        return self.forward(*args, **kwargs)
+
+    def say_compiled(self) -> None:
+        """Compiling a planned module is without effect."""
         self.say_once(
             "torch.compile",
             "torch.compile has no effect on what runs under a plan: a planned model runs op by op. To compile it "
             "instead, remove() the plan first",
         )
-        return self._called(whose_copy(self, compiled=True), args, kwargs)
 
     def _run_copy(self, copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.retired:
@@ -219,6 +244,16 @@ class PlannedForward:
             self.before_first()
             self.before_first = None
         self.calls += 1
+        if self.structure is not None:
+            self.structure.check()
+        elif self.outer is not None and vars(self.outer.module).get("forward") is not self.outer:
+            self.say_once(
+                "root",
+                "the model got another forward after planning: its blocks run as planned, and what is around them "
+                "as plain autograd keeps it, unless that forward calls the one before. Plan again to have all planned",
+            )
+        if are_hooks_foreign():
+            return self._run_plainly(args, kwargs)
         leaves, signature = call_signature(args, kwargs)
         if self.guard is None or not (self.rehearsed or self.guard.holds()):
             self._forget()
@@ -312,6 +347,8 @@ class PlannedForward:
     def _forget(self) -> None:
         """Settings have changed: what was recorded may not hold. Those that prove not to matter are ignored later."""
         if self.guard is not None:
+            if self.structure is not None and (names := self.guard.structure_words()):
+                self.structure.parts_changed(names)
             self.suspects = self.guard.changed()
             self.outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
             self.prepared.clear()

@@ -589,6 +589,7 @@ class CaptureMode(TorchDispatchMode):
                 listening[0].asked.add(buffer)
             return tensor
 
+        pack.of_a_region = True  # type: ignore[attr-defined]
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
         try:

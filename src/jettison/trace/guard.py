@@ -50,10 +50,15 @@ class ModuleGuard:
         self.cells: list[tuple[Any, Any]] = []
         self.parameters: list[tuple[dict[str, Any], str, bool]] = []
         self.hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = []
+        self.forwards: list[tuple[dict[str, Any], Any]] = []
+        self.children: set[int] = set()  # tables of submodules
         self._seen: set[int] = set()
         for sub in module.modules():
             self._attributes(vars(sub), 0)
             self._class_settings(sub)
+            if sub is not module:
+                self.forwards.append((vars(sub), own_forward(vars(sub))))
+            self.children.add(id(sub._modules))
             for name, child in sub._modules.items():
                 self.settings.append((sub._modules, name, child))
             self.sizes.append((sub._modules, len(sub._modules)))
@@ -70,6 +75,7 @@ class ModuleGuard:
             self.sequences = [s for s in self.sequences if (id(s[0]), _LENGTH) not in ignored]
             self.sizes = [s for s in self.sizes if (id(s[0]), _LENGTH) not in ignored]
             self.cells = [c for c in self.cells if (id(c[0]), _LENGTH) not in ignored]
+            self.forwards = [f for f in self.forwards if (id(f[0]), "forward") not in ignored]
 
     # what is watched -------------------------------------------------------------------------------------------------
 
@@ -145,6 +151,9 @@ class ModuleGuard:
                     self.settings.append((vars(cls), key, value))  # type: ignore[arg-type]
                     if key not in vars(module):
                         self.settings.append((vars(module), key, _MISSING))
+                elif key == "forward" and id(value) not in self._seen:
+                    self._seen.add(id(value))
+                    self.settings.append((vars(cls), key, value))  # type: ignore[arg-type]
 
     # comparing -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +175,9 @@ class ModuleGuard:
         for hooks, before_hooks in self.hooks:
             if (hooks or before_hooks) and foreign(hooks) != before_hooks:
                 return False
+        for attributes, forward in self.forwards:
+            if ("forward" in attributes or forward is not None) and own_forward(attributes) is not forward:
+                return False
         for table, key, wants in self.parameters:
             parameter = table.get(key)
             if parameter is None or parameter.requires_grad is not wants:
@@ -176,11 +188,16 @@ class ModuleGuard:
         """The settings that are not as they were."""
         return frozenset(setting for setting, _ in self._changes())
 
+    def structure_words(self) -> str:
+        """Names of submodules that are not as they were."""
+        return ", ".join(sorted({str(name) for (table, _), name in self._changes() if table in self.children}))
+
     def values(self, settings: frozenset[Setting]) -> list[Any]:
         """What is at those settings now."""
         found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (id(table), key) in settings]
         found += [tuple(s) for s, _ in self.sequences if (id(s), _LENGTH) in settings]
         found += [len(s) for s, _ in self.sizes if (id(s), _LENGTH) in settings]
+        found += [id(own_forward(a)) for a, _ in self.forwards if (id(a), "forward") in settings]
         return found + [repr(cell) for cell, _ in self.cells if (id(cell), _LENGTH) in settings]
 
     def words(self) -> str:
@@ -201,6 +218,15 @@ class ModuleGuard:
         for cell, content in self.cells:
             if not _same_cell(cell, content):
                 yield (id(cell), _LENGTH), "a variable that a function closes over"
+        for attributes, forward in self.forwards:
+            if own_forward(attributes) is not forward:
+                yield (id(attributes), "forward"), "the forward of a module"
+
+
+def own_forward(attributes: dict[str, Any]) -> Any:
+    """What stands on an instance in the place of its class's forward, and is not a plan's or a recording's."""
+    forward = attributes.get("forward")
+    return None if is_ours(forward) else forward
 
 
 def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -230,6 +231,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     tracer = _Tracer(twin, blocks, module if is_real(module) and not sharded_modules(module) else None)
     args, kwargs = opaque_copy((args, kwargs))
     with (
+        warnings.catch_warnings(),
         recording_errors(),
         tracing(mode, values_known=True),
         tracer.installed(),
@@ -237,6 +239,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         torch.enable_grad(),
         leaving_nothing([twin], tree_leaves((args, kwargs))) as state,
     ):
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
         output, root = tracer.forward(args, kwargs)
         trace = root.finish(output)
         _note_effects(trace, state)

@@ -258,7 +258,9 @@ def is_ours(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return False
     kind: Any = type(value)
-    return kind.__module__.startswith("torch.") or str(getattr(value, "__module__", "")).startswith("jettison.")
+    return kind.__module__.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith(
+        "jettison."
+    )
 
 
 def _is_foreign(module: str | None) -> bool:

@@ -1,0 +1,150 @@
+"""Blocks that are replaced, wrapped, moved, removed or added after planning: noticed when the next step begins.
+
+A region belongs to a module, and a plan to a model. So a module that was moved or wrapped keeps its region, under its
+new name; one that stands in the place of another gets a region of its own, treated as the old one was; one that was
+added runs as part of what is around the blocks. All of it is recorded anew. Gradients are right with or without this;
+without it part of a plan would be without effect, and nobody would know.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from jettison.runtime.region import PlannedForward
+from jettison.units import format_bytes
+
+MOST_WORDS = 4
+
+
+class Structure:
+    """See the module docstring. One for the root of a planned model.
+
+    Args:
+        root: stands in the place of the model's forward.
+        regions: of this plan, the root last; new ones are put before it.
+    """
+
+    def __init__(self, root: PlannedForward, regions: list[PlannedForward]) -> None:
+        self.root = root
+        self.regions = regions
+        self.names = root.blocks
+        self._look()
+
+    def check(self) -> None:
+        """Put regions where they belong now, if modules are not where they were."""
+        for table, key, there in self.places:
+            if table.get(key) is not there:
+                break
+        else:
+            if all(len(table) == size for table, size in self.sizes):
+                return
+        self._follow()
+
+    def parts_changed(self, names: str) -> None:
+        """Modules inside of blocks are other ones: recorded anew, which only a budget suffers from."""
+        about = self._about_budget()
+        if about:
+            self.root.say_once(
+                "parts", f"modules of the model were added, replaced or removed after planning ({names}){about}"
+            )
+
+    def _look(self) -> None:
+        """Remember every table entry on the way from the model to its blocks, and what stands for their forwards."""
+        places: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        tables: dict[int, dict[str, Any]] = {}
+        for region in self._at_work():
+            module = self.root.module
+            for part in region.name.split("."):
+                table: Any = module._modules
+                tables[id(table)] = table
+                module = table[part]
+                places[id(table), part] = table, part, module
+            places[id(module), "forward"] = vars(module), "forward", region
+            own = "_compiled_call_impl"
+            places[id(module), own] = vars(module), own, vars(module).get(own)
+        self.places = tuple(places.values())
+        self.sizes = tuple((table, len(table)) for table in tables.values())
+
+    def _at_work(self) -> list[PlannedForward]:
+        return [region for region in self.regions[:-1] if not region.retired]
+
+    def _follow(self) -> None:
+        compiled = next((r for r in self._at_work() if vars(r.module).get("_compiled_call_impl") is not None), None)
+        if compiled is not None:
+            compiled.say_compiled()
+        changes = [*self._keep(), *self._replace()]
+        sizes = [len(table) for table, _ in self.sizes]
+        if not changes and sizes != [size for _, size in self.sizes]:
+            changes.append("modules were added or removed around the blocks")
+        self._look()
+        if not changes:
+            return
+        names = {name: None for name, _ in self.root.module.named_modules()}
+        there = {region.name for region in self._at_work()}
+        self.root.blocks = tuple(name for name in names if name in there)
+        self.root.start_over()
+        self._say(changes)
+
+    def _keep(self) -> Iterator[str]:
+        """Regions whose modules are still part of the model, under whatever name."""
+        names = {id(module): name for name, module in self.root.module.named_modules()}
+        self.lost: list[PlannedForward] = []
+        for region in self._at_work():
+            name, forward = names.get(id(region.module)), vars(region.module).get("forward")
+            if name is None:
+                region.remove()
+                self.lost.append(region)
+            elif forward is not region:
+                region.remove()
+                region.name = name
+                self._add(region, region.module)
+                yield f"{name} has another forward"
+            elif name != region.name:
+                yield f"{region.name} is now {name}"
+                region.name = name
+
+    def _replace(self) -> Iterator[str]:
+        """Modules in the place of those that are gone."""
+        modules = dict(self.root.module.named_modules())
+        for region in self.lost:
+            module = modules.get(region.name)
+            taken = {id(other.module): f"{other.name}." for other in self._at_work()}
+            inside = region.name.startswith(tuple(taken.values()))
+            if module is None or inside or any(id(inner) in taken for inner in module.modules()):
+                yield f"{region.name} is gone"
+            elif isinstance(vars(module).get("forward"), PlannedForward):
+                yield f"{region.name} runs under another plan"
+            else:
+                self._add(region, module)
+                yield f"{region.name} is another {type(module).__name__}"
+
+    def _add(self, old: PlannedForward, module: nn.Module) -> None:
+        new = PlannedForward(module, old.name, old.treatment, model=old.model, how=old.how)
+        new.outer = self.root
+        self.regions.insert(len(self.regions) - 1, new)
+
+    def _say(self, changes: list[str]) -> None:
+        more = f" and {len(changes) - MOST_WORDS} more" if len(changes) > MOST_WORDS else ""
+        warnings.warn(
+            f"the model is another one than when it was planned: {', '.join(changes[:MOST_WORDS])}{more}. What stands "
+            "in the place of a planned block is treated as that one was, and what was added as plain autograd keeps "
+            f"it{self._about_budget()}",
+            stacklevel=2,
+        )
+
+    def _about_budget(self) -> str:
+        known = self.root.assumptions
+        if known is None:
+            return ""
+        known.follow(self.root.module)
+        return (
+            f"; the peak that was planned, at most {format_bytes(known.budget_bytes)}, was that of the model as it "
+            "was. To have a budget held, remove() the plan and plan again"
+        )
+
+
+__all__ = ["Structure"]
