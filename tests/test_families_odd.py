@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from jettison.api.planner import Planner  # noqa: E402
 from jettison.api.verbs import apply_rehearsed  # noqa: E402
+from jettison.errors import TraceError  # noqa: E402
 from jettison.measure import compare_gradients, independent_copy  # noqa: E402
 from jettison.runtime.region import PlannedForward  # noqa: E402
 from jettison.trace.fakes import fake_mode  # noqa: E402
@@ -352,3 +353,82 @@ def test_a_rehearsal_does_not_take_the_hooks_of_others_for_changes(monkeypatch: 
     trace = trace_model(Growing(mlp), (torch.randn(6, 4),))
     monkeypatch.setattr(PlannedForward, "_prepare", refuse)
     Planner(trace=trace, measure=False)
+
+
+class Choosing(Stack):
+    """Decides around its blocks by what they computed."""
+
+    def __init__(self, decide: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(mlp)
+        self.decide = decide
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.decide(self.head(x))
+
+
+def by_branch(y: Tensor) -> Tensor:
+    return y.square().mean() if bool((y.abs().max() < 1e6).all()) else y.sum()
+
+
+def by_mask(y: Tensor) -> Tensor:
+    return y[y > 0].square().mean() + y.masked_select(y < 0).mean()
+
+
+def by_rows(y: Tensor) -> Tensor:
+    return y[torch.nonzero(y.sum(-1) > 0).squeeze(-1)].square().mean()
+
+
+def by_number(y: Tensor) -> Tensor:
+    return y.square().mean() * float(y.abs().max())
+
+
+@pytest.mark.parametrize("decide", [by_branch, by_mask, by_rows, by_number])
+def test_code_around_the_blocks_that_decides_by_values(decide: Callable[[Tensor], Tensor]) -> None:
+    trace = trains_the_same(Choosing(decide), (torch.randn(6, 4),), (torch.randn(6, 4),))
+    assert len(trace.calls) == 3
+    assert trace.root.problem
+    assert any("hangs on values that are not known" in text for text in trace.warnings)
+
+
+class Aside(nn.Module):
+    """What decides is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x[self.first(x).sum(-1) > 0])
+
+
+class WithAside(Stack):
+    def __init__(self) -> None:
+        super().__init__(mlp)
+        self.aside = Aside()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.aside(self.stem(x)).square().sum()
+
+
+def test_a_module_around_the_blocks_that_decides_by_values_is_a_region() -> None:
+    trace = trains_the_same(WithAside(), (torch.randn(6, 4),), (torch.randn(6, 4),))
+    assert {call.name for call in trace.calls} == {"aside", "layers.0", "layers.1", "layers.2"}
+    assert not trace.root.problem
+
+
+def test_a_mask_of_the_batch_tells_how_many_are_selected() -> None:
+    def loss(y: Tensor) -> Tensor:
+        return y.masked_select(torch.arange(y.numel()).view_as(y) % 3 == 0).square().mean()
+
+    trace = trains_the_same(Choosing(loss), (torch.randn(6, 4),))
+    assert not trace.root.problem
+    assert not trace.warnings
+
+
+def test_values_that_python_reads_around_the_blocks_are_one_clear_error() -> None:
+    model = Choosing(lambda y: y.square().mean() * float(y.detach().numpy().max()))
+    with pytest.raises(TraceError, match="decides by values that are not known when it is planned"):
+        trace_model(model, (torch.randn(6, 4),))

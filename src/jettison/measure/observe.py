@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -114,6 +115,21 @@ class StandIn:
         _blob(self.levels.backward_peak_bytes - self.own[1])
         for p in gradients:
             p.grad = torch.empty_like(p) if p.grad is None else p.grad
+
+
+def stand_in_for_opaque(
+    regions: Iterable[PlannedForward], trace: ModelTrace, levels: Mapping[str, RegionOption]
+) -> None:
+    """Blocks that cannot run on fake tensors allocate what they were seen to allocate instead.
+
+    Args:
+        levels: by block name; of others too.
+    """
+    opaque = {c.name for c in trace.calls if trace.classes[c.class_key].opaque}
+    for region in regions:
+        if region.name in opaque and region.name in levels:
+            region.forward = StandIn(trace, region.name, levels[region.name], region.module)
+            region.treatment = KeepAll()
 
 
 def _blob(nbytes: int) -> Tensor:

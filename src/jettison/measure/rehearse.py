@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.measure.levels import block_levels, hold_gradients, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
-from jettison.measure.observe import StandIn
+from jettison.measure.observe import stand_in_for_opaque
 from jettison.plan.problem import RegionOption
 from jettison.plan.treatment import Exactly, KeepAll, Treatment
 from jettison.runtime.install import install
@@ -200,10 +200,7 @@ def _under(module: nn.Module, part: Part) -> Iterator[None]:
     regions = install(
         module, part.trace, part.treatments, part.root, part.segments, checked=True, how=Check(part.trace.how)
     )  # fmt: skip
-    for region in regions:
-        if region.name in part.opaque:
-            region.forward = StandIn(part.trace, region.name, part.opaque[region.name], region.module)
-            region.treatment = KeepAll()
+    stand_in_for_opaque(regions, part.trace, part.opaque)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor
 from jettison.ledger.program import Source
 from jettison.measure.levels import chain_bytes, hold_gradients, run_step
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.measure.observe import stand_in_for_opaque
 from jettison.plan.problem import RegionOption, RootOption
 from jettison.plan.treatment import Exactly, KeepAll
 from jettison.runtime.install import install
@@ -54,7 +55,9 @@ def rehearse_root(
     levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
     treatment = Exactly(trace.root.program.digest(), kept, KeepAll())
     apart = plain is None or not is_entangled(trace)
-    setting = _over_stubs(trace, levels, treatment) if apart else _over_blocks(trace, levels, treatment)
+    setting = _over_stubs(trace, levels, treatment)
+    if not apart and plain is not None:
+        setting = _over_blocks(trace, levels, treatment, plain)
     held = [0] * count if apart or plain is None else [plain[c.class_key].resident_bytes for c in trace.calls]
     gradients = [0] * count if apart or trace.gradients_held else [_gradient_bytes(trace, i) for i in range(count)]
     try:
@@ -144,9 +147,12 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Itera
 
 
 @contextlib.contextmanager
-def _over_blocks(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Iterator[None]:
+def _over_blocks(
+    trace: ModelTrace, levels: _Levels, treatment: Exactly, plain: Mapping[str, RegionOption]
+) -> Iterator[None]:
     names = list(dict.fromkeys(c.name for c in trace.calls))
     regions = install(trace.twin, trace, dict.fromkeys(names, KeepAll()), treatment, checked=True)
+    stand_in_for_opaque(regions, trace, {c.name: plain[c.class_key] for c in trace.calls})
     calls = iter(range(len(trace.calls)))
     current: list[int] = []
 

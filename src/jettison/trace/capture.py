@@ -37,6 +37,7 @@ from jettison.trace.streams import default_stream
 from jettison.trace.trees import tree_flatten, tree_leaves
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
+_GUESSED = "it decides by values that are not known before it runs"
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
@@ -157,6 +158,10 @@ class RegionTrace:
     def draws(self) -> bool:
         """Whether the region uses a default random generator."""
         return bool(self.initial_states)
+
+
+class ValuesRead(TraceError):
+    """Python wants the values of a fake tensor."""
 
 
 class Recorder:
@@ -281,7 +286,7 @@ class Recorder:
         if torch.Tag.data_dependent_output in func.tags:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
-                    self.reads.append((self.ref(leaf), _values_of(leaf), False))
+                    self._read_value(leaf)
         expected = None
         if computes(func, args, kwargs, out):
             expected = len(self.sequence)
@@ -390,18 +395,32 @@ class Recorder:
         if func._schema.name == "aten::_ctc_loss":  # by the lengths, and by nothing that is computed
             self.reads.extend((self.ref(t), _values_of(t), False) for t in args[2:4] if isinstance(t, Tensor))
             return
+        if func._schema.name == "aten::masked_select":
+            self._read_value(args[1])
+            return
         if func._schema.name in _INDEXING:
             masks = (torch.bool, torch.uint8)
-            depends = any(isinstance(t, Tensor) and t.dtype in masks for t in tree_leaves(args[1:2]))
+            deciding = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor) and t.dtype in masks]
         else:
-            depends = torch.Tag.dynamic_output_shape in func.tags
-        if depends:
+            dynamic = torch.Tag.dynamic_output_shape in func.tags
+            deciding = [t for t in tree_leaves(args) if isinstance(t, Tensor)] if dynamic else []
+        writes_only = func._schema.name in _INDEXING - {"aten::index"}
+        if not writes_only and any(isinstance(plain(t), FakeTensor) for t in deciding):
+            self.refuse(_GUESSED)
+        elif deciding:
             self.reads.extend((ref, ref.size, True) for ref in refs if ref is not None)
+
+    def _read_value(self, tensor: Tensor) -> None:
+        """An op, or Python, went by what is in this tensor."""
+        if isinstance(plain(tensor), FakeTensor):
+            self.refuse(_GUESSED)
+        else:
+            self.reads.append((self.ref(tensor), _values_of(tensor), False))
 
     def read_by_hand(self, tensor: Tensor) -> None:
         """Python got at a tensor's values in a way that no op tells (``tolist``, ``numpy``)."""
         if type(plain(tensor)) is FakeTensor:
-            raise TraceError("it reads values out of a tensor (tolist, numpy)")
+            raise ValuesRead("it reads values out of a tensor (tolist, numpy)")
         if storage_of(tensor) in self._current:
             self.reads.append((self.ref(tensor), _values_of(tensor), False))
 

@@ -7,6 +7,7 @@ parameters stay one object.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,9 @@ _LEAVES_TERMS = (
     torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default,
     torch.ops.aten.binary_cross_entropy.default,
 )  # fmt: skip
+_SELECT, _NONZERO = torch.ops.aten.masked_select.default, torch.ops.aten.nonzero.default
+_NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
+_BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
@@ -37,6 +41,7 @@ class StepFakeMode(FakeTensorMode):
     real one takes float32 and float16 too.
     `_c10d_functional.wait_tensor`: the real one returns its argument.
     `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths.
+    `aten.masked_select`: the fake kernel has no shape for it, which is known where the mask is real.
     `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
     input's strides.
     `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
@@ -44,8 +49,15 @@ class StepFakeMode(FakeTensorMode):
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
+    guesses = False
+    """Whether a value that is asked for is made up (true, 1, all rows) instead of being an error."""
+
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BY_VALUES:
+            found = _by_values(func, args, self.guesses)
+            if found is not None:
+                return found
         if func is _WAIT:
             return args[0]  # as the real one does; the fake kernel makes a new tensor
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -66,6 +78,19 @@ class StepFakeMode(FakeTensorMode):
 def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
     """A fresh mode for one trace. Enter it outside (before) any recording or counting dispatch mode."""
     return StepFakeMode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+@contextlib.contextmanager
+def exactly(mode: FakeTensorMode) -> Iterator[None]:
+    """No value is made up meanwhile."""
+    if not isinstance(mode, StepFakeMode):
+        yield
+        return
+    guesses, mode.guesses = mode.guesses, False
+    try:
+        yield
+    finally:
+        mode.guesses = guesses
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None = None) -> nn.Module:
@@ -202,3 +227,20 @@ def _on_its_terms(loss: Tensor, prediction: Tensor, target: Tensor) -> Tensor:
     if loss.device.type != "cpu":
         return loss
     return loss.new_empty(torch.broadcast_shapes(prediction.shape, target.shape)).as_strided((), ())
+
+
+def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
+    """What an op returns that hangs on values; None where nobody knows."""
+    if func is _SELECT:
+        values, mask = args
+        if not isinstance(mask, FakeTensor):
+            return values.new_empty(int(mask.expand(torch.broadcast_shapes(values.shape, mask.shape)).sum()))
+        return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()) if guesses else None
+    if not guesses:
+        return None
+    if func is _NONZERO:
+        return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64).t()
+    if func is _EQUAL:
+        return True
+    dtype = args[0].dtype
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

@@ -213,7 +213,7 @@ class _Linker(_Tracer):
     """Runs the root as the trace did, and writes down what each block call was given."""
 
     def __init__(self, trace: ModelTrace) -> None:
-        super().__init__(trace.twin, list(dict.fromkeys(call.name for call in trace.calls)))
+        super().__init__(trace.twin, trace.mode, list(dict.fromkeys(call.name for call in trace.calls)))
         self.known = trace.classes
         self.traced = trace.calls
         self.arguments: list[dict[int, int]] = []

@@ -18,7 +18,7 @@ from jettison.ledger import Ledger
 from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
-from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
+from jettison.trace.fakes import StepFakeMode, exactly, fake_batch, fake_mode, fake_twin
 from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
 from jettison.trace.sharded import cast_batch, sharded_modules
@@ -30,6 +30,7 @@ from jettison.trace.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, valu
 from jettison.trace.values import tracing
 from jettison.trace.wrapped import plain, storage_of
 
+MOST_CHANGES = 32  # of what is a region, before a model is given up
 LossFn = Callable[[Any], Tensor]
 
 
@@ -151,17 +152,18 @@ def trace_model(
     """
     mode = mode or fake_mode(allow_non_fake_inputs=True)
     changes: list[str] = []
-    while True:
+    for _ in range(MOST_CHANGES):
         try:
             trace = _traced(model, batch, loss_fn, regions, values_known, mode)
         except OtherRegions as other:
-            if regions == other.regions:
-                raise TraceError(str(other)) from other
             regions = other.regions
             changes.append(str(other))
+            if other.guesses and isinstance(mode, StepFakeMode):
+                mode.guesses = True
         else:
             trace.warnings[:0] = changes
             return trace
+    raise TraceError(f"no way to divide {type(model).__name__} into regions was found: {'; '.join(changes[-2:])}")
 
 
 def _traced(
@@ -180,14 +182,15 @@ def _traced(
         if sharded_modules(model):
             held = _as_batch(*cast_batch(model, *as_call(held)))
     watchable = values_known and is_real(model) and not sharded_modules(model)
-    tracer = _Tracer(twin, regions, model if watchable else None)
+    tracer = _Tracer(twin, mode, regions, model if watchable else None)
     root_signature = (call_signature(*as_call(held))[1], global_signature())
     given = _as_batch(*opaque_copy(as_call(held)))
     with (
         tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad(),
         leaving_nothing([twin], tree_leaves(given)) as state,
     ):  # fmt: skip
-        root, outside = tracer.run(given, loss_fn)
+        with unseen_outputs(tracer.classes):
+            root, outside = tracer.run(given, loss_fn)
         _note_effects(root, state)
     trace = ModelTrace(
         calls=tracer.calls, classes=tracer.classes, root=root, twin=twin, mode=mode, batch=held, loss_fn=loss_fn,
@@ -228,7 +231,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     mode = mode_of(module, args, kwargs)
     twin = fake_twin(module, mode)
-    tracer = _Tracer(twin, blocks, module if is_real(module) and not sharded_modules(module) else None)
+    tracer = _Tracer(twin, mode, blocks, module if is_real(module) and not sharded_modules(module) else None)
     args, kwargs = opaque_copy((args, kwargs))
     with (
         warnings.catch_warnings(),
@@ -244,6 +247,26 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         trace = root.finish(output)
         _note_effects(trace, state)
     return trace
+
+
+@contextlib.contextmanager
+def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
+    """A block that was only observed leaves nothing but its outputs: code that wants more than that fails.
+
+    Raises:
+        TraceError: there is such a block, and the code around it failed.
+    """
+    try:
+        yield
+    except (LookupError, AttributeError, TypeError) as error:
+        cls = next((cls for cls in classes.values() if cls.opaque), None)
+        if cls is None:
+            raise
+        raise TraceError(
+            f"blocks like {cls.example} cannot be recorded ({cls.problem}), and the code around them failed without "
+            f"what they do besides returning their outputs ({type(error).__name__}: {error}); switch that off (outputs "
+            "that hooks collect, auxiliary losses), or train this model without a plan"
+        ) from error
 
 
 def _note_effects(root: RegionTrace, state: Isolation) -> None:
@@ -279,8 +302,11 @@ def recording_errors() -> Iterator[None]:
 class _Tracer:
     """Runs the twin once: blocks are recorded on the first call of their class, later calls are stubbed."""
 
-    def __init__(self, twin: nn.Module, regions: Iterable[str] | None, real: nn.Module | None = None) -> None:
+    def __init__(
+        self, twin: nn.Module, mode: FakeTensorMode, regions: Iterable[str] | None, real: nn.Module | None = None
+    ) -> None:
         self.twin = twin
+        self.mode = mode
         self.real = real  # the model itself, where it has values
         self.names = find_blocks(twin, regions)
         self.capture = CaptureMode()
@@ -320,14 +346,18 @@ class _Tracer:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
         leaves, _ = call_signature(args, kwargs)
         self.root = root = Recorder(self.twin, leaves, strict=False, stream=self.stream)
-        with values_wanted(root, self.names), self.capture, self.capture.recording(root):
+        with self._values_wanted(root), self.capture, self.capture.recording(root):
             output = forward_of(self.twin, self.twin)(*args, **kwargs)
         return output, root
+
+    def _values_wanted(self, root: Recorder) -> contextlib.AbstractContextManager[None]:
+        guesses = isinstance(self.mode, StepFakeMode) and self.mode.guesses
+        return values_wanted(root, self.names, real=self.real is not None, guesses=guesses)
 
     def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
         output, root = self.forward(*as_call(batch))
         inside, calls = len(root.slots), len(root.sequence)
-        with values_wanted(root, self.names), self.capture, self.capture.recording(root):
+        with self._values_wanted(root), self.capture, self.capture.recording(root):
             loss = loss_of(output, loss_fn)
         if not loss.requires_grad:
             raise TraceError(
@@ -401,7 +431,7 @@ class _Tracer:
         state = Isolation([module], leaves)
         try:
             before = opaque_copy((args, kwargs))
-            with recording_errors(), self.capture.recording(recorder):
+            with recording_errors(), exactly(self.mode), self.capture.recording(recorder):
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
             trace.effects = state.effects()

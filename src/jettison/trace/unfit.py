@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -19,17 +18,18 @@ from torch._subclasses.fake_tensor import (
 )
 
 from jettison.errors import TraceError
-from jettison.trace.capture import RegionTrace
+from jettison.trace.capture import Recorder, RegionTrace, ValuesRead
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class OtherRegions(TraceError):
-    """Raised while a model is traced: it can be, with these ``regions``. The text says why."""
+    """Raised while a model is traced: it can be, with these ``regions``, or by ``guesses``. The text says why."""
 
-    def __init__(self, regions: Sequence[str], why: str) -> None:
+    def __init__(self, regions: Sequence[str], why: str, *, guesses: bool = False) -> None:
         super().__init__(why)
         self.regions = tuple(regions)
+        self.guesses = guesses
 
 
 def refuse_unfit(name: str, trace: RegionTrace, alike: Sequence[str], names: Sequence[str]) -> None:
@@ -56,25 +56,35 @@ def refuse_unfit(name: str, trace: RegionTrace, alike: Sequence[str], names: Seq
 
 
 @contextlib.contextmanager
-def values_wanted(root: Any, names: Sequence[str]) -> Iterator[None]:
+def values_wanted(root: Recorder, names: Sequence[str], *, real: bool, guesses: bool) -> Iterator[None]:
     """What to do where the code around the blocks asks for values that fake tensors do not have.
 
     Args:
         root: its recorder, which knows the module that is running.
         names: of all blocks.
+        real: there is a real model, of which a module that cannot be recorded can be observed.
+        guesses: values are made up already.
 
     Raises:
-        OtherRegions: that module can be a region.
-        TraceError: it is the model itself, or has blocks inside.
+        OtherRegions: that module can be a region, or the values can be made up.
+        TraceError: neither helps.
     """
     try:
         yield
-    except VALUES_WANTED as error:
+    except (*VALUES_WANTED, ValuesRead) as error:
         path = root.where
         got = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-        if path and not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in names):
+        apart = not any(f"{name}.".startswith(f"{path}.") or path.startswith(f"{name}.") for name in names)
+        if path and apart and real:
             why = f"what {path} does hangs on values ({got}), so that it is a region of its own"
             raise OtherRegions([*names, path], why) from error
+        if not guesses and not isinstance(error, ValuesRead):
+            why = (
+                f"what {path or 'the model'} does around its blocks hangs on values that are not known when it is "
+                f"planned ({got}): conditions are taken to be true, numbers to be 1 and masks to choose everything; where "
+                "they are not, a step may need more or less than was planned (gradients are not affected)"
+            )
+            raise OtherRegions(names, why, guesses=True) from error
         raise TraceError(
             f"{path or 'the model'} itself, around its blocks, decides by values that are not known when it is planned "
             f"({got}); put that code into a module of its own and name it with regions=[...], or compute it from the "
