@@ -7,12 +7,13 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from jettison.errors import TraceError, WrongValue
@@ -173,7 +174,23 @@ class PlannedForward:
             prepared = None
         if prepared is None:
             prepared = self._prepare(key, args, kwargs)
-        return self._run(prepared, key, leaves, args, kwargs)
+        output = self._run(prepared, key, leaves, args, kwargs)
+        if any(type(leaf) is FakeTensor for leaf in tree_leaves(output)):
+            self.refuse_fake("returns", leaves)
+        return output
+
+    def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
+        """A fake tensor has come up; in a rehearsal, all of them are.
+
+        Raises:
+            TraceError: this is none.
+        """
+        if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
+            raise TraceError(
+                f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
+                "left it behind in Python state. Clear what the model remembers (caches, lists of outputs) and plan again; "
+                "leave the module out with regions=[...] if it comes back"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # a copied model trains plainly: the plan belongs to the original
@@ -239,6 +256,8 @@ class PlannedForward:
             calls=self.calls,
             recordings=self.recordings,
             fallback=best.problem if best else "",
+            check=self.how,
+            rounded=self.rounded.tensors,
         )
 
     # preparing -------------------------------------------------------------------------------------------------------

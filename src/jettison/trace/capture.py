@@ -141,7 +141,21 @@ class RegionTrace:
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
+    overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
+
+    def anchored(self, buffers: set[int]) -> Program:
+        """The program, where saved ones of these buffers are written to later: what autograd gets then is what they
+        hold by then, so nobody may compute them, or with them.
+        """
+        late = buffers & self.program.needed_buffers()
+        return replace(
+            self.program,
+            ops=tuple(
+                replace(op, anchor=op.anchor or Anchor.MUTATED) if late.intersection((*op.inputs, *op.outputs)) else op
+                for op in self.program.ops
+            ),
+        )
 
     def likeness(self) -> str:
         """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
@@ -495,7 +509,7 @@ class Recorder:
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=tuple(read for read in reads if read is not None), entangled=self.entangled,
-            asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
+            overwritten=frozenset(overwritten), asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
         )  # fmt: skip
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:

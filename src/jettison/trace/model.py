@@ -185,6 +185,7 @@ def trace_model(
                 f"their Python gives the same values, and kept where not: {cls.problem}"
             )
     _mark_shared(trace, tracer)
+    _mark_overwritten(trace, tracer)
     return trace
 
 
@@ -271,6 +272,7 @@ class _Tracer:
         self._likenesses: dict[Any, BlockClass] = {}
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
+        self.made: dict[int, list[tuple[int, int]]] = {}  # storage -> (block call, output leaf) that returned it
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -345,6 +347,7 @@ class _Tracer:
                 self.root.block_output(leaf, call, position)
                 self._last_output[id(leaf)] = position
                 self._held.append(leaf)
+                self.made.setdefault(storage_of(leaf), []).append((call, position))
         return output
 
     def _class_of(
@@ -426,3 +429,25 @@ def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
         free = {b for b, position in region.inputs.items() if position in positions}
         buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
         region.program = replace(region.program, buffers=buffers)
+
+
+def _mark_overwritten(trace: ModelTrace, tracer: _Tracer) -> None:
+    """What a block saved, and somebody else writes to before backward (past the version counter, or plain autograd
+    would refuse), is not what an op of the block gives.
+    """
+    outputs = {(call, leaf): key for key, places in tracer.made.items() for call, leaf in places}
+    written = {outputs[trace.root.blocks[b]] for b in trace.root.overwritten if b in trace.root.blocks}
+    for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
+        region = trace.classes[call.class_key].trace
+        written |= {storages[region.inputs[b]] for b in region.overwritten if region.inputs.get(b) in storages}
+    late: dict[str, set[int]] = {}
+    for storage in written:
+        for call, leaf in tracer.made.get(storage, ()):
+            region = trace.classes[trace.calls[call].class_key].trace
+            late.setdefault(trace.calls[call].class_key, set()).add(region.output_leaves[leaf].buffer)
+        for call in tracer.uses.get(storage, ()):
+            region = trace.classes[trace.calls[call].class_key].trace
+            found = {b for b, at in region.inputs.items() if tracer.leaf_storages[call].get(at) == storage}
+            late.setdefault(trace.calls[call].class_key, set()).update(found)
+    for key, buffers in late.items():
+        trace.classes[key].trace.program = trace.classes[key].trace.anchored(buffers)
