@@ -29,7 +29,7 @@ from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.verify import SequenceCheck
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
-from jettison.trace.capture import RegionTrace, Tap
+from jettison.trace.capture import Place, RegionTrace, Tap
 from jettison.trace.guard import ModuleGuard, Setting
 from jettison.trace.isolation import without_our_hooks
 from jettison.trace.model import trace_root
@@ -121,6 +121,7 @@ class PlannedForward:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
+        self.late: frozenset[Place] = frozenset()  # what others write to before backward
         self.suspects: frozenset[Setting] = frozenset()
         self.ignored: frozenset[Setting] = frozenset()
         self.everything: ModuleGuard | None = None  # with what is ignored
@@ -188,8 +189,8 @@ class PlannedForward:
         if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
             raise TraceError(
                 f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
-                "left it behind in Python state. Clear what the model remembers (caches, lists of outputs) and plan again; "
-                "leave the module out with regions=[...] if it comes back"
+                "left it behind in Python state. Clear what the model remembers (caches, lists of outputs) and plan "
+                "again; leave the module out with regions=[...] if it comes back"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -220,6 +221,7 @@ class PlannedForward:
         """
         self.guard = self.guard or ModuleGuard(self.module)
         self.precision = precision_of(self.module)
+        self.late |= trace.late
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
         self._store(key, trace).checked = checked
 
@@ -293,6 +295,7 @@ class PlannedForward:
                 trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.twin)
             if trace.problem:
                 return self._fall_back(key, trace.problem)
+            trace.anchor(self.late)
             self._acquit(key, trace)
             return self._store(key, trace)
         except (TraceError, ValueError) as error:

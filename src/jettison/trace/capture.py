@@ -119,6 +119,10 @@ class Expected:
     numbers: bool
 
 
+Place = tuple[bool, int]
+"""(is it an output, its leaf position)."""
+
+
 @dataclass(kw_only=True)
 class RegionTrace:
     """A captured region: the pure `Program`, and what is needed to run parts of it again."""
@@ -142,20 +146,25 @@ class RegionTrace:
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
     overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
+    late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
 
-    def anchored(self, buffers: set[int]) -> Program:
-        """The program, where saved ones of these buffers are written to later: what autograd gets then is what they
-        hold by then, so nobody may compute them, or with them.
+    def anchor(self, late: frozenset[Place]) -> None:
+        """Saved arguments and outputs that somebody else writes to later: what autograd gets is what they hold by
+        then, so nobody may compute them, or with them.
         """
-        late = buffers & self.program.needed_buffers()
-        return replace(
-            self.program,
-            ops=tuple(
-                replace(op, anchor=op.anchor or Anchor.MUTATED) if late.intersection((*op.inputs, *op.outputs)) else op
-                for op in self.program.ops
-            ),
+        self.late = late
+        found = {b for b, position in self.inputs.items() if (False, position) in late}
+        for is_output, leaf in late:
+            ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
+            if isinstance(ref, TensorRef):
+                found.add(ref.buffer)
+        found &= self.program.needed_buffers()
+        ops = tuple(
+            replace(op, anchor=op.anchor or Anchor.MUTATED) if found.intersection((*op.inputs, *op.outputs)) else op
+            for op in self.program.ops
         )
+        self.program = replace(self.program, ops=ops)
 
     def likeness(self) -> str:
         """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""

@@ -23,7 +23,7 @@ from jettison.errors import TraceError
 from jettison.ledger import Ledger
 from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
-from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
+from jettison.trace.capture import CaptureMode, Place, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import fake_batch, fake_mode, fake_twin
 from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
@@ -435,19 +435,19 @@ def _mark_overwritten(trace: ModelTrace, tracer: _Tracer) -> None:
     """What a block saved, and somebody else writes to before backward (past the version counter, or plain autograd
     would refuse), is not what an op of the block gives.
     """
-    outputs = {(call, leaf): key for key, places in tracer.made.items() for call, leaf in places}
+    outputs = {place: storage for storage, places in tracer.made.items() for place in places}
     written = {outputs[trace.root.blocks[b]] for b in trace.root.overwritten if b in trace.root.blocks}
     for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
         region = trace.classes[call.class_key].trace
-        written |= {storages[region.inputs[b]] for b in region.overwritten if region.inputs.get(b) in storages}
-    late: dict[str, set[int]] = {}
+        positions = {region.inputs[b] for b in region.overwritten if b in region.inputs}
+        written |= {storages[position] for position in positions & storages.keys()}
+    late: dict[str, set[Place]] = {}
     for storage in written:
-        for call, leaf in tracer.made.get(storage, ()):
-            region = trace.classes[trace.calls[call].class_key].trace
-            late.setdefault(trace.calls[call].class_key, set()).add(region.output_leaves[leaf].buffer)
-        for call in tracer.uses.get(storage, ()):
-            region = trace.classes[trace.calls[call].class_key].trace
-            found = {b for b, at in region.inputs.items() if tracer.leaf_storages[call].get(at) == storage}
-            late.setdefault(trace.calls[call].class_key, set()).update(found)
-    for key, buffers in late.items():
-        trace.classes[key].trace.program = trace.classes[key].trace.anchored(buffers)
+        for at, leaf in tracer.made.get(storage, ()):
+            late.setdefault(trace.calls[at].class_key, set()).add((True, leaf))
+        for at in tracer.uses.get(storage, ()):
+            given = tracer.leaf_storages[at].items()
+            places = {(False, position) for position, found in given if found == storage}
+            late.setdefault(trace.calls[at].class_key, set()).update(places)
+    for key, places in late.items():
+        trace.classes[key].trace.anchor(frozenset(places))
