@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from silent.harness import Program
-from silent.kit import BLOCKS, ROWS, WIDTH, Net, block_class, case, program, rows
+from silent.kit import BLOCKS, ROWS, WIDTH, Net, block_class, case, program, rows, stack
 
 
 @case(works=True)
@@ -184,6 +184,34 @@ def data_written_before_it_is_saved() -> Program:
         return x + s.b(h.sin().exp())
 
     return program(run)
+
+
+def _saved_output(s: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x + s.b(torch.tanh(s.a(x)).exp()))  # whoever returns a tanh has saved it
+
+
+class WritingNet(Net):
+    """Writes into what its blocks return, where no version counter sees it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.data.mul_(0.5)
+        return x.square().mean()
+
+
+@case(works=True)
+def data_of_an_output_written_by_the_model() -> Program:
+    return Program(model=WritingNet(list(stack(_saved_output).layers)), batch=lambda i: (rows(i, ROWS - 8 * (i % 2)),))
+
+
+@case(works=True)
+def data_of_an_argument_written_by_the_next_block() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        x.data.mul_(0.5)
+        return _saved_output(s, x)
+
+    return Program(model=stack(run), batch=lambda i: (rows(i),))
 
 
 @case()

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.errors import TraceError, WrongValue
@@ -26,7 +27,7 @@ _running = threading.local()
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("broken", "check", "nested", "number", "region", "start", "taps_seen")
+    __slots__ = ("broken", "check", "fake", "nested", "number", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: Any) -> None:
         super().__init__(recipe, region.name, region.owners, region.model)
@@ -34,13 +35,21 @@ class ActiveFrame(Frame):
         self.number = region.calls
         self.broken = ""  # how the run left the recording
         self.check: SequenceCheck | None = None
+        self.fake = False  # its arguments are
         self.start = next_sequence_number()
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
+    def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
+        """As any frame's."""
+        self.fake = any(type(leaf) is FakeTensor for leaf in leaves)
+        super().enter(leaves, before)
+
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
         """As any frame's, as long as the run is the recorded one; what comes after that is kept."""
+        if type(tensor) is FakeTensor and not self.fake:
+            self.region.refuse_fake("saves")
         if not self.broken:
             self.broken = self.check.diverged if self.check is not None else ""
         if not self.broken:

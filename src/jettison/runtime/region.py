@@ -7,12 +7,13 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.errors import TraceError, WrongValue
 from jettison.ledger.program import Program
@@ -28,7 +29,7 @@ from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.verify import SequenceCheck
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
-from jettison.trace.capture import RegionTrace, Tap
+from jettison.trace.capture import Place, RegionTrace, Tap
 from jettison.trace.guard import ModuleGuard, Setting
 from jettison.trace.isolation import without_our_hooks
 from jettison.trace.model import trace_root
@@ -137,6 +138,7 @@ class PlannedForward:
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
+        self.late: frozenset[Place] = frozenset()  # what others write to before backward
         self.suspects: frozenset[Setting] = frozenset()
         self.ignored: frozenset[Setting] = frozenset()
         self.everything: ModuleGuard | None = None  # with what is ignored
@@ -266,7 +268,23 @@ class PlannedForward:
             prepared = None
         if prepared is None:
             prepared = self._prepare(key, args, kwargs)
-        return self._run(prepared, key, leaves, args, kwargs)
+        output = self._run(prepared, key, leaves, args, kwargs)
+        if any(type(leaf) is FakeTensor for leaf in tree_leaves(output)):
+            self.refuse_fake("returns", leaves)
+        return output
+
+    def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
+        """A fake tensor has come up; in a rehearsal, all of them are.
+
+        Raises:
+            TraceError: this is none.
+        """
+        if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
+            raise TraceError(
+                f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
+                "left it behind in Python state. Clear what the model remembers (caches, lists of outputs) and plan "
+                "again; leave the module out with regions=[...] if it comes back"
+            )
 
     @property
     def __code__(self) -> Any:
@@ -304,6 +322,7 @@ class PlannedForward:
         """
         self.guard = self.guard or ModuleGuard(self.module)
         self.precision = precision_of(self.module)
+        self.late |= trace.late
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
         self._store(key, trace).checked = checked
 
@@ -340,6 +359,8 @@ class PlannedForward:
             calls=self.calls,
             recordings=self.recordings,
             fallback=best.problem if best else "",
+            check=self.how,
+            rounded=self.rounded.tensors,
         )
 
     # preparing -------------------------------------------------------------------------------------------------------
@@ -377,6 +398,7 @@ class PlannedForward:
                 trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.twin)
             if trace.problem:
                 return self._fall_back(key, trace.problem)
+            trace.anchor(self.late)
             self._acquit(key, trace)
             return self._store(key, trace)
         except (TraceError, ValueError) as error:

@@ -30,13 +30,19 @@ class Live:
 
 @dataclass(kw_only=True)
 class RegionReport:
-    """What a region did so far."""
+    """What a region did so far.
+
+    ``check`` says how closely what is computed again is held against what forward had, and ``rounded`` how many tensors
+    came back with other last bits (on accelerators, where a product may take another kernel the second time).
+    """
 
     name: str
     word: str
     calls: int
     recordings: int
     fallback: str
+    check: str
+    rounded: int
     slots_kept: int
     slots_dropped: int
     slots_parameter: int
@@ -46,8 +52,9 @@ class RegionReport:
 
     @classmethod
     def of(
-        cls, recipe: Recipe | None, *, name: str, word: str, calls: int, recordings: int, fallback: str
-    ) -> RegionReport:
+        cls, recipe: Recipe | None, *, name: str, word: str, calls: int, recordings: int, fallback: str, check: str,
+        rounded: int,
+    ) -> RegionReport:  # fmt: skip
         """From the recipe that ran; None where the region fell back."""
         kinds = [s.kind for s in recipe.slots] if recipe else []
         ops = recipe.trace.program.ops if recipe else ()
@@ -57,6 +64,8 @@ class RegionReport:
             calls=calls,
             recordings=recordings,
             fallback=fallback,
+            check=check,
+            rounded=rounded,
             slots_kept=kinds.count("keep"),
             slots_dropped=kinds.count("drop"),
             slots_parameter=kinds.count("parameter"),

@@ -19,11 +19,12 @@ the check is ``exact``.
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
@@ -86,7 +87,7 @@ class Spots:
         return prod(self.size)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def spots_of(size: tuple[int, ...], stride: tuple[int, ...]) -> Spots:
     """Where to look in a tensor of this size and stride: spread over all of it, never outside of it."""
     dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and (step or n == 0)]
@@ -212,11 +213,15 @@ class Rounded:
     tensors: int = 0
 
 
+class Waiting(list[tuple[Witness, Tensor, Rounded | None, Describe]]):
+    """Looks that wait for the end of their backward. Its callback owns them: with a backward that fails they go."""
+
+
 class _Docket(threading.local):
-    """Looks that wait for the end of their backward, by graph task."""
+    """What waits on this thread, by graph task. A backward may run on several threads, and another one ends it."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, list[tuple[Witness, Tensor, Rounded | None, Describe]]] = {}
+        self.waiting: weakref.WeakValueDictionary[int, Waiting] = weakref.WeakValueDictionary()
 
 
 _docket = _Docket()
@@ -239,10 +244,11 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
         if not witness.agrees(tensor):
             raise describe()
         return
-    if task not in _docket.waiting:
-        _docket.waiting[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: settle(task))
-    _docket.waiting[task].append((witness, witness.again(tensor), rounded, describe))
+    waiting = _docket.waiting.get(task)
+    if waiting is None:
+        waiting = _docket.waiting[task] = Waiting()
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(settle, waiting))
+    waiting.append((witness, witness.again(tensor), rounded, describe))
 
 
 def is_told_at_once(tensor: Tensor) -> bool:
@@ -250,16 +256,17 @@ def is_told_at_once(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def settle(task: int) -> None:
-    """Compare everything that a backward has collected.
+def settle(waiting: Waiting) -> None:
+    """Compare everything that a backward has collected, at its end.
 
     Raises:
         WrongValue: some tensor came back wrong; the first one is described.
     """
-    waiting = _docket.waiting.pop(task, [])
-    if not _any_difference(waiting):
+    looks = list(waiting)
+    waiting.clear()
+    if not _any_difference(looks):
         return
-    for witness, found, rounded, describe in waiting:
+    for witness, found, rounded, describe in looks:
         if torch.equal(witness.seen, found):
             continue
         if rounded is None or not witness.is_rounding(found):
@@ -267,10 +274,10 @@ def settle(task: int) -> None:
         rounded.tensors += 1
 
 
-def _any_difference(waiting: list[tuple[Witness, Tensor, Rounded | None, Describe]]) -> bool:
+def _any_difference(looks: list[tuple[Witness, Tensor, Rounded | None, Describe]]) -> bool:
     """One read from each device, whatever the number of tensors."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for witness, found, _, _ in waiting:
+    for witness, found, _, _ in looks:
         before, after = witness.seen.reshape(-1), found.reshape(-1)
         lists = kinds.setdefault((before.dtype, before.device), ([], []))
         lists[0].append(before)

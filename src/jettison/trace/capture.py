@@ -121,6 +121,10 @@ class Expected:
     numbers: bool
 
 
+Place = tuple[bool, int]
+"""(is it an output, its leaf position)."""
+
+
 @dataclass(kw_only=True)
 class RegionTrace:
     """A captured region: the pure `Program`, and what is needed to run parts of it again."""
@@ -143,7 +147,26 @@ class RegionTrace:
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
+    overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
+    late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
+
+    def anchor(self, late: frozenset[Place]) -> None:
+        """Saved arguments and outputs that somebody else writes to later: what autograd gets is what they hold by
+        then, so nobody may compute them, or with them.
+        """
+        self.late = late
+        found = {b for b, position in self.inputs.items() if (False, position) in late}
+        for is_output, leaf in late:
+            ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
+            if isinstance(ref, TensorRef):
+                found.add(ref.buffer)
+        found &= self.program.needed_buffers()
+        ops = tuple(
+            replace(op, anchor=op.anchor or Anchor.MUTATED) if found.intersection((*op.inputs, *op.outputs)) else op
+            for op in self.program.ops
+        )
+        self.program = replace(self.program, ops=ops)
 
     def likeness(self) -> str:
         """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
@@ -520,7 +543,7 @@ class Recorder:
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=tuple(read for read in reads if read is not None), entangled=self.entangled,
-            asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
+            overwritten=frozenset(overwritten), asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
         )  # fmt: skip
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:

@@ -17,7 +17,7 @@ from jettison.errors import TraceError
 from jettison.ledger import Ledger
 from jettison.ledger.program import Program
 from jettison.trace.blocks import find_blocks, structural_keys
-from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
+from jettison.trace.capture import CaptureMode, Place, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import StepFakeMode, exactly, fake_batch, fake_mode, fake_twin
 from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
@@ -208,6 +208,7 @@ def _traced(
                 f"their Python gives the same values, and kept where not: {cls.problem}"
             )
     _mark_shared(trace, tracer)
+    _mark_overwritten(trace, tracer)
     return trace
 
 
@@ -320,6 +321,7 @@ class _Tracer:
         self._likenesses: dict[Any, BlockClass] = {}
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
+        self.made: dict[int, list[tuple[int, int]]] = {}  # storage -> (block call, output leaf) that returned it
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -399,6 +401,7 @@ class _Tracer:
                 self.root.block_output(leaf, call, position)
                 self._last_output[id(leaf)] = position
                 self._held.append(leaf)
+                self.made.setdefault(storage_of(leaf), []).append((call, position))
         return output
 
     def _class_of(
@@ -483,3 +486,25 @@ def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
         free = {b for b, position in region.inputs.items() if position in positions}
         buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
         region.program = replace(region.program, buffers=buffers)
+
+
+def _mark_overwritten(trace: ModelTrace, tracer: _Tracer) -> None:
+    """What a block saved, and somebody else writes to before backward (past the version counter, or plain autograd
+    would refuse), is not what an op of the block gives.
+    """
+    outputs = {place: storage for storage, places in tracer.made.items() for place in places}
+    written = {outputs[trace.root.blocks[b]] for b in trace.root.overwritten if b in trace.root.blocks}
+    for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
+        region = trace.classes[call.class_key].trace
+        positions = {region.inputs[b] for b in region.overwritten if b in region.inputs}
+        written |= {storages[position] for position in positions & storages.keys()}
+    late: dict[str, set[Place]] = {}
+    for storage in written:
+        for at, leaf in tracer.made.get(storage, ()):
+            late.setdefault(trace.calls[at].class_key, set()).add((True, leaf))
+        for at in tracer.uses.get(storage, ()):
+            given = tracer.leaf_storages[at].items()
+            places = {(False, position) for position, found in given if found == storage}
+            late.setdefault(trace.calls[at].class_key, set()).update(places)
+    for key, places in late.items():
+        trace.classes[key].trace.anchor(frozenset(places))
