@@ -476,8 +476,8 @@ class PlannedForward:
             prepared.verdict = Verdict(again=False, why=what)
             return WrongValue(
                 f"{self.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
-                f"{self.calls} of this region). Its forward hangs on state that changed between the two runs. The gradients "
-                "of this step must not be used; from the next step on it is kept as plain autograd keeps it"
+                f"{self.calls} of this region). Its forward hangs on state that changed between the two runs. The "
+                "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
             )
 
         return Rerun(
