@@ -432,3 +432,25 @@ def test_values_that_python_reads_around_the_blocks_are_one_clear_error() -> Non
     model = Choosing(lambda y: y.square().mean() * float(y.detach().numpy().max()))
     with pytest.raises(TraceError, match="decides by values that are not known when it is planned"):
         trace_model(model, (torch.randn(6, 4),))
+
+
+class Filling(nn.Module):
+    """Writes what it computes into new tensors of zeros, through views, and reads them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = torch.zeros(2, len(x), WIDTH)
+        room[0] = torch.tanh(self.a(x))
+        flat = room.view(-1)
+        flat[-WIDTH:] += self.b(x)[0]
+        return x + room.sum(0) * flat.view(2, len(x), WIDTH)[0]
+
+
+def test_computed_values_that_are_written_into_new_tensors() -> None:
+    trace = trains_the_same(Stack(Filling), (torch.randn(6, 4),))
+    assert len(trace.calls) == 3
+    assert not trace.root.problem
+    assert not any(cls.problem for cls in trace.classes.values())

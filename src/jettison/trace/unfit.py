@@ -81,8 +81,8 @@ def values_wanted(root: Recorder, names: Sequence[str], *, real: bool, guesses: 
         if not guesses and not isinstance(error, ValuesRead):
             why = (
                 f"what {path or 'the model'} does around its blocks hangs on values that are not known when it is "
-                f"planned ({got}): conditions are taken to be true, numbers to be 1 and masks to choose everything; "
-                "where they are not, a step may need more or less than was planned (gradients are not affected)"
+                f"planned ({got}): conditions count as true, numbers as 1 and masks as choosing everything; where "
+                "they are not, a step may need more or less than was planned (gradients are not affected)"
             )
             raise OtherRegions(names, why, guesses=True) from error
         raise TraceError(

@@ -9,30 +9,53 @@ fake.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves
+from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 
+from jettison.trace.opinfo import writes
 from jettison.trace.wrapped import desugars, has_gradients
 
 
 class RealUntilFake(TorchDispatchMode):
-    """Runs an op on real tensors where every tensor argument is real; stands above a `FakeTensorMode`."""
+    """Runs an op on real tensors where every tensor argument is real; stands above a `FakeTensorMode`.
+
+    A real tensor that fake values are written into is fake from then on, in every view of it: it stays the same object,
+    and a fake one on a shadow of its storage goes in its place wherever it is computed with.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+        self.shadows: dict[int, tuple[Any, torch.UntypedStorage]] = {}  # storage -> weak reference, what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if desugars(types):
             return NotImplemented
-        has_real = False
+        has_real = has_fake = False
         for leaf in arg_tree_leaves(*args, **kwargs):
             if isinstance(leaf, FakeTensor):
-                return func(*args, **kwargs)
-            if isinstance(leaf, torch.Tensor):
+                has_fake = True
+            elif isinstance(leaf, torch.Tensor):
                 has_real = True
+        if has_fake and has_real and func._schema.is_mutable:
+            for tensor in writes(func, args, kwargs):
+                self._overshadow(tensor)
+        if self.shadows and has_real and not func.is_view:
+            given, instead = (args, kwargs), tree_map(self._instead, (args, kwargs))
+            changed = zip(tree_leaves(given), tree_leaves(instead), strict=True)
+            if back := {id(new): old for old, new in changed if new is not old}:
+                out = func(*instead[0], **instead[1])
+                return tree_map(lambda leaf: back.get(id(leaf), leaf), out)
+        if has_fake:
+            return func(*args, **kwargs)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         if not has_real and seeded:
             return _drawn(func, args, kwargs)
@@ -41,6 +64,27 @@ class RealUntilFake(TorchDispatchMode):
             return func(*args, **kwargs)
         with unset_fake_temporarily(), _unmoved_stream() if seeded else contextlib.nullcontext():
             return func(*args, **kwargs)
+
+    def _overshadow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, FakeTensor) and self._shadow(storage) is None:
+            shadow = torch.UntypedStorage(storage.nbytes(), device="meta")
+            self.shadows[storage._cdata] = weakref.ref(storage), shadow
+
+    def _shadow(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        known = self.shadows.get(storage._cdata)
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def _instead(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        shadow = self._shadow(leaf.untyped_storage())
+        if shadow is None:
+            return leaf
+        with unset_fake_temporarily():
+            meta = torch.empty(0, dtype=leaf.dtype, device="meta")
+            meta = meta.set_(shadow, leaf.storage_offset(), leaf.shape, leaf.stride())
+        return FakeTensor(self.mode, meta, leaf.device)
 
 
 FEW = 16  # elements of a draw that a forward may decide by
@@ -84,7 +128,7 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
         stack.enter_context(mode)
         if values_known:
-            stack.enter_context(RealUntilFake())
+            stack.enter_context(RealUntilFake(mode))
         yield
 
 
