@@ -91,6 +91,8 @@ class Link:
 class PlannedForward:
     """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
 
+    of_a_plan = True
+
     def __init__(
         self,
         module: nn.Module,

@@ -87,8 +87,12 @@ def without_our_hooks() -> Iterator[None]:
 
 
 def forward_of(module: nn.Module, twin: nn.Module) -> Callable[..., Any]:
-    """The twin's own forward: its class's, or what stands in the place of the class's on the instance."""
+    """The twin's own forward: its class's, or what stands in the place of the class's on the instance. A plan's is not
+    its own: where a module is its own twin, that would call itself.
+    """
     own: Callable[..., Any] | None = vars(twin).get("forward")
+    if getattr(own, "of_a_plan", False):
+        own = own.forward  # type: ignore[union-attr]
     if own is not None:
         return own
     kind: Any = type(module)
