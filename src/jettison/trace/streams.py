@@ -55,7 +55,8 @@ class Streams:
             cuda: reading those costs a wait for every device.
         """
         states = tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else None
-        return cls(torch.get_rng_state(), states, OutsideTorch.now())
+        # detach() is an op that a rehearsal's allocation counter sees; reading the state is not
+        return cls(torch.get_rng_state().detach(), states, OutsideTorch.now())
 
     def restore(self) -> None:
         """Put every stream back to where it stood."""
