@@ -113,6 +113,7 @@ def test_other_loops_are_noticed_once(loop: Callable[[nn.Module, Tensor], None],
     assert "To have it held" in about[0]
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_planned_loop_says_nothing_nor_does_a_shorter_batch():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(16, HIDDEN)
