@@ -218,7 +218,7 @@ class Recorder:
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
         self.asked: set[int] = set()  # saved buffers that a backward inside the forward has read
-        self._stream = default_stream() if stream is None else stream
+        self._stream: bytes | None = default_stream() if stream is None else stream
         self._switches = kernel_switches()
         self._current: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -400,8 +400,13 @@ class Recorder:
         return out
 
     def _require_own_stream(self) -> None:
-        """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand."""
-        if self.lent is None and default_stream() != self._stream:
+        """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand. A loan is known."""
+        if self.lent is not None or self.state_broken:
+            return
+        now = default_stream()
+        if self._stream is None:  # a loan has taken a number for its seed
+            self._stream = now
+        elif now != self._stream:
             self.refuse("it moves torch's random generator by hand (a seed, a saved state, fork_rng)")
 
     def refuse(self, problem: str) -> None:
@@ -495,7 +500,7 @@ class Recorder:
         if self.lent is None:
             self.state_broken = True
         else:
-            self.states["cpu"], self.lent = self.lent, None
+            self.states["cpu"], self.lent, self._stream = self.lent, None, None
 
     def _next_state(self, op: int, device: str) -> tuple[int, int]:
         size = RNG_STATE_BYTES.get(device, 5056)

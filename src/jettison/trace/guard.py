@@ -27,6 +27,7 @@ Setting = tuple[int, Any]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _LENGTH = "number of entries"
+_COLLECTS = "transformers.utils.output_capturing"
 _MISSING = object()
 _PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -230,8 +231,14 @@ def own_forward(attributes: dict[str, Any]) -> Any:
 
 
 def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:
-    """Numbers of the hooks that are not a planned region's own."""
-    return tuple([number for number, hook in hooks.items() if not getattr(hook, "of_a_region", False)])
+    """Numbers of the hooks that may change what a module computes: not a planned region's own, and not those by which
+    transformers collects outputs, which it puts on in a model's first forward.
+    """
+    return tuple([number for number, hook in hooks.items() if not _only_looks(hook)])
+
+
+def _only_looks(hook: Any) -> bool:
+    return getattr(hook, "of_a_region", False) or getattr(hook, "__module__", "") == _COLLECTS
 
 
 def own_classes(module: nn.Module) -> tuple[type, ...]:

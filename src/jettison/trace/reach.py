@@ -8,6 +8,7 @@ recording on fake tensors must leave nothing behind.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import sys
 import types
@@ -58,7 +59,7 @@ class Reach:
                 classes.update(dict.fromkeys(type(sub).__mro__))
         for cls in classes:
             self._class(cls)
-        for value in values:
+        for value in (*values, *contextvars.copy_context().values()):  # hooks collect outputs in such variables
             if not isinstance(value, Tensor):
                 self._visit(value, 0)
 
