@@ -288,6 +288,7 @@ class Attention(Block):
 
 @every_plan
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=["math", "flash"])
+@pytest.mark.filterwarnings("ignore:backward runs inside autocast:UserWarning")
 def test_trap_10_backward_outside_the_kernels_context(policy: str, backend: SDPBackend) -> None:
     """10. Contexts not restored in recompute: forward inside `sdpa_kernel`, backward outside, or inside another one."""
     model = stack(Attention)

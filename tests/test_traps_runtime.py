@@ -180,6 +180,7 @@ class CountOps(TorchDispatchMode):
 
 
 @every_plan
+@pytest.mark.filterwarnings("ignore:backward (keeps the graph|stops before):UserWarning")
 def test_trap_19_a_graph_that_is_retained(policy: str) -> None:
     """19. `retain_graph=True`: each backward computes again what was dropped, exactly once."""
     model = stack()
@@ -218,6 +219,7 @@ def test_trap_19_a_module_used_twice_in_one_forward(policy: str) -> None:
 
 @every_plan
 @pytest.mark.parametrize("first", ["inputs", "weights"])
+@pytest.mark.filterwarnings("ignore:backward (keeps the graph|stops before):UserWarning")
 def test_trap_19_backward_split_into_inputs_and_weights(policy: str, first: str) -> None:
     """19. Zero-bubble pipelines run two or more partial backwards over one graph."""
 
