@@ -118,6 +118,7 @@ class Reach:
             self._add(attributes[name])
         for name, value in attributes.items():
             if name in HOOK_TABLES and isinstance(value, dict):
+                self._add(value)  # a model that puts hooks on notes in an attribute that it has: both go back
                 for hook in list(value.values()):
                     self._visit(hook, 0)
             elif name not in _MODULE_TABLES:
