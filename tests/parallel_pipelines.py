@@ -91,6 +91,7 @@ class Rank:
         self.mine = places(name, self.rank, self.size)
         every = stages_of(name, self.size, dtype, 0.0 if mesh is not None else 0.1)
         self.modules = [every[i] for i in self.mine]
+        self.storages = Storages(self.modules)  # before any plan: a hook that comes later has the forward recorded anew
         self.handles: list[Applied] = []
         for index, module in zip(self.mine, self.modules, strict=True):
             if mesh is not None:
@@ -183,15 +184,10 @@ class Storages:
     def __init__(self, modules: Sequence[Stage]) -> None:
         self.most = 0
         self._seen: list[weakref.ref[Any]] = []
-        self._hooks = [b.mlp.up.register_forward_hook(self._made) for m in modules for b in m.blocks]
-        self._hooks += [module.register_forward_hook(self._count) for module in modules]
-
-    def __enter__(self) -> Storages:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for module in modules:
+            for block in module.blocks:
+                block.mlp.up.register_forward_hook(self._made)
+            module.register_forward_hook(self._count)
 
     def _made(self, _module: Any, _args: Any, output: Tensor) -> None:
         self._seen.append(weakref.ref(output.untyped_storage()))
@@ -204,21 +200,22 @@ def pipeline(name: str, group: distributed.ProcessGroup) -> dict[str, Any]:
     rank, size = group.rank(), group.size()
     plain = Rank(name, group)
     plain.step(SEED + rank)
-    with Storages(plain.modules) as storages:
-        before = plain.step(SEED + rank)
+    plain.storages.most = 0
+    before = plain.step(SEED + rank)
     expected = plain.gradients()
-    found: dict[str, Any] = {"plain": before.counted(*COUNTED), "storages": storages.most, "calls": plain.calls()}
+    found: dict[str, Any] = {"plain": before.counted(*COUNTED), "storages": plain.storages.most, "calls": plain.calls()}
     for policy in ("full", "none"):
         planned = Rank(name, group, policy=policy)
         planned.step(SEED + rank)  # the first step checks and records
         regions = [handle.regions for handle in planned.handles]
-        with InFlight(regions) as flight, Storages(planned.modules) as storages:
+        planned.storages.most = 0
+        with InFlight(regions) as flight:
             ops = planned.step(SEED + rank)
         each = [sum(report.kept_bytes for report in handle.report()) for handle in planned.handles]
         found[policy] = {
             "same": same(planned.gradients(), expected), "calls": planned.calls(),
             "ops": ops.counted(*COUNTED), "in flight": flight.micro_batches, "bytes": flight.nbytes,
-            "storages": storages.most,
+            "storages": planned.storages.most,
             "replayed bytes": priced(work_of(planned.schedule), each), "each": each,
             "left": sum(calls for calls, _ in flight.now()),
             "recordings": max(r.recordings for handle in planned.handles for r in handle.report()),

@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,27 @@ def test_a_copy_of_a_planned_model_trains_plainly(how: str, policy: str) -> None
             file.seek(0)
             twin = torch.load(file, weights_only=False)
         assert not any(isinstance(m.forward, PlannedForward) for m in twin.modules())
+        assert_same_step(twin, plain, x)
+        assert all(p.grad is None for p in model.parameters()), "the copy runs its own parameters"
+        assert_same_step(model, twin, x)
+
+
+class Looker:
+    """Looks on from a hook, and holds the plan itself."""
+
+    def __init__(self, applied: Applied) -> None:
+        self.applied = applied
+
+    def look(self, *_: Any) -> None:
+        pass
+
+
+def test_a_hook_that_holds_the_plan_leaves_a_copy_its_own_parameters() -> None:
+    """`copy.deepcopy` comes by the blocks through the hook, before it has copied them."""
+    model, plain, x = pair()
+    with jettison.apply(model, "full", batch=(x,)) as applied:
+        model.register_forward_hook(Looker(applied).look)
+        twin = copy.deepcopy(model)
         assert_same_step(twin, plain, x)
         assert all(p.grad is None for p in model.parameters()), "the copy runs its own parameters"
         assert_same_step(model, twin, x)

@@ -121,3 +121,5 @@ class InFlight:
         counts, nbytes = zip(*self.now(), strict=True)
         self.micro_batches = max(self.micro_batches, sum(counts))
         self.nbytes = max(self.nbytes, sum(nbytes))
+
+    _look.of_a_region = True  # type: ignore[attr-defined]  # a hook that changes nothing

@@ -293,9 +293,10 @@ class PlannedForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # a copied model trains plainly: the plan belongs to the original
+        # which may come by here first, through a hook that holds this
         if self.had_own:
             return copy.deepcopy(self.forward, memo)
-        return types.MethodType(type(self.module).forward, memo.get(id(self.module), self.module))
+        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
 
     def __reduce__(self) -> Any:
         return getattr, (self.module, "forward")

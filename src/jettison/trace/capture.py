@@ -426,14 +426,13 @@ class Recorder:
         if func._schema.name == "aten::masked_select":
             self._read_value(args[1])
             return
-        if func._schema.name in _INDEXING:
+        if func._schema.name == "aten::index":  # writing by a mask makes no shape
             masks = (torch.bool, torch.uint8)
             deciding = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor) and t.dtype in masks]
         else:
             dynamic = torch.Tag.dynamic_output_shape in func.tags
             deciding = [t for t in tree_leaves(args) if isinstance(t, Tensor)] if dynamic else []
-        writes_only = func._schema.name in _INDEXING - {"aten::index"}
-        if not writes_only and any(isinstance(plain(t), FakeTensor) for t in deciding):
+        if any(isinstance(plain(t), FakeTensor) for t in deciding):
             self.refuse(_GUESSED)
         elif deciding:
             self.reads.extend((ref, ref.size, True) for ref in refs if ref is not None)
@@ -574,7 +573,6 @@ def _values_of(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
 

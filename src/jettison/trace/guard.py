@@ -27,7 +27,10 @@ Setting = tuple[int, Any]
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _LENGTH = "number of entries"
-_COLLECTS = "transformers.utils.output_capturing"
+_LOOK_ON = ("transformers.utils.output_capturing", "torch.distributed.fsdp._fully_shard._fsdp_state")
+"""Modules whose hooks do not change what is computed: they collect outputs, or gather parameters. What FSDP casts is
+compared on its own (`precision_of`).
+"""
 _MISSING = object()
 _PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -231,14 +234,14 @@ def own_forward(attributes: dict[str, Any]) -> Any:
 
 
 def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:
-    """Numbers of the hooks that may change what a module computes: not a planned region's own, and not those by which
-    transformers collects outputs, which it puts on in a model's first forward.
+    """Numbers of the hooks that may change what a module computes: not a planned region's own, and not those that only
+    look on, which transformers puts on in a model's first forward, and FSDP when it shards.
     """
     return tuple([number for number, hook in hooks.items() if not _only_looks(hook)])
 
 
 def _only_looks(hook: Any) -> bool:
-    return getattr(hook, "of_a_region", False) or getattr(hook, "__module__", "") == _COLLECTS
+    return getattr(hook, "of_a_region", False) or getattr(hook, "__module__", "") in _LOOK_ON
 
 
 def own_classes(module: nn.Module) -> tuple[type, ...]:

@@ -166,6 +166,8 @@ def unwatched(model: nn.Module, watcher: Any) -> Iterator[None]:
 class Unwatched:
     """A module hook during which a watcher is paused; without one, every recorder that is listening."""
 
+    of_a_region = True
+
     def __init__(self, hook: Callable[..., Any], watcher: Any = None) -> None:
         self.hook = hook
         self.watcher = watcher
