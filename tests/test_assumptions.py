@@ -125,6 +125,30 @@ def test_the_planned_loop_says_nothing_nor_does_a_shorter_batch():
             model(torch.cat([x, x]))
 
 
+class Spare(Model):
+    """Its first parameter is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(0, nn.Identity())
+        self.layers[0].scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in list(self.layers)[1:]:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_parameter_that_nobody_uses_makes_no_backward_partial():
+    torch.manual_seed(0)
+    model, x = Spare(), torch.randn(8, HIDDEN)
+    with planned(model, x), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).backward()
+    with planned(model, x), pytest.warns(UserWarning, match="backward stops before"):
+        model(x).backward(inputs=[model.layers[3][1].weight])
+
+
 def test_gradients_that_are_held_are_counted():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(16, HIDDEN)

@@ -9,7 +9,8 @@ begins costs a few microseconds a step; what only backward knows is looked at wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Assumptions:
         budget_bytes: int,
         gradients_held: bool,
     ) -> None:
-        self.follow(model)
+        self.model = model
+        self.follow()
         self.planned = _sizes(batch)
         self.known = {signature}
         self.budget_bytes = budget_bytes
@@ -48,10 +50,11 @@ class Assumptions:
         self.said: set[str] = set()
         self.looked = False  # at the backward of the latest forward
 
-    def follow(self, model: nn.Module) -> None:
-        """The model is this one."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.ends = (trained[0], trained[-1]) if trained else ()
+    def follow(self) -> None:
+        """The model has the parameters that it has now."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.ends = [trained[0], trained[-1]] if trained else []
+        self.outputs: list[weakref.ref[Tensor]] = []  # of the latest forward
         self.gradient_bytes = sum(plain(p).nbytes for p in trained)
 
     def forward_begins(self, signature: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], waiting: int) -> None:
@@ -83,6 +86,10 @@ class Assumptions:
                 "batch of all of them",
             )
 
+    def forward_ends(self, leaves: Iterable[Any]) -> None:
+        """The forward has returned these."""
+        self.outputs = [weakref.ref(t) for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+
     def watched(self, unpack: Unpack) -> Unpack:
         """The same, but the first tensor that a backward asks for tells what kind of backward it is."""
 
@@ -113,13 +120,20 @@ class Assumptions:
                 "that it runs outside, where nothing is cast and cached once more",
                 "leave the autocast block before calling backward",
             )
-        if not all(_is_reached(p) for p in self.ends):
+        if not all(map(_is_reached, self.ends)) and self._is_partial():
             self._say(
                 "partial",
                 "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
                 "that one backward runs through the whole model",
                 "run one whole backward, or freeze what is not trained before planning",
             )
+
+    def _is_partial(self) -> bool:
+        """Whether what is not reached is a part of the graph, and not unused, or of another model by now."""
+        graph = _leaves_behind(t for ref in self.outputs if (t := ref()) is not None)
+        self.ends = [p for p in self.model.parameters() if p.requires_grad and _accumulator(p) in graph]
+        del self.ends[1:-1]
+        return not all(map(_is_reached, self.ends))
 
     def _compare(self, batch: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
         """Say what is larger than planned, or new."""
@@ -168,14 +182,32 @@ def _is_reached(parameter: Tensor) -> bool:
     """Whether the running backward comes by a parameter, if its graph does."""
     if not parameter.requires_grad:
         return True
+    try:
+        return bool(torch._C._will_engine_execute_node(_accumulator(parameter)))
+    except RuntimeError:  # its gradient is one of those that were asked for
+        return False
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    """The node at which the gradient of a parameter arrives."""
     with torch.enable_grad():
         node = parameter.view_as(parameter).grad_fn
     assert node is not None
-    accumulates = node.next_functions[0][0]
-    try:
-        return bool(torch._C._will_engine_execute_node(accumulates))
-    except RuntimeError:  # its gradient is one of those that were asked for
-        return False
+    return node.next_functions[0][0]
+
+
+def _leaves_behind(outputs: Iterable[Tensor]) -> set[Any]:
+    """Nodes without successors in the graph of some tensors: where gradients arrive."""
+    stack = [node for t in outputs if (node := t.grad_fn) is not None]
+    seen, leaves = set(stack), set()
+    while stack:
+        node = stack.pop()
+        following = {after for after, _ in node.next_functions if after is not None}
+        if not following:
+            leaves.add(node)
+        stack.extend(following - seen)
+        seen |= following
+    return leaves
 
 
 __all__ = ["Assumptions"]

@@ -269,8 +269,11 @@ class PlannedForward:
         if prepared is None:
             prepared = self._prepare(key, args, kwargs)
         output = self._run(prepared, key, leaves, args, kwargs)
-        if any(type(leaf) is FakeTensor for leaf in tree_leaves(output)):
+        returned = tree_leaves(output)
+        if any(type(leaf) is FakeTensor for leaf in returned):
             self.refuse_fake("returns", leaves)
+        if self.assumptions is not None:
+            self.assumptions.forward_ends(returned)
         return output
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:

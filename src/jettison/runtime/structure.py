@@ -140,7 +140,7 @@ class Structure:
         known = self.root.assumptions
         if known is None:
             return ""
-        known.follow(self.root.module)
+        known.follow()
         return (
             f"; the peak that was planned, at most {format_bytes(known.budget_bytes)}, was that of the model as it "
             "was. To have a budget held, remove() the plan and plan again"
