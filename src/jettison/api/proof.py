@@ -62,7 +62,7 @@ def verify(
         plan: apply this first, and take it off again at the end.
         handle: what `auto_checkpoint` or `apply` gave; it stays on.
         optimizer: over the model's parameters.
-        holds_output: as for `auto_checkpoint`: whether the loop holds the model's output during backward.
+        holds_output: as for `auto_checkpoint`: whether the loop holds the model's output to the end of the step.
 
     Raises:
         UsageError: not exactly one of budget, plan and handle is given.
@@ -112,7 +112,6 @@ class _Side:
             output = None
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             loss.backward()
-        del output
         if self.optimizer is not None:
             self.optimizer.step()
         return loss.detach()

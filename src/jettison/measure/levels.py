@@ -95,19 +95,19 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
     return inputs, sum(buffers[b].nbytes for b in made & floating)
 
 
-def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int]:
-    """One forward and backward of a model; peak bytes of each. The output is held as the training loop holds it."""
+def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int, Any]:
+    """One forward and backward of a model; peak bytes of each, and the output if the training loop holds it."""
     counter.reset_peak()
     with torch.enable_grad():
         output = call_model(model, trace.batch)
         loss = loss_of(output, trace.loss_fn)
     if not trace.holds_output:
-        del output
+        output = None
     torch.clear_autocast_cache()
     forward = counter.peak_bytes
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         loss.backward()
-    return forward, counter.peak_bytes
+    return forward, counter.peak_bytes, output
 
 
 def hold_gradients(trace: ModelTrace, module: nn.Module) -> None:

@@ -67,8 +67,10 @@ class Scene(Protocol):
         """What is there before a step."""
         ...
 
-    def passes(self, counter: AllocationCounter) -> tuple[int, int]:
-        """All forwards and backwards of a step, gradients left at the parameters; peak bytes of each."""
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
+        """All forwards and backwards of a step, gradients left at the parameters; peak bytes of each, and what the
+        loop still holds while its optimizer steps.
+        """
         ...
 
 
@@ -105,7 +107,7 @@ class OneBatch:
         hold_gradients(self.trace, self.trace.twin)
         return static_tensors(self.trace.twin, self.trace.batch, self.optimizer)
 
-    def passes(self, counter: AllocationCounter) -> tuple[int, int]:
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """See `Scene`."""
         return run_step(self.trace, self.trace.twin, counter)
 
@@ -183,11 +185,12 @@ def rehearse_scene(parts: Sequence[Part], scene: Scene, *, workspace: Workspace 
             optimizer.zero_grad(set_to_none=True)
         with AllocationCounter(scene.alive(), workspace=workspace) as counter:
             static = counter.live_bytes
-            forward, backward = scene.passes(counter)
+            forward, backward, held = scene.passes(counter)
             counter.reset_peak()
             if optimizer is not None:
                 optimizer.step()
             last = counter.peak_bytes if optimizer is not None else 0
+            del held
     return StepRehearsal(
         peak_bytes=max(forward, backward, last), static_bytes=static, forward_peak_bytes=forward,
         backward_peak_bytes=backward, optimizer_peak_bytes=last,

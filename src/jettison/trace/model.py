@@ -80,7 +80,7 @@ class ModelTrace:
     real: nn.Module | None  # the model itself, where its tensors have values
     seconds: float
     root_signature: Any = None
-    holds_output: bool = True  # the training loop still has the model's output while it runs backward
+    holds_output: bool = True  # the training loop still has the model's output to the end of the step
     how: str = "always"  # how closely the runtime will hold what it computes again against what forward had
     gradients_held: bool = False  # parameters have gradients already when the forward starts
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward

@@ -55,7 +55,7 @@ class LoopScene:
                 parameter.grad = torch.empty_like(parameter)
         return alive(self.modules, self.optimizer)
 
-    def passes(self, counter: AllocationCounter) -> tuple[int, int]:
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, None]:
         """See `Scene`. Where passes alternate, both peaks are that of them all."""
         counts = self._engine.rehearsed(self._micro_batches)
         start, peaks = counter.live_bytes, []
@@ -69,7 +69,7 @@ class LoopScene:
             more = (left * each,) * 2
         else:
             more = (left * (forward - peaks[0][0]), left * (backward - peaks[0][1]))
-        return forward + more[0], backward + more[1]
+        return forward + more[0], backward + more[1], None
 
     def _run(self, micro_batches: int, counter: AllocationCounter, start: int) -> tuple[int, int]:
         peaks: dict[str, int] = {}
