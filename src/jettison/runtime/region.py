@@ -496,8 +496,9 @@ class PlannedForward:
         Raises:
             Diverged: it was not, and something that was dropped cannot be had again.
         """
-        if frame.check is not None and frame.check.diverged:
+        if frame.check is not None:
             frame.broken = frame.broken or frame.check.diverged
+            frame.check = None  # it has the arguments, and the frame lives until backward
         if not frame.broken:
             try:
                 frame.leave()
