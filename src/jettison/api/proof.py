@@ -54,7 +54,8 @@ def verify(
     Both start from the same parameters, optimizer state and random numbers. Compared bit by bit in each of ``steps``
     steps: losses, every gradient by parameter name, random number streams, buffers, and parameters at the end. Then,
     each on a step of its own: peak bytes of both, bytes held between forward and backward by each layer, and step times
-    in ``rounds`` interleaved rounds. All these steps train ``model``: give a copy where that matters.
+    in ``rounds`` interleaved rounds. All these steps train ``model``, without gradients from before and leaving none:
+    give a copy where that matters.
 
     Args:
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple.
@@ -77,8 +78,9 @@ def verify(
     applied = handle
     if budget is not None:
         applied = auto_checkpoint(
-            model, batch, budget, optimizer=optimizer, loss_fn=loss_fn, holds_output=holds_output, progress=progress
-        )
+            model, batch, budget, optimizer=optimizer, loss_fn=loss_fn, holds_output=holds_output,
+            gradients_held=False, progress=progress,
+        )  # fmt: skip
     elif plan is not None:
         progress("applying the plan")
         applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn)
@@ -90,6 +92,7 @@ def verify(
         planned_side = replace(plain_side, model=model, optimizer=optimizer)
         return _prove(plain_side, planned_side, applied, steps, rounds, progress)
     finally:
+        model.zero_grad(set_to_none=True)
         if handle is None:
             applied.remove()
 
