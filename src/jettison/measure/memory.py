@@ -32,6 +32,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from jettison.trace.values import WHICH_DEVICE
 from jettison.trace.wrapped import desugars, infers_shapes, plain
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
@@ -203,6 +204,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is WHICH_DEVICE:
+            return func(*args)
         if desugars(types):
             return NotImplemented
         if infers_shapes():

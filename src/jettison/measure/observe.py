@@ -16,6 +16,7 @@ from jettison.plan.treatment import Full, KeepAll
 from jettison.runtime.region import PlannedForward
 from jettison.trace.model import BlockClass, ModelTrace
 from jettison.trace.observe import stand_in, undisturbed
+from jettison.trace.streams import seed_streams
 from jettison.trace.signature import call_signature, opaque_copy
 from jettison.trace.stub import stub_outputs
 from jettison.trace.trees import tree_flatten, tree_unflatten
@@ -40,8 +41,8 @@ def observe_block(
     shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
     gradients = [(p, p.grad) for p in module.parameters()]
     found = []
-    with undisturbed(module), quiet_gc():
-        torch.manual_seed(0)
+    with undisturbed(module, leaves), quiet_gc():
+        seed_streams(0)
         given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
         given.append([_alike(leaf) for leaf in given[0]])
         calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]

@@ -23,7 +23,7 @@ _BY_SHAPE = """
     _log_softmax_backward_data _masked_scale _prelu_kernel _prelu_kernel_backward _reshape_alias _reshape_copy
     _safe_softmax _softmax_backward_data _unsafe_view _weight_norm_interface _weight_norm_interface_backward
     _fft_c2c _native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update absolute addbmm addmm
-    addmv addr as_strided avg_pool3d_backward baddbmm batch_norm_backward bernoulli binary_cross_entropy
+    addmv addr arange as_strided avg_pool3d_backward baddbmm batch_norm_backward bernoulli binary_cross_entropy
     binary_cross_entropy_backward block_diag cauchy complex conj copy copysign cudnn_batch_norm
     cudnn_batch_norm_backward cummax cummin cumprod cumsum detach diag diag_embed diagonal_backward diagonal_scatter
     dist divide dot elu_backward empty_like empty_permuted exponential eye fill floor_divide geometric glu
@@ -70,9 +70,9 @@ def is_safe(func: Any) -> bool:
 
 def has_no_workspace(func: Any) -> bool:
     """Whether a call can take no memory beside its results: views, an optimizer's in-place work over lists, marks of
-    the profiler.
+    the profiler, questions for a tensor's device.
     """
     name = func._schema.name
     return bool(func.is_view) or name.startswith(
-        ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "profiler::")
+        ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "profiler::", "prim::")
     )

@@ -7,7 +7,7 @@ dispatcher has no program. Its outputs' shapes are all that the model around it 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,8 +37,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     """
     leaves, spec = tree_flatten((args, kwargs))
     with (
-        _disable_current_modes(), without_our_hooks(), undisturbed(module),
-        leaving_nothing([module], leaves, copies=True), torch.no_grad(),
+        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), torch.no_grad(),
     ):  # fmt: skip
         given = [stand_in(leaf) for leaf in leaves]
         real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
@@ -57,11 +56,11 @@ def stand_in(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Buffers and random generators come out as they went in."""
+def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
+    """Buffers, random generators and Python's state come out as they went in."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), leaving_nothing([module], values, copies=True):
         try:
             yield
         finally:

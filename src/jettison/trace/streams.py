@@ -66,6 +66,14 @@ class Streams:
         self.outside.restore()
 
 
+def seed_streams(seed: int) -> None:
+    """Start every default stream from a number."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed)
+
+
 def default_stream() -> bytes:
     """Where torch's generator on the CPU stands, read past every dispatch and function mode."""
     with torch._C.DisableTorchFunction():
