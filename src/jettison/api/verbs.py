@@ -132,8 +132,8 @@ def auto_checkpoint(
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
         holds_output: the loop still holds the model's output (logits and all) while it runs backward and the
-            optimizer, as ``out = model(**batch); out.loss.backward()`` does. False for ``model(**batch).loss.backward()``, which
-            frees it.
+            optimizer, as ``out = model(**batch); out.loss.backward()`` does. False for
+            ``model(**batch).loss.backward()``, which frees it.
         check: as in `apply`.
         gradients_held: parameters have their gradients already when a forward begins: several backwards add up before
             the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now.

@@ -16,8 +16,8 @@ from jettison.plan.treatment import Full, KeepAll
 from jettison.runtime.region import PlannedForward
 from jettison.trace.model import BlockClass, ModelTrace
 from jettison.trace.observe import stand_in, undisturbed
-from jettison.trace.streams import seed_streams
 from jettison.trace.signature import call_signature, opaque_copy
+from jettison.trace.streams import seed_streams
 from jettison.trace.stub import stub_outputs
 from jettison.trace.trees import tree_flatten, tree_unflatten
 from jettison.trace.wrapped import has_gradients
