@@ -23,8 +23,9 @@ class Entry:
 
     Args:
         loss_fn: makes the loss of the output where the output is not it and has no ``.loss``.
-        values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
-            more than the one that was planned, if that is said.
+        values_decide: how much a step needs hangs on values (how many rows a mask chooses) or on chance (which layers a
+            draw leaves out). The smallest budget is then that of more than what the three steps happen to need, and a
+            later step may need more than the one that was planned, if that is said.
     """
 
     name: str

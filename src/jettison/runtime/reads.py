@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from jettison.runtime.recipe import view_of, within
+from jettison.runtime.recipe import view_of, whole_copy, within
 from jettison.trace.capture import Call, Read, RegionTrace, TensorRef
 from jettison.trace.wrapped import plain
 
@@ -22,7 +22,7 @@ def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
         return True
     if any(read.calls is None for read in trace.reads):
         return False
-    values = {b: plain(leaves[position]) for b, position in trace.inputs.items()}
+    values = trace.made | {b: plain(leaves[position]) for b, position in trace.inputs.items()}
     done: set[int] = set()
     with torch.no_grad():
         for read in trace.reads:
@@ -39,11 +39,17 @@ def _run(trace: RegionTrace, call: Call, values: dict[int, Tensor]) -> None:
     def value(leaf: Any) -> Any:
         return view_of(values[leaf.buffer], within(trace, leaf)) if isinstance(leaf, TensorRef) else leaf
 
+    before = {old: values[old] for old, _new in call.written}
+    for old in before:
+        values[old] = whole_copy(values[old])
     args, kwargs = tree_map(value, (call.args, call.kwargs))
     out = tree_leaves(call.func(*args, **kwargs))
     for ref, tensor in zip(call.outputs, out, strict=False):
         if ref is not None:
             values[ref.buffer] = tensor
+    for old, new in call.written:
+        values[new] = values[old]
+        values[old] = before[old]
 
 
 def _found_again(trace: RegionTrace, read: Read, values: dict[int, Tensor]) -> bool:

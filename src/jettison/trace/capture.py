@@ -144,6 +144,7 @@ class RegionTrace:
     named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
     reads: tuple[Read, ...] = ()  # what must be found in the arguments for the recording to hold
+    made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made, which reads hang on
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
@@ -213,6 +214,8 @@ class Recorder:
         self.states: dict[str, int] = {}  # device -> buffer of its random state now
         self.state_broken = False
         self.reads: list[tuple[TensorRef, Any, bool]] = []
+        self.has_numbers = False  # Python has some out of tensors, and may compute with them
+        self.made: dict[int, Tensor] = {}  # buffer -> what Python's numbers made
         self.entangled = False
         self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
         self.sequence: list[Expected] = []
@@ -302,7 +305,14 @@ class Recorder:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run one op through ``run`` and record it, unless it only makes views."""
+        made_here = (
+            func is _MADE_OF_NUMBERS
+            and not isinstance(args[0], FakeTensor)
+            and _storage_key(args[0]) not in self._current
+        )
         spec_args, spec_kwargs = tree_map(self._spec, (args, kwargs))
+        if made_here:
+            self.made[spec_args[0].buffer] = _values_of(args[0])
         written_tensors = writes(func, args, kwargs)
         before = [self._current[_storage_key(t)] for t in written_tensors]
         out = run()
@@ -314,7 +324,7 @@ class Recorder:
         if computes(func, args, kwargs, out):
             expected = len(self.sequence)
             reads = tuple(leaf for leaf in tree_leaves((spec_args, spec_kwargs)) if isinstance(leaf, TensorRef))
-            numbers = not (self.reads and takes_number(func, args, kwargs))
+            numbers = not (self.has_numbers and takes_number(func, args, kwargs))
             self.sequence.append(
                 Expected(
                     signature_of(func, args, kwargs, out), reads, (), (), self._is_weight_cast(func, spec_args), numbers
@@ -327,7 +337,7 @@ class Recorder:
         device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
         anchor = anchor_of(func, kwargs, spec_args, device)
         random = anchor is not Anchor.GENERATOR and draws(func, args, kwargs)
-        if anchor is None and self.reads and takes_number(func, args, kwargs):
+        if anchor is None and self.has_numbers and takes_number(func, args, kwargs):
             anchor = Anchor.OPAQUE  # the number may have come out of the batch, and be another one in the next
         if random:
             self._require_own_stream()
@@ -421,7 +431,9 @@ class Recorder:
 
     def _reads_of_shapes(self, func: Any, args: Any, refs: list[TensorRef | None]) -> None:
         if func._schema.name == "aten::_ctc_loss":  # by the lengths, and by nothing that is computed
-            self.reads.extend((self.ref(t), _values_of(t), False) for t in args[2:4] if isinstance(t, Tensor))
+            for lengths in args[2:4]:
+                if isinstance(lengths, Tensor):
+                    self._note_read(lengths)
             return
         if func._schema.name == "aten::masked_select":
             self._read_value(args[1])
@@ -435,21 +447,41 @@ class Recorder:
         if any(isinstance(plain(t), FakeTensor) for t in deciding):
             self.refuse(_GUESSED)
         elif deciding:
+            self.has_numbers = True
             self.reads.extend((ref, ref.size, True) for ref in refs if ref is not None)
 
     def _read_value(self, tensor: Tensor) -> None:
         """An op, or Python, went by what is in this tensor."""
         if isinstance(plain(tensor), FakeTensor):
             self.refuse(_GUESSED)
-        else:
-            self.reads.append((self.ref(tensor), _values_of(tensor), False))
+        elif not self._is_constant(self.ref(tensor).buffer):
+            self._note_read(tensor)
+
+    def _note_read(self, tensor: Tensor) -> None:
+        # one truth is decided by; whoever computes with it does so with 0 or 1, and is recorded for each
+        self.has_numbers = self.has_numbers or tensor.dtype is not torch.bool or tensor.numel() > 1
+        self.reads.append((self.ref(tensor), _values_of(tensor), False))
+
+    def _is_constant(self, buffer: int) -> bool:
+        """Whether it is made of nothing but numbers that Python had anyway."""
+        stack, seen = [buffer], {buffer}
+        while stack:
+            b = stack.pop()
+            index = self.buffers[b].get("producer")
+            if b in self.made:
+                continue
+            if index is None or self.calls[index].state_in is not None:
+                return False
+            stack.extend(new := set(self.ops[index]["inputs"]) - seen)
+            seen |= new
+        return True
 
     def read_by_hand(self, tensor: Tensor) -> None:
         """Python got at a tensor's values in a way that no op tells (``tolist``, ``numpy``)."""
         if type(plain(tensor)) is FakeTensor:
             raise ValuesRead("it reads values out of a tensor (tolist, numpy)")
-        if storage_of(tensor) in self._current:
-            self.reads.append((self.ref(tensor), _values_of(tensor), False))
+        if storage_of(tensor) in self._current and not self._is_constant(self.ref(tensor).buffer):
+            self._note_read(tensor)
 
     def _spec(self, leaf: Any) -> Any:
         return self.ref(leaf) if isinstance(leaf, Tensor) else leaf
@@ -546,8 +578,9 @@ class Recorder:
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
-            reads=tuple(read for read in reads if read is not None), entangled=self.entangled,
-            overwritten=frozenset(overwritten), asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
+            reads=tuple(read for read in reads if read is not None), made=self.made if self.reads else {},
+            entangled=self.entangled, overwritten=frozenset(overwritten),
+            asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
         )  # fmt: skip
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:
@@ -559,13 +592,19 @@ class Recorder:
             if buffer["source"] is Source.INPUT:
                 from_arguments = True
                 continue
+            if buffer["index"] in self.made:
+                continue
             index = buffer.get("producer")
-            if index is None or self.calls[index].written or self.calls[index].state_in is not None:
+            if index is None or self.calls[index].state_in is not None or not self._can_write_again(index):
                 return Read(ref, found, shape_only, None)
             if index not in calls:
                 calls.add(index)
                 stack.extend(self.ops[index]["inputs"])
         return Read(ref, found, shape_only, tuple(sorted(calls))) if from_arguments else None
+
+    def _can_write_again(self, index: int) -> bool:
+        """Whether a call writes to nothing, or to what another call has made."""
+        return all("producer" in self.buffers[old] for old, _new in self.calls[index].written)
 
 
 def _values_of(tensor: Tensor) -> Tensor:
@@ -573,6 +612,8 @@ def _values_of(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
+_MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` and assignments of numbers pass a tensor through that they have just made."""
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +42,12 @@ class OutsideTorch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """Where every default stream stands. ``cuda`` is None where CUDA is not in use or was not asked for."""
+    """Where every default stream stands. ``cuda`` is None where CUDA is not in use or was not asked for.
 
-    cpu: Tensor
+    The CPU's is no tensor: it would count against a budget, and a step without a plan has none.
+    """
+
+    cpu: bytes
     cuda: tuple[Tensor, ...] | None
     outside: OutsideTorch
 
@@ -55,12 +59,12 @@ class Streams:
             cuda: reading those costs a wait for every device.
         """
         states = tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else None
-        # detach() is an op that a rehearsal's allocation counter sees; reading the state is not
-        return cls(torch.get_rng_state().detach(), states, OutsideTorch.now())
+        return cls(_bytes_of(torch.get_rng_state()), states, OutsideTorch.now())
 
     def restore(self) -> None:
         """Put every stream back to where it stood."""
-        torch.set_rng_state(self.cpu)
+        with _disable_current_modes():
+            torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
         if self.cuda is not None:
             torch.cuda.set_rng_state_all(list(self.cuda))
         self.outside.restore()
@@ -77,7 +81,11 @@ def seed_streams(seed: int) -> None:
 def default_stream() -> bytes:
     """Where torch's generator on the CPU stands, read past every dispatch and function mode."""
     with torch._C.DisableTorchFunction():
-        state = torch.default_generator.get_state()
+        return _bytes_of(torch.default_generator.get_state())
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    with torch._C.DisableTorchFunction():
         return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
