@@ -53,8 +53,7 @@ def observe_block(
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)
-            region.give_up(cls.signature, cls.problem)
-            region.quiet = True
+            region.never, region.quiet = cls.problem, True
             try:
                 levels = []
                 for call in calls:

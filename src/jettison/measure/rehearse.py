@@ -171,16 +171,15 @@ def rehearse_scene(parts: Sequence[Part], scene: Scene, *, workspace: Workspace 
         parts: by module of the scene, traced in its fake mode.
     """
     optimizer = scene.optimizer
-    parameters = [p for module in scene.modules for p in module.parameters()]
     with contextlib.ExitStack() as stack:
         for module, part in zip(scene.modules, parts, strict=True):
             stack.callback(module.zero_grad)
             stack.enter_context(_under(module, part))
         stack.enter_context(parts[0].trace.context())
         stack.enter_context(quiet_gc())
-        if optimizer is not None and not optimizer.state:
-            for parameter in parameters:
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        if optimizer is not None and not optimizer.state:  # what no gradient reaches gets none
+            with AllocationCounter(scene.alive()) as unmeasured:
+                scene.passes(unmeasured)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         with AllocationCounter(scene.alive(), workspace=workspace) as counter:

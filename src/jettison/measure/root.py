@@ -30,7 +30,7 @@ from jettison.trace.trees import tree_leaves
 
 def is_entangled(trace: ModelTrace) -> bool:
     """Whether the root reads tensors that reached it by another way than as a block's output."""
-    return any(b.source is Source.OUTER for b in trace.root.program.buffers)
+    return any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
 
 
 def rehearse_root(
@@ -67,6 +67,8 @@ def rehearse_root(
             tail = counter.peak_bytes
     finally:
         trace.twin.zero_grad(set_to_none=True)
+    if not apart and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
+        return rehearse_root(trace, kept, key, seconds, workspace)
     before = [0, *accumulate(held)]  # held by the blocks before this one
     after = [sum(gradients[i + 1 :]) for i in range(count)]
     if not levels.backward_levels:  # no blocks: everything happens around them

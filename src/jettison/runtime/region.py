@@ -148,6 +148,7 @@ class PlannedForward:
         self.said: set[str] = set()
         self.last_values: Any = None
         self.quiet = False  # falls back without a warning
+        self.never = ""  # why no call is recorded
         self.rehearsed = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.link: Link | None = None
@@ -389,6 +390,8 @@ class PlannedForward:
             self.everything = ModuleGuard(self.module)
 
     def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        if self.never:
+            return self._fall_back(key, self.never)
         self.recordings += 1
         self.precision = precision_of(self.module)
         if key in self.distrusted:

@@ -144,7 +144,7 @@ class RegionTrace:
     named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
     constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
     reads: tuple[Read, ...] = ()  # what must be found in the arguments for the recording to hold
-    made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made, which reads hang on
+    made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
@@ -578,7 +578,7 @@ class Recorder:
             inputs=self.inputs, names=self.names, output_leaves=output_leaves, output_spec=spec, sequence=self.sequence,
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
-            reads=tuple(read for read in reads if read is not None), made=self.made if self.reads else {},
+            reads=tuple(read for read in reads if read is not None), made=self.made,
             entangled=self.entangled, overwritten=frozenset(overwritten),
             asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
         )  # fmt: skip

@@ -46,6 +46,7 @@ class StepFakeMode(FakeTensorMode):
     input's strides.
     `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
     has room for all terms.
+    `aten.col2im`: the CPU's real kernel returns a result on a storage that has room for its argument.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
 
@@ -69,6 +70,8 @@ class StepFakeMode(FakeTensorMode):
             return (_contiguous_like(args[0]), *out[1:])
         if func in _LEAVES_TERMS and out.dim() == 0:
             return _on_its_terms(out, args[0], args[1])
+        if func is torch.ops.aten.col2im.default and args[0].device.type == "cpu" and args[0].numel() > out.numel():
+            return args[0].new_empty(args[0].numel()).as_strided(out.shape, out.stride())
         weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
         if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
             return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
