@@ -23,9 +23,9 @@ class Entry:
 
     Args:
         loss_fn: makes the loss of the output where the output is not it and has no ``.loss``.
-        values_decide: how much a step needs hangs on values (how many rows a mask chooses) or on chance (which layers a
-            draw leaves out). The smallest budget is then that of more than what the three steps happen to need, and a
-            later step may need more than the one that was planned, if that is said.
+        values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
+            more than the one that was planned, if that is said.
+        by_chance: draws leave layers out. The smallest budget is that of a step that has them all.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Entry:
     batch: MakeBatch
     loss_fn: Callable[[Any], Tensor] | None = None
     values_decide: bool = False
+    by_chance: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -55,7 +56,8 @@ def hugging_face(
         config = getattr(transformers, config_class)(**settings)
         return getattr(transformers, model_class)(config)
 
-    return Entry(name=name, model=model, batch=batch, loss_fn=loss_fn)
+    by_chance = any(key.endswith("layerdrop") and share > 0 for key, share in settings.items())
+    return Entry(name=name, model=model, batch=batch, loss_fn=loss_fn, by_chance=by_chance)
 
 
 def tokens(*lengths: int, vocabulary: int = VOCABULARY, padded: bool = False, low: int = 3) -> MakeBatch:
@@ -104,9 +106,9 @@ def normal(*shape: int) -> MakeBatch:
     return lambda step: (torch.randn(*shape),)
 
 
-def by_hand(name: str, model: Callable[[], nn.Module], batch: MakeBatch, *, values_decide: bool = False) -> Entry:
+def by_hand(name: str, model: Callable[[], nn.Module], batch: MakeBatch, **more: bool) -> Entry:
     """A model whose output is its loss."""
-    return Entry(name=name, model=model, batch=batch, values_decide=values_decide)
+    return Entry(name=name, model=model, batch=batch, **more)
 
 
 class Stack(nn.Module):

@@ -182,7 +182,7 @@ def _smallest(entry: Entry, outcome: Outcome) -> None:
         except Infeasible as refused:
             outcome.minimum_budget_bytes = refused.minimum_budget_bytes
             over = refused.minimum_budget_bytes - ENGINE_BYTES - outcome.plain_peak_bytes
-            if over > 0 and not entry.values_decide:
+            if over > 0 and not (entry.values_decide or entry.by_chance):
                 outcome.problems.append(f"the smallest budget is {over} bytes above what a plain step takes")
         except Exception as error:
             outcome.problems.append(f"asking for one byte: {_said(error)}")

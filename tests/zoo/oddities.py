@@ -257,7 +257,7 @@ TABLE: list[Entry] = [
     by_hand("mask-gather", lambda: stack(Chosen), SEQUENCES, values_decide=True),
     by_hand("experts-by-index", lambda: stack(Experts), SEQUENCES, values_decide=True),
     by_hand("noisy-linear", lambda: stack(Noisy), SEQUENCES),
-    by_hand("stochastic-depth-python", lambda: stack(PythonDepth, 4), SEQUENCES, values_decide=True),
+    by_hand("stochastic-depth-python", lambda: stack(PythonDepth, 4), SEQUENCES, by_chance=True),
     by_hand("custom-function", lambda: stack(Custom), SEQUENCES),
     by_hand("gumbel-codes", lambda: stack(Gumbel), SEQUENCES),
 ]

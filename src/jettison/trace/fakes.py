@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
@@ -29,6 +29,7 @@ _LEAVES_TERMS = (
     torch.ops.aten.binary_cross_entropy.default,
 )  # fmt: skip
 _SELECT, _NONZERO = torch.ops.aten.masked_select.default, torch.ops.aten.nonzero.default
+_INDEX = torch.ops.aten.index.Tensor
 _NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 _BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
@@ -42,6 +43,7 @@ class StepFakeMode(FakeTensorMode):
     `_c10d_functional.wait_tensor`: the real one returns its argument.
     `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths.
     `aten.masked_select`: the fake kernel has no shape for it, which is known where the mask is real.
+    `aten.index`: likewise.
     `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
     input's strides.
     `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
@@ -59,6 +61,8 @@ class StepFakeMode(FakeTensorMode):
             found = _by_values(func, args, self.guesses)
             if found is not None:
                 return found
+        if func is _INDEX:
+            args = (args[0], _places(args[1]), *args[2:])
         if func is _WAIT:
             return args[0]  # as the real one does; the fake kernel makes a new tensor
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -188,6 +192,18 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(item, seen)
+
+
+def _places(indices: Sequence[Any]) -> list[Any]:
+    """The same, but real masks as the places where they are true."""
+    found: list[Any] = []
+    for index in indices:
+        if isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
+            with unset_fake_temporarily():
+                found.extend(index.nonzero().unbind(1))
+        else:
+            found.append(index)
+    return found
 
 
 def _grouped_mm(
