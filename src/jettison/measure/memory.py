@@ -14,7 +14,8 @@ NOTE [Accumulating in place]. Where several branches meet, the engine adds gradi
 reference, but never under a dispatch mode, where it calls `add` out of place. The counter would see one buffer too
 many. It therefore withholds the peak of such an `add` until the next operator: if the first operand is dead by then, a
 run without the mode would have reused its storage, and the peak is dropped. An `add` inside a backward formula is told
-apart by its first operand having been made by that same node.
+apart by its first operand having been made by that same node. To a view the engine never adds in place: its base holds
+the storage as well.
 """
 
 from __future__ import annotations
@@ -283,6 +284,8 @@ class AllocationCounter(TorchDispatchMode):
         """The pending peak of an `add` that the engine would have done in place; None if it is a formula's own."""
         operand = args[0]
         if not isinstance(operand, Tensor) or torch.is_grad_enabled() or not _is_dense(operand):
+            return None
+        if operand._is_view():  # its base is alive, and the engine not alone with the storage
             return None
         key = operand.untyped_storage()._cdata
         entry = self._storages.get(key)
