@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from jettison.trace.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
@@ -34,6 +35,8 @@ _LEAVES_TERMS = (
     torch.ops.aten.binary_cross_entropy.default,
 )  # fmt: skip
 _SELECT, _NONZERO = torch.ops.aten.masked_select.default, torch.ops.aten.nonzero.default
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _INDEX = torch.ops.aten.index.Tensor
 _NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
 _BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL)
@@ -53,6 +56,8 @@ class StepFakeMode(FakeTensorMode):
     input's strides.
     `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
     has room for all terms.
+    `aten.mkldnn_rnn_layer`: the fake kernel leaves out the workspace, which backward reads. Its backward: the fake one
+    gives both biases one gradient.
     `aten.col2im`: the CPU's real kernel returns a result on a storage that has room for its argument.
     `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
     """
@@ -81,6 +86,10 @@ class StepFakeMode(FakeTensorMode):
             return _on_its_terms(out, args[0], args[1])
         if func is torch.ops.aten.col2im.default and args[0].device.type == "cpu" and args[0].numel() > out.numel():
             return args[0].new_empty(args[0].numel()).as_strided(out.shape, out.stride())
+        if func is _RNN and args[0].device.type == "cpu":
+            return (*out[:3], args[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
+        if func is _RNN_BACKWARD and out[4] is out[3]:
+            return (*out[:4], torch.empty_like(out[3]), *out[5:])
         weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
         if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
             return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
@@ -197,6 +206,31 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
         seen.add(id(value))
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(item, seen)
+
+
+LARGEST_RNN_BYTES = 2**28
+
+
+def _rnn_workspace(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Bytes of what an LSTM layer of oneDNN keeps for backward: only its kernel knows, so that it is run, once a shape.
+
+    Where that would take long they are bounded: by gates, states and their gradients, each step's on pages of its own.
+    """
+    tensors = tuple((tuple(t.shape), t.dtype) for t in args[:7])
+    steps, rows, inputs = args[0].shape
+    hidden = args[2].shape[1]
+    most = 4 * (steps + 1) * rows * (16 * hidden + 4 * max(inputs, hidden)) + 2**16
+    if most > LARGEST_RNN_BYTES:
+        return int(most)
+    return _rnn_workspace_of(tensors, (args[7], tuple(args[8]), *args[9:], *kwargs.values()))
+
+
+@functools.lru_cache(maxsize=256)
+def _rnn_workspace_of(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
+    with _disable_current_modes(), torch.enable_grad():  # without, it keeps nothing
+        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
+        workspace = _RNN(*made, more[0], list(more[1]), *more[2:])[3]
+        return 0 if workspace is None else int(workspace.numel())  # none where nothing is trained
 
 
 def _places(indices: Sequence[Any]) -> list[Any]:
