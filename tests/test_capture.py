@@ -21,6 +21,7 @@ from jettison.errors import TraceError  # noqa: E402
 from jettison.ledger.program import Anchor, Op, Source  # noqa: E402
 from jettison.measure import buffer_digest, parameter_digest, rng_digest  # noqa: E402
 from jettison.measure.peak import allocation_deltas  # noqa: E402
+from jettison.runtime.reads import reads_hold  # noqa: E402
 from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
 from jettison.trace.opinfo import anchor_of, is_nondeterministic  # noqa: E402
@@ -308,6 +309,43 @@ def test_batch_norm_in_training_writes_its_running_statistics() -> None:
 # module boundaries ----------------------------------------------------------------------------------------------------
 
 
+def by_constants(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Reads what Python's own numbers have made: sizes divided as tensors, arguments that are checked."""
+    half = int(torch.div(torch.tensor(x.shape[0]), 2, rounding_mode="floor"))
+    return linear(x[:half]) * 0.5 if bool(torch.tensor(0.5) > 0) else x
+
+
+class ByOneTruth(nn.Module):
+    """Decides by what a chain of writes says of an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        marks = torch.zeros_like(ids, dtype=torch.bool)
+        marks[0] = ids[0] > 3
+        return self.linear(x) * (0.5 if bool(marks.any()) else 2.0)
+
+
+def test_what_python_knew_anyway_is_not_read() -> None:
+    trace = record(by_constants)
+    assert trace.reads == ()
+    assert not any(op.anchor for op in trace.program.ops)
+
+
+def test_a_truth_is_decided_by_and_makes_no_number_doubtful() -> None:
+    x, ids = torch.randn(N, N, requires_grad=True), torch.arange(2 * N).view(2, N)
+    trace = trace_region(ByOneTruth(), (x, ids), {})
+    assert len(trace.reads) == 1
+    assert not any(op.anchor is Anchor.OPAQUE for op in trace.program.ops)
+    before = ids.clone()
+    assert reads_hold(trace, [x, ids])
+    assert reads_hold(trace, [x, torch.full_like(ids, 4)])
+    assert not reads_hold(trace, [x, ids.clamp(max=3)])
+    assert torch.equal(ids, before), "asking writes to nothing"
+
+
 def test_values_at_module_boundaries_can_be_held() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -395,6 +433,7 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
 DIGEST_SCRIPT = """
 import torch
 from torch import nn
+from jettison.runtime.reads import reads_hold  # noqa: E402
 from jettison.trace.region import trace_region
 block = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
 print(trace_region(block, (torch.randn(4, 6, requires_grad=True),), {}).program.digest())

@@ -123,6 +123,23 @@ def test_branches_accumulate_in_place_as_without_the_counter():
     assert abs(report.peak_bytes - counter.peak_bytes) <= 16
 
 
+def test_to_a_view_the_engine_never_adds_in_place():
+    """A weight that is used again and again gets its gradients through a transpose: recurrent layers live by it."""
+    layer, x = nn.Linear(128, 128), torch.randn(4, 128)
+
+    def unrolled():
+        y = x
+        for _ in range(6):
+            y = layer(y).tanh()
+        y.sum().backward()
+
+    report = measured_peak(unrolled, static_tensors=static_tensors(layer, x))
+    layer.zero_grad()
+    with AllocationCounter(static_tensors(layer, x)) as counter:
+        unrolled()
+    assert abs(report.peak_bytes - counter.peak_bytes) <= 16
+
+
 def test_accumulating_into_a_held_gradient_is_not_in_place():
     x = torch.randn(1 << 16, requires_grad=True)
     held = []
@@ -234,6 +251,45 @@ def test_fake_grouped_matmul_in_float32_like_the_real_one():
     fake = torch.ops.aten._grouped_mm(fake_a, fake_b, fake_offs)
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
     gc.collect()
+
+
+@pytest.mark.parametrize("sizes", [(16, 4, 32, 32), (5, 3, 7, 11), (1, 1, 1, 1)])
+def test_a_fake_lstm_keeps_what_the_real_one_keeps(sizes):
+    length, rows, inputs, hidden = sizes
+    layer, x = nn.LSTM(inputs, hidden), torch.randn(length, rows, inputs)
+    found = {}
+
+    def kept(layer, x):
+        with AllocationCounter(static_tensors(layer, x)) as counter:
+            output = layer(x)[0]
+            held = counter.live_bytes
+            output.sum().backward()
+            return held, counter.live_bytes
+
+    found["real"] = kept(layer, x)
+    mode = fake_mode()
+    layer.zero_grad()
+    twin, fake = fake_twin(layer, mode), fake_batch(x, mode)
+    with mode:
+        found["fake"] = kept(twin, fake)
+    assert found["fake"] == found["real"]
+
+
+def test_a_fake_fold_lies_on_a_storage_like_the_real_ones():
+    columns = torch.randn(2, 3 * 9, 24)
+    fake = fake_batch(columns, mode := fake_mode())
+    real = nn.functional.fold(columns, (24, 1), (9, 1), padding=(4, 0))
+    with mode:
+        found = nn.functional.fold(fake, (24, 1), (9, 1), padding=(4, 0))
+    assert (found.shape, found.stride()) == (real.shape, real.stride())
+    assert found.untyped_storage().nbytes() == real.untyped_storage().nbytes() > real.numel() * 4
+
+
+def test_a_real_mask_chooses_as_many_rows_of_a_fake_tensor():
+    values, mask = torch.randn(6, 3), torch.tensor([True, False, True, True, False, False])
+    with (mode := fake_mode(allow_non_fake_inputs=True)):
+        found = fake_batch(values, mode)[mask]
+    assert found.shape == values[mask].shape == (3, 3)
 
 
 def test_a_generators_state_is_counted_where_it_is_held():

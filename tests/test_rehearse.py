@@ -123,6 +123,27 @@ def test_a_rehearsal_leaves_the_model_and_the_twin_alone() -> None:
 
 
 @cache
+class Spare(torch.nn.Module):
+    """Half of its parameters are used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).square().mean()
+
+
+def test_an_optimizer_has_no_state_for_what_no_gradient_reaches() -> None:
+    model, x = Spare(), torch.randn(4, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    traced = trace_model(model, (x,))
+    found = rehearse_step(traced, {}, KeepAll(), optimizer=twin_optimizer(optimizer, model, traced))
+    parameters = sum(p.nbytes for p in model.parameters())
+    state = 2 * sum(p.nbytes for p in model.used.parameters()) + 2 * torch.zeros(()).nbytes  # and the step's number
+    assert found.static_bytes == parameters + x.nbytes + state
+
+
 def planner_of(family: str = "llama") -> Planner:
     case = built(family)
     return Planner(trace=trace_model(case.model, case.batch), measure=False)

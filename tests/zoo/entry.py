@@ -46,6 +46,7 @@ def hugging_face(
     batch: MakeBatch,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
+    values_decide: bool = False,
     **settings: Any,
 ) -> Entry:
     """A tiny transformers model with random weights."""
@@ -57,7 +58,7 @@ def hugging_face(
         return getattr(transformers, model_class)(config)
 
     by_chance = any(key.endswith("layerdrop") and share > 0 for key, share in settings.items())
-    return Entry(name=name, model=model, batch=batch, loss_fn=loss_fn, by_chance=by_chance)
+    return Entry(name=name, model=model, batch=batch, loss_fn=loss_fn, values_decide=values_decide, by_chance=by_chance)
 
 
 def tokens(*lengths: int, vocabulary: int = VOCABULARY, padded: bool = False, low: int = 3) -> MakeBatch:

@@ -21,7 +21,7 @@ TABLE: list[Entry] = [
     hugging_face(
         "jetmoe", "JetMoeForCausalLM", "JetMoeConfig", tokens(16), **IDS, vocab_size=VOCABULARY, hidden_size=32,
         num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=32, max_position_embeddings=64,
-        num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
+        num_local_experts=4, num_experts_per_tok=2, values_decide=True,
     ),
     hugging_face(
         "llama4", "Llama4ForCausalLM", "Llama4TextConfig", tokens(16), **NARROW, intermediate_size_mlp=64,
