@@ -197,6 +197,32 @@ def test_in_place_activations() -> None:
             assert_same_step(model, plain, x)
 
 
+class Unrolled(nn.Module):
+    """A recurrence: every step's value is made of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for _ in range(600):
+            h = (self.linear(h) + x).tanh()
+        return x + h
+
+
+def test_a_chain_is_computed_again_however_long_it_is() -> None:
+    """Longer than Python's stack is deep."""
+    torch.manual_seed(0)
+    model = Model(Unrolled, layers=2)
+    plain, x = independent_copy(model), torch.randn(ROWS, N)
+    with jettison.apply(model, "full", batch=(x,), regions=["layers.0", "layers.1"]) as applied:
+        for each in (model, plain):
+            each(x).backward()
+        assert sum(report.slots_dropped for report in applied.report()) >= 2 * 600
+    assert compare_gradients(model, plain).identical
+
+
 @pytest.mark.parametrize("policy", RECOMPUTING)
 def test_retained_graph_gives_the_same_gradients_again(policy: str) -> None:
     model, plain, x = pair(Model(lambda: Block(0.5)))

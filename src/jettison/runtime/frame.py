@@ -219,7 +219,7 @@ class Frame:
             return tensor
         maker = self.recipe.makers.get(buffer)
         if maker is not None:
-            self._run(self.recipe.steps[maker], handle)
+            self._make(maker, handle)
             return self.memo[buffer]
         parameter = self.parameters.get(buffer)
         if parameter is not None:
@@ -237,6 +237,19 @@ class Frame:
         if box.tensor._version != box.version:
             raise _stale("a kept tensor", self.name, box.version, box.tensor._version)
         return arrived(box.tensor)
+
+    def _make(self, op: int, handle: Handle) -> None:
+        """Run an op again, and before it what makes its arguments. Forwards unroll thousands of steps: no recursion."""
+        steps, makers, memo = self.recipe.steps, self.recipe.makers, self.memo
+        waiting = [op]
+        while waiting:
+            step = steps[waiting[-1]]
+            missing = next((b for b in step.needs if b not in memo and b in makers), None)
+            if missing is not None:
+                waiting.append(makers[missing])
+                continue
+            waiting.pop()
+            self._run(step, handle)
 
     def _run(self, step: Step, handle: Handle) -> None:
         leaves = step.leaves.copy()

@@ -52,6 +52,7 @@ class Step:
     simple: bool  # positional arguments only and none nested: call without unflattening
     waits: bool = False  # a collective: its results are there after waiting for them
     under: Switches | None = None  # kernel switches that the forward itself had set
+    needs: tuple[int, ...] = ()  # buffers that it reads, the random state's included
 
 
 @dataclass
@@ -244,6 +245,7 @@ def _step(
     return Step(
         call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, state_out, call.device,
         simple, is_collective(call.func), call.under,
+        tuple(dict.fromkeys([b for _, b, _ in tensors] + ([] if call.state_in is None else [call.state_in]))),
     )  # fmt: skip
 
 
