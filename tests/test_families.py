@@ -60,9 +60,14 @@ DEFAULT = [case for n, family in enumerate(NAMES) for case in rotation(family, n
 MORE = [
     Case(family="llama", cache=True),
     Case(family="gpt2", cache=True, dropout=True, attention="eager"),
-    Case(family="t5", cache=True, precision="bf16"),
     Case(family="mixtral", router_loss=True),
-    Case(family="mixtral", router_loss=True, precision="bf16", attention="eager", dropout=True),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case(family="t5", cache=True, precision="bf16"),
+            Case(family="mixtral", router_loss=True, precision="bf16", attention="eager", dropout=True),
+        )
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 
 from fuzz_programs import POLICIES, Spec, simplest, specs  # noqa: E402
 from silent.harness import Verdict, judge  # noqa: E402
@@ -27,13 +27,14 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES) -> Counter[str]:
-    """Judge so many programs; how often each outcome came, if all were fair."""
+def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES, share: int = 0) -> Counter[str]:
+    """Judge so many programs; how often each outcome came, if all were fair. Other shares have other programs."""
     outcomes: Counter[str] = Counter()
 
     def judged(spec: Spec) -> Verdict:
         return judge(spec.build(), spec.policy)
 
+    @seed(share)
     @settings(max_examples=programs, suppress_health_check=LENIENT, phases=[Phase.generate])
     @given(spec=specs(length, policies))
     def holds(spec: Spec) -> None:
@@ -49,9 +50,13 @@ def examine(programs: int, length: int, policies: tuple[str, ...] = POLICIES) ->
     return outcomes
 
 
-@pytest.mark.parametrize(("programs", "policies"), [(200, POLICIES), (8, BUDGETS)], ids=["policies", "budget"])
-def test_programs_written_by_chance(programs: int, policies: tuple[str, ...]) -> None:
-    outcomes = examine(programs, 5, policies)
+CHANCE = [*(pytest.param(50, POLICIES, share, id=f"policies {share}") for share in range(4))]
+CHANCE += [pytest.param(8, BUDGETS, 4, id="budget")]
+
+
+@pytest.mark.parametrize(("programs", "policies", "share"), CHANCE)
+def test_programs_written_by_chance(programs: int, policies: tuple[str, ...], share: int) -> None:
+    outcomes = examine(programs, 5, policies, share)
     assert outcomes["equal"] >= programs / 3, f"most of them do not run at all: {outcomes}"
 
 

@@ -93,7 +93,7 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    [TWO, PIPELINES, pytest.param(LONGER, marks=pytest.mark.slow)],
+    [TWO, pytest.param(PIPELINES, marks=pytest.mark.slow), pytest.param(LONGER, marks=pytest.mark.slow)],
     ids=["data parallel", "pipelines", "longer"],
 )
 def test_two_ranks(tmp_path: Path, cases: dict[str, Any]) -> None:

@@ -309,6 +309,8 @@ SIDE_EFFECTS = {"list": (SideList, Leaves), "hook": (HookedList, Block), "cache"
 @pytest.mark.parametrize("kind", SIDE_EFFECTS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*cannot be planned tensor by tensor")
+@pytest.mark.filterwarnings("ignore:.*is planned as one region instead of block by block")
+@pytest.mark.filterwarnings("ignore:policy .* changes nothing here")
 def test_trap_20_tensors_that_leave_or_enter_a_block_by_the_side(policy: str, kind: str) -> None:
     """20. Captured tensors: every parameter's gradient is right, or the model is refused with an error that says so."""
     whole, block = SIDE_EFFECTS[kind]
@@ -376,6 +378,7 @@ def test_trap_23_nothing_to_do_and_impossible_do_not_look_alike() -> None:
         assert (plan.predicted.overhead_fraction, plan.solver.gap) == (0, 0)
         model(*rows()).backward()
         assert sum(report.slots_dropped for report in handle.report()) == 0
+    model.zero_grad(set_to_none=True)  # with gradients there it would be another step
     with pytest.raises(Infeasible, match=r"no plan fits .* smallest feasible budget is") as infeasible:
         jettison.auto_checkpoint(model, rows(), "1KiB")
     assert infeasible.value.exit_code == 3
