@@ -433,7 +433,6 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
 DIGEST_SCRIPT = """
 import torch
 from torch import nn
-from jettison.runtime.reads import reads_hold  # noqa: E402
 from jettison.trace.region import trace_region
 block = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
 print(trace_region(block, (torch.randn(4, 6, requires_grad=True),), {}).program.digest())

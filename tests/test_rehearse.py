@@ -122,7 +122,6 @@ def test_a_rehearsal_leaves_the_model_and_the_twin_alone() -> None:
 # the solver's own sums ------------------------------------------------------------------------------------------------
 
 
-@cache
 class Spare(torch.nn.Module):
     """Half of its parameters are used by nobody."""
 
@@ -144,6 +143,7 @@ def test_an_optimizer_has_no_state_for_what_no_gradient_reaches() -> None:
     assert found.static_bytes == parameters + x.nbytes + state
 
 
+@cache
 def planner_of(family: str = "llama") -> Planner:
     case = built(family)
     return Planner(trace=trace_model(case.model, case.batch), measure=False)

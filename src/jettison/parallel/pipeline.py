@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.errors import UsageError
 from jettison.ledger.schedule import Step, Work
+from jettison.runtime.callers import of_a_region
 from jettison.runtime.region import PlannedForward
 from jettison.trace.blocks import find_blocks, only_blocks
 
@@ -117,9 +118,8 @@ class InFlight:
             hook.remove()
         self._hooks.clear()
 
+    @of_a_region
     def _look(self, *_: Any) -> None:  # only forwards add anything
         counts, nbytes = zip(*self.now(), strict=True)
         self.micro_batches = max(self.micro_batches, sum(counts))
         self.nbytes = max(self.nbytes, sum(nbytes))
-
-    _look.of_a_region = True  # type: ignore[attr-defined]  # a hook that changes nothing

@@ -120,7 +120,7 @@ class Assumptions:
                 "that it runs outside, where nothing is cast and cached once more",
                 "leave the autocast block before calling backward",
             )
-        if not all(map(_is_reached, self.ends)) and self._is_partial():
+        if "partial" not in self.said and not all(map(_is_reached, self.ends)) and self._is_partial():
             self._say(
                 "partial",
                 "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",

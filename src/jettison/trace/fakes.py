@@ -214,7 +214,7 @@ LARGEST_RNN_BYTES = 2**28
 def _rnn_workspace(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Bytes of what an LSTM layer of oneDNN keeps for backward: only its kernel knows, so that it is run, once a shape.
 
-    Where that would take long they are bounded: by gates, states and their gradients, each step's on pages of its own.
+    Where that would take much memory they are bounded: by gates, states and their gradients, with pages to spare.
     """
     tensors = tuple((tuple(t.shape), t.dtype) for t in args[:7])
     steps, rows, inputs = args[0].shape
