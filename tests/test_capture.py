@@ -315,8 +315,8 @@ def by_constants(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x[:half]) * 0.5 if bool(torch.tensor(0.5) > 0) else x
 
 
-class ByOneTruth(nn.Module):
-    """Decides by what a chain of writes says of an argument."""
+class ByTruths(nn.Module):
+    """Decides by what a chain of writes says of an argument, and by what was there before the write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,8 +324,9 @@ class ByOneTruth(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         marks = torch.zeros_like(ids, dtype=torch.bool)
+        before = marks.logical_not()
         marks[0] = ids[0] > 3
-        return self.linear(x) * (0.5 if bool(marks.any()) else 2.0)
+        return self.linear(x) * (0.5 if bool(marks.any()) and bool(before.all()) else 2.0)
 
 
 def test_what_python_knew_anyway_is_not_read() -> None:
@@ -336,8 +337,8 @@ def test_what_python_knew_anyway_is_not_read() -> None:
 
 def test_a_truth_is_decided_by_and_makes_no_number_doubtful() -> None:
     x, ids = torch.randn(N, N, requires_grad=True), torch.arange(2 * N).view(2, N)
-    trace = trace_region(ByOneTruth(), (x, ids), {})
-    assert len(trace.reads) == 1
+    trace = trace_region(ByTruths(), (x, ids), {})
+    assert len(trace.reads) == 2
     assert not any(op.anchor is Anchor.OPAQUE for op in trace.program.ops)
     before = ids.clone()
     assert reads_hold(trace, [x, ids])
