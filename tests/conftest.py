@@ -15,15 +15,19 @@ settings.load_profile("jettison")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True)
+def young() -> None:
+    """Measurements and rehearsals collect garbage first: they need not walk what imports and other tests have made."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Sums over threads are not in a fixed order; rehearsals collect garbage, and need not walk what imports made."""
+    """Sums over threads are not in a fixed order."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)

@@ -347,6 +347,54 @@ def test_the_smallest_budget_of_blocks_that_are_observed_is_the_same_every_time_
         assert peak(model, x) <= found[0]
 
 
+class Storing(Routed):
+    """Leaves something wide in a list that it is given, as attention does in a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(HIDDEN, 8 * HIDDEN)
+
+    def forward(self, x: Tensor, store: list[Tensor]) -> Tensor:
+        store.append(self.key(x))
+        return super().forward(x) + store[-1].mean(-1, keepdim=True)
+
+
+class WithStores(nn.Module):
+    """Every block has a store of its own, and the caller gets them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Storing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        stores: list[list[Tensor]] = [[] for _ in self.layers]
+        for layer, store in zip(self.layers, stores, strict=True):
+            x = layer(x, store)
+        return {"loss": x.square().mean(), "stores": stores}
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be recorded", "ignore:.*cannot be planned")
+def test_what_an_observed_block_leaves_in_a_cache_is_counted_until_the_step_is_over() -> None:
+    torch.manual_seed(0)
+    model, x = WithStores(), torch.randn(ROWS, HIDDEN)
+
+    def step() -> None:
+        output = model(x)
+        output["loss"].backward()
+
+    def measured() -> int:
+        step()
+        model.zero_grad(set_to_none=True)
+        return measured_peak(step, static_tensors=static_tensors(model, (x,))).peak_bytes
+
+    plain = measured()
+    model.zero_grad(set_to_none=True)
+    handle = jettison.auto_checkpoint(model, (x,), "1GiB")
+    with handle:
+        assert handle.plan is not None
+        assert handle.plan.predicted.peak_bytes >= measured() == plain
+
+
 class Pair(nn.Module):
     """Two wide halves with a narrow sum between them, as attention and MLP have it."""
 

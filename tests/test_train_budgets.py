@@ -33,11 +33,13 @@ from ranks import run_ranks  # noqa: E402
 GPT = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4, dropout=0.1)
 LLAMA = ModelSection(architecture="llama", layers=3, hidden=64, heads=4, kv_heads=2, code="huggingface")
 TWO: dict[str, dict[str, Any]] = {
-    "tp": {"layout": {"tp": 2}, "llama": True, "share": 0.75},
-    "ddp, accumulated": {"batch": (12, 2)},
-    "zero 3": {"layout": {"zero": 3}},
     "zero 2, accumulated": {"layout": {"zero": 2}, "batch": (12, 2)},
     "zero 3, bf16": {"layout": {"zero": 3}, "precision": "bf16", "llama": True, "share": 0.75},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "tp": {"layout": {"tp": 2}, "llama": True, "share": 0.75},  # also in test_train_ranks
+    "ddp, accumulated": {"batch": (12, 2)},
+    "zero 3": {"layout": {"zero": 3}},
 }
 PIPELINES: dict[str, dict[str, Any]] = {
     "gpipe": {"layout": {"pp": 2, "schedule": "gpipe"}},
@@ -93,8 +95,8 @@ def check(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "cases",
-    [TWO, pytest.param(PIPELINES, marks=pytest.mark.slow), pytest.param(LONGER, marks=pytest.mark.slow)],
-    ids=["data parallel", "pipelines", "longer"],
+    [TWO, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, PIPELINES, LONGER))],
+    ids=["data parallel", "more", "pipelines", "longer"],
 )
 def test_two_ranks(tmp_path: Path, cases: dict[str, Any]) -> None:
     found = run_ranks(budgets, 2, {"folder": str(tmp_path), "cases": cases}, timeout=280)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +12,33 @@ from jettison.trace.capture import TensorRef
 from jettison.trace.model import ModelTrace, call_model, loss_of
 from jettison.trace.signature import opaque_copy
 from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.trace.wrapped import has_gradients
+from jettison.trace.wrapped import has_gradients, plain
 
 
-def block_levels(
-    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None
-) -> tuple[int, int, int]:
-    """Resident bytes, forward peak and backward peak of one call of a module, as it is now, on arguments like these."""
+class Levels(NamedTuple):
+    """Bytes of one call. ``lasting_bytes`` of the resident ones outlive its backward: what it put into a cache."""
+
+    resident_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    lasting_bytes: int
+
+
+def block_levels(module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None) -> Levels:
+    """Those of one call of a module, as it is now, on arguments like these. Leaves it without gradients."""
     leaves, spec = tree_flatten(opaque_copy(call))
     outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
     counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace)
     with counter:
         start = counter.live_bytes
+        held = sum(plain(p.grad).nbytes for p in module.parameters() if p.grad is not None)
         counter.reset_peak()
         given = [_argument(leaf, i in shared) for i, leaf in enumerate(leaves)]
         args, kwargs = tree_unflatten(given, spec)
         del given
         box = [(args, kwargs)]
         del args, kwargs
-        loss = _forward(module, box)
+        loss, stored = _forward(module, box)
         forward_peak = counter.peak_bytes - start
         torch.clear_autocast_cache()
         resident = counter.live_bytes - start
@@ -38,7 +46,12 @@ def block_levels(
         before = counter.live_bytes
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             loss.backward()
-        return resident, forward_peak, counter.peak_bytes - before
+        backward_peak = counter.peak_bytes - before
+        del loss  # but not what is stored: the caller has it
+        module.zero_grad(set_to_none=True)
+        lasting = max(0, counter.live_bytes - start + held)
+        del stored
+        return Levels(resident, forward_peak, backward_peak, lasting)
 
 
 def _argument(leaf: Any, shared: bool) -> Any:
@@ -63,12 +76,16 @@ class _Source(torch.autograd.Function):
         return (None,) * 5
 
 
-def _forward(module: nn.Module, box: list[Any]) -> Tensor:
-    """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs."""
+def _forward(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
+    """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs, and what it
+    left in lists and dicts among its arguments.
+    """
     args, kwargs = box.pop()
+    given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
     with torch.enable_grad():
         output = module.forward(*args, **kwargs)  # as it was recorded: hooks have had their turn with the arguments
-        return _Sink.apply(*(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad))
+        stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
+        return _Sink.apply(*(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad)), stored
 
 
 class _Sink(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.measure.levels import block_levels, chain_bytes
+from jettison.measure.levels import Levels, block_levels, chain_bytes
 from jettison.measure.memory import Workspace, quiet_gc
 from jettison.plan.problem import RegionOption
 from jettison.plan.treatment import Full, KeepAll
@@ -60,18 +60,10 @@ def observe_block(
                     for parameter, _ in gradients:
                         parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
                     levels.append(block_levels(module, call, shared, workspace))
-                resident, forward_peak, backward_peak = (2 * max(n) - min(n) for n in zip(*levels, strict=True))
+                highest = Levels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
             finally:
                 region.remove()
-            found.append(
-                RegionOption(
-                    key=key,
-                    resident_bytes=resident,
-                    forward_peak_bytes=forward_peak,
-                    backward_peak_bytes=backward_peak,
-                    seconds=seconds if key == "full" else 0.0,
-                )
-            )
+            found.append(RegionOption(key=key, seconds=seconds if key == "full" else 0.0, **highest._asdict()))
     for parameter, gradient in gradients:
         parameter.grad = gradient
     return found[0], found[1]
@@ -103,7 +95,8 @@ class StandIn:
         leaves, _ = call_signature(args, kwargs)
         # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
         shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
-        held = _blob(self.levels.resident_bytes)
+        self.lasting = _blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
+        held = _blob(self.levels.resident_bytes - self.levels.lasting_bytes)
         _blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
         return stub_outputs(self.region, leaves, probe=self, held=(held, *shared))
 

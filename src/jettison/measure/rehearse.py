@@ -141,12 +141,8 @@ def rehearse_block(
     how = Check(trace.how)
     with trace.context(), quiet_gc(), planned(module, cls.example, treatment, cls.trace, cls.signature, how):
         hold_gradients(trace, module)
-        resident, forward_peak, backward_peak = block_levels(module, (cls.args, cls.kwargs), shared, workspace)
-        module.zero_grad(set_to_none=True)
-    return RegionOption(
-        key=key, resident_bytes=resident, forward_peak_bytes=forward_peak, backward_peak_bytes=backward_peak,
-        seconds=seconds,
-    )  # fmt: skip
+        levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace)
+    return RegionOption(key=key, seconds=seconds, **levels._asdict())
 
 
 def rehearse_step(

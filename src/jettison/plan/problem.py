@@ -34,6 +34,7 @@ class RegionOption:
     backward_peak_bytes: int
     seconds: float
     offloaded_bytes: int = 0
+    lasting_bytes: int = 0  # of the resident ones, those that its backward does not free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from jettison.runtime.frame import Diverged
 from jettison.trace.capture import Expected, RegionTrace, TensorRef, signature_of
 from jettison.trace.opinfo import computes, is_bookkeeping
+from jettison.trace.trees import op_leaves
 from jettison.trace.wrapped import desugars, infers_shapes, plain, storage_of
 
 _CHECKS = {"aten::aminmax"}
@@ -70,11 +70,11 @@ class SequenceCheck(TorchDispatchMode):
             expected = self.trace.sequence[self.at]
             self.at += 1
             if expected.signature == got or (not expected.numbers and expected.signature[:2] == got[:2]):
-                self._match(expected, tree_leaves((args, kwargs)), tree_leaves(out))
+                self._match(expected, op_leaves(args, kwargs), op_leaves(out))
                 return
             if func._schema.name in _CHECKS:  # nobody recorded its results, so nothing that follows may read them
                 self.at -= 1
-                for tensor in tree_leaves(out):
+                for tensor in op_leaves(out):
                     self._bind(plain(tensor), _NOWHERE, 0)
                 return
             if not expected.skippable:

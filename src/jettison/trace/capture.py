@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
@@ -34,7 +33,7 @@ from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op
 from jettison.trace.randomness import ADVANCE, Movement, movement_of
 from jettison.trace.signature import Switches, kernel_switches
 from jettison.trace.streams import default_stream
-from jettison.trace.trees import tree_flatten, tree_leaves
+from jettison.trace.trees import op_leaves, op_map, tree_flatten, tree_leaves
 from jettison.trace.wrapped import Wrapping, desugars, infers_shapes, plain, storage_of, wrapping
 
 _GUESSED = "it decides by values that are not known before it runs"
@@ -310,31 +309,31 @@ class Recorder:
             and not isinstance(args[0], FakeTensor)
             and _storage_key(args[0]) not in self._current
         )
-        spec_args, spec_kwargs = tree_map(self._spec, (args, kwargs))
+        spec_args, spec_kwargs = op_map(self._spec, (args, kwargs))
         if made_here:
             self.made[spec_args[0].buffer] = _values_of(args[0])
         written_tensors = writes(func, args, kwargs)
         before = [self._current[_storage_key(t)] for t in written_tensors]
         out = run()
         if torch.Tag.data_dependent_output in func.tags:
-            for leaf in tree_leaves((args, kwargs)):
+            for leaf in op_leaves(args, kwargs):
                 if isinstance(leaf, Tensor):
                     self._read_value(leaf)
         expected = None
         if computes(func, args, kwargs, out):
             expected = len(self.sequence)
-            reads = tuple(leaf for leaf in tree_leaves((spec_args, spec_kwargs)) if isinstance(leaf, TensorRef))
+            reads = tuple(leaf for leaf in op_leaves(spec_args, spec_kwargs) if isinstance(leaf, TensorRef))
             numbers = not (self.has_numbers and takes_number(func, args, kwargs))
             self.sequence.append(
                 Expected(
                     signature_of(func, args, kwargs, out), reads, (), (), self._is_weight_cast(func, spec_args), numbers
                 )
             )
-        out_leaves = tree_leaves(out)
+        out_leaves = op_leaves(out)
         fresh = [t for t in out_leaves if isinstance(t, Tensor) and _storage_key(t) not in self._current]
         if not fresh and not written_tensors:
             return out
-        device = next((t.device.type for t in tree_leaves((out_leaves, args)) if isinstance(t, Tensor)), "cpu")
+        device = next((t.device.type for t in op_leaves(out_leaves, args) if isinstance(t, Tensor)), "cpu")
         anchor = anchor_of(func, kwargs, spec_args, device)
         random = anchor is not Anchor.GENERATOR and draws(func, args, kwargs)
         if anchor is None and self.has_numbers and takes_number(func, args, kwargs):
@@ -347,9 +346,7 @@ class Recorder:
             if move is not None:
                 state_in, state_out = self.move_state(move, device)
         index = len(self.ops)
-        inputs = list(
-            dict.fromkeys(r.buffer for r in tree_leaves((spec_args, spec_kwargs)) if isinstance(r, TensorRef))
-        )
+        inputs = list(dict.fromkeys(r.buffer for r in op_leaves(spec_args, spec_kwargs) if isinstance(r, TensorRef)))
         outputs: list[int] = []
         written: list[tuple[int, int]] = []
         for t, old in zip(written_tensors, before, strict=True):
@@ -440,10 +437,10 @@ class Recorder:
             return
         if func._schema.name == "aten::index":  # writing by a mask makes no shape
             masks = (torch.bool, torch.uint8)
-            deciding = [t for t in tree_leaves(args[1:2]) if isinstance(t, Tensor) and t.dtype in masks]
+            deciding = [t for t in op_leaves(args[1:2]) if isinstance(t, Tensor) and t.dtype in masks]
         else:
             dynamic = torch.Tag.dynamic_output_shape in func.tags
-            deciding = [t for t in tree_leaves(args) if isinstance(t, Tensor)] if dynamic else []
+            deciding = [t for t in op_leaves(args) if isinstance(t, Tensor)] if dynamic else []
         if any(isinstance(plain(t), FakeTensor) for t in deciding):
             self.refuse(_GUESSED)
         elif deciding:
@@ -689,7 +686,7 @@ class CaptureMode(TorchDispatchMode):
 
 
 def _on_cpu(args: Any) -> bool:
-    return all(t.device.type == "cpu" for t in tree_leaves(args) if isinstance(t, Tensor))
+    return all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
 
 
 def _watch_modules(recorder: Recorder) -> list[Any]:
@@ -716,8 +713,8 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
 
 def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
     """What two runs of one forward must agree on: the op, its numbers, shape, stride and dtype of its results."""
-    results = tuple((tuple(t.shape), layout(t), t.dtype) for t in tree_leaves(out) if isinstance(t, Tensor))
-    return func, results, tuple(repr(v) for v in tree_leaves((args, kwargs)) if isinstance(v, bool | int | float))
+    results = tuple((tuple(t.shape), layout(t), t.dtype) for t in op_leaves(out) if isinstance(t, Tensor))
+    return func, results, tuple(repr(v) for v in op_leaves(args, kwargs) if isinstance(v, bool | int | float))
 
 
 def layout(tensor: Tensor) -> tuple[int, ...]:

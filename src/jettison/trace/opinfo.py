@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from jettison.ledger.program import Anchor
 from jettison.trace.randomness import MOVES_BY_NUMBER, is_private
+from jettison.trace.trees import op_leaves
 
 aten = torch.ops.aten
 
@@ -75,23 +76,32 @@ def _full_name(func: Any) -> str:
 
 def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
     """Whether a call makes new memory or writes to old; a call that only makes views does neither."""
-    if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+    if _written(func):
         return True
-    given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-    return any(isinstance(t, Tensor) and t.untyped_storage()._cdata not in given for t in tree_leaves(out))
+    given = {t.untyped_storage()._cdata for t in op_leaves(args, kwargs) if isinstance(t, Tensor)}
+    return any(isinstance(t, Tensor) and t.untyped_storage()._cdata not in given for t in op_leaves(out))
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call overwrites, by its schema."""
     found: list[Tensor] = []
-    for i, arg in enumerate(func._schema.arguments):
-        if arg.alias_info is not None and arg.alias_info.is_write:
-            value = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name)
-            found.extend(t for t in tree_leaves(value) if isinstance(t, Tensor))
+    for i, name, kwarg_only in _written(func):
+        value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
+        found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))
     if func._schema.name == "aten::native_batch_norm" and len(args) > 5 and args[5]:
         found.extend(t for t in args[3:5] if isinstance(t, Tensor))  # the schema does not say so; training mode does
     unique: dict[int, Tensor] = {t.untyped_storage()._cdata: t for t in found}
     return list(unique.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Place, name and whether it is given by name alone, of each argument that a call writes to, by its schema."""
+    return tuple(
+        (i, arg.name, arg.kwarg_only)
+        for i, arg in enumerate(func._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -114,7 +124,7 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
     name = func._schema.name.split("::")[1]
     if name in DISCRETE:
         return Anchor.DISCRETE
-    if any(isinstance(v, torch.Generator) and is_private(v) for v in tree_leaves((spec_args, kwargs))):
+    if any(isinstance(v, torch.Generator) and is_private(v) for v in op_leaves(spec_args, kwargs)):
         return Anchor.GENERATOR
     if is_communication(func) and not is_collective(func):
         return Anchor.COLLECTIVE
@@ -122,7 +132,7 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
         return Anchor.OPAQUE
     if device != "cpu" and _gives_other_bits(func, name, device, kwargs, spec_args):
         return Anchor.NONDETERMINISTIC
-    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in tree_leaves((spec_args, kwargs))):
+    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in op_leaves(spec_args, kwargs)):
         return Anchor.OPAQUE
     return None
 
@@ -130,7 +140,7 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
 def _gives_other_bits(func: Any, name: str, device: str, kwargs: Any, spec_args: Any) -> bool:
     named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | kwargs
     source = next((named[key] for key in ("source", "src", "values") if key in named), None)
-    target = next((v for v in tree_leaves(spec_args) if hasattr(v, "dtype")), None)
+    target = next((v for v in op_leaves(spec_args) if hasattr(v, "dtype")), None)
     return is_nondeterministic(
         name, device, floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
         values=source is not None and hasattr(source, "size") and prod(source.size) > 1,
@@ -158,12 +168,12 @@ def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
         named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | spec_kwargs
         spec_args, spec_kwargs = [v for name, v in named.items() if name != "group_name"], {}
 
-    return f"{func}({', '.join(text(leaf) for leaf in tree_leaves((spec_args, spec_kwargs)))})"
+    return f"{func}({', '.join(text(leaf) for leaf in op_leaves(spec_args, spec_kwargs))})"
 
 
 def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
     """FLOPs (a multiply-add is 2) and bytes read plus written of one call."""
-    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+    tensors = [t for t in op_leaves(args, kwargs, out) if isinstance(t, Tensor)]
     moved = sum(_touched_bytes(t) for t in tensors)
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:

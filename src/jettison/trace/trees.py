@@ -6,7 +6,7 @@ have no tensors. Nothing is registered for classes of other people: other code w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,6 +36,28 @@ def tree_leaves(tree: Any) -> list[Any]:
     """Leaves alone."""
     leaves = pytree.tree_leaves(tree)
     return pytree.tree_leaves(_opened(tree, ())) if any(map(_is_closed, leaves)) else leaves
+
+
+def op_leaves(*values: Any) -> list[Any]:
+    """What an operator was given or returned: they come in lists, tuples and dicts alone. A tenth of `tree_leaves`."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found.extend(op_leaves(*value))
+        elif isinstance(value, dict):
+            found.extend(op_leaves(*value.values()))
+        else:
+            found.append(value)
+    return found
+
+
+def op_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """`op_leaves` with something else in the place of each."""
+    if isinstance(value, list | tuple):
+        return type(value)([op_map(change, inside) for inside in value])
+    if isinstance(value, dict):
+        return {key: op_map(change, inside) for key, inside in value.items()}
+    return change(value)
 
 
 def _is_closed(leaf: Any) -> bool:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.trace.opinfo import writes
+from jettison.trace.trees import op_leaves
 from jettison.trace.wrapped import desugars, has_gradients
 
 WHICH_DEVICE = torch.ops.prim.device.default
@@ -45,7 +46,7 @@ class RealUntilFake(TorchDispatchMode):
         if desugars(types):
             return NotImplemented
         has_real = has_fake = False
-        for leaf in arg_tree_leaves(*args, **kwargs):
+        for leaf in op_leaves(args, kwargs):
             if isinstance(leaf, FakeTensor):
                 has_fake = True
             elif isinstance(leaf, torch.Tensor):
