@@ -347,6 +347,61 @@ def test_the_smallest_budget_of_blocks_that_are_observed_is_the_same_every_time_
         assert peak(model, x) <= found[0]
 
 
+def test_a_shorter_batch_is_planned_as_the_one_that_was_given() -> None:
+    """The same buffers, so that it takes less; as large a share of them might be others, of a higher peak."""
+    model, x = make()
+    plain = independent_copy(model)
+    found = planner_for(model, x)
+    budget = (found.minimum_budget_bytes + found.plain_budget_bytes) // 2
+    with jettison.auto_checkpoint(model, (x,), budget) as handle:
+        assert_same_step(model, plain, x)
+        dropped = [report.slots_dropped for report in handle.report()]
+        for _ in range(3):  # the report is of the most used
+            assert_same_step(model, plain, x[: ROWS // 2])
+        assert [report.slots_dropped for report in handle.report()] == dropped
+    assert sum(dropped) > 0
+
+
+class Parts(nn.Module):
+    """Returns two parts of one tensor, as blocks with two streams do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        both = self.linear(self.norm(torch.cat([x, y]))).tanh().exp().sigmoid()
+        return both[: len(x)], both[len(x) :]
+
+
+class TwoStreams(nn.Module):
+    """Blocks that hand on parts of one tensor; the first gets two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleList(Parts() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.embed(x), self.embed(x[:5])
+        for layer in self.layers:
+            x, y = layer(x, y)
+        return x.square().mean() + y.mean()
+
+
+def test_blocks_that_hand_on_parts_of_one_tensor_are_recorded_once_and_rehearsed_to_the_byte() -> None:
+    torch.manual_seed(0)
+    model, x = TwoStreams(), torch.randn(ROWS, HIDDEN)
+    plain = independent_copy(model)
+    found = planner_for(model, x)
+    assert found.baseline.peak_bytes == peak(independent_copy(model), x)
+    budget = found.minimum_budget_bytes
+    with jettison.auto_checkpoint(model, (x,), budget) as handle:
+        assert_same_step(model, plain, x)
+        assert peak(model, x) <= budget < found.plain_budget_bytes
+        assert [report.recordings for report in handle.report()] == [0] * 5
+
+
 class Storing(Routed):
     """Leaves something wide in a list that it is given, as attention does in a cache."""
 

@@ -27,6 +27,7 @@ from zoo.entry import Batch, Entry
 
 STEPS = 3
 SEED = 7
+MISSED_BYTES = 64  # the profiler does not see the death of what was allocated before it
 ENGINE_BYTES = 256  # Python numbers that autograd's engine wraps: live for an op, in plain steps as well
 
 
@@ -181,7 +182,7 @@ def _smallest(entry: Entry, outcome: Outcome) -> None:
             jettison.auto_checkpoint(model, batches[0], 1, optimizer=adamw(model), loss_fn=entry.loss_fn)
         except Infeasible as refused:
             outcome.minimum_budget_bytes = refused.minimum_budget_bytes
-            over = refused.minimum_budget_bytes - ENGINE_BYTES - outcome.plain_peak_bytes
+            over = refused.minimum_budget_bytes - ENGINE_BYTES - MISSED_BYTES - outcome.plain_peak_bytes
             if over > 0 and not (entry.values_decide or entry.by_chance):
                 outcome.problems.append(f"the smallest budget is {over} bytes above what a plain step takes")
         except Exception as error:

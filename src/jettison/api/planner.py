@@ -409,9 +409,10 @@ def _added_seconds(found: Rehearsed) -> float:
 
 
 def exactly(program: Program, kept: frozenset[int]) -> Exactly:
-    """This decision for this program; for another one (a shorter batch, say) as large a share of what it saves."""
+    """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
     total = program.kept_bytes(program.saved_buffers())
-    return Exactly(program.digest(), kept, Share(program.kept_bytes(kept) / total if total else 1.0))
+    share = Share(program.kept_bytes(kept) / total if total else 1.0)
+    return Exactly(program.digest(), kept, share, program.form())
 
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:

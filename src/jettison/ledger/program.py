@@ -202,6 +202,13 @@ class Program:
         """Buffers that plain autograd holds for this region and that cost bytes."""
         return frozenset(b for b in self.needed_buffers() if not self.buffers[b].free)
 
+    def form(self) -> str:
+        """Equal for regions that run the same ops in the same order, on tensors of whatever shape."""
+        ops = [(op.name, op.inputs, op.outputs, op.path, op.anchor) for op in self.ops]
+        buffers = [(b.source, b.producer, b.name, b.keepable) for b in self.buffers]
+        text = repr((ops, buffers, [slot.buffer for slot in self.slots], self.outputs))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def digest(self) -> str:
         """Equal for regions that compute the same thing on tensors of the same shape."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))

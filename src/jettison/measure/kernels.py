@@ -1,7 +1,8 @@
 """Running one kernel on made-up values: its seconds, and the bytes that it takes and gives back inside the call.
 
-Floats are random, integers are zeros (a valid index everywhere), offsets of grouped matmuls split the rows evenly. A
-price therefore knows nothing of values: a gather with all indices equal is kinder to caches than a real one.
+Floats are random, integers are zeros (a valid index everywhere), offsets of grouped matmuls split the rows evenly,
+packed sequences are as long as they can be. A price therefore knows nothing of values: a gather with all indices equal
+is kinder to caches than a real one.
 """
 
 from __future__ import annotations
@@ -213,6 +214,8 @@ def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if request.func is torch.ops.aten._grouped_mm.default and len(args) > 2 and isinstance(args[2], Tensor):
         rows = args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0]
         args[2].copy_(torch.linspace(rows / args[2].numel(), rows, args[2].numel()).to(args[2].dtype))
+    if request.func is torch.ops.aten._pack_padded_sequence.default:
+        args[1].fill_(args[0].shape[1 if args[2] else 0])
     return args, kwargs
 
 

@@ -11,8 +11,9 @@ from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 from jettison.trace.capture import TensorRef
 from jettison.trace.model import ModelTrace, call_model, loss_of
 from jettison.trace.signature import opaque_copy
+from jettison.trace.stub import tensors_made
 from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.trace.wrapped import has_gradients, plain
+from jettison.trace.wrapped import has_gradients, plain, storage_of, wrapping
 
 
 class Levels(NamedTuple):
@@ -33,7 +34,7 @@ def block_levels(module: nn.Module, call: tuple[Any, Any], shared: set[int], wor
         start = counter.live_bytes
         held = sum(plain(p.grad).nbytes for p in module.parameters() if p.grad is not None)
         counter.reset_peak()
-        given = [_argument(leaf, i in shared) for i, leaf in enumerate(leaves)]
+        given = _arguments(leaves, shared)
         args, kwargs = tree_unflatten(given, spec)
         del given
         box = [(args, kwargs)]
@@ -54,26 +55,47 @@ def block_levels(module: nn.Module, call: tuple[Any, Any], shared: set[int], wor
         return Levels(resident, forward_peak, backward_peak, lasting)
 
 
-def _argument(leaf: Any, shared: bool) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if shared or not has_gradients(leaf.dtype):
-        return leaf.detach().requires_grad_(leaf.requires_grad)
-    if not leaf.requires_grad:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).normal_()
-    return _Source.apply(torch.zeros((), requires_grad=True), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+def _arguments(leaves: list[Any], shared: set[int]) -> list[Any]:
+    """Leaves like these, to be owned by the call alone but for the shared ones."""
+    given: list[Any] = []
+    together: dict[int, list[int]] = {}  # storage -> positions of what is made anew in it
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (position in shared or not has_gradients(leaf.dtype)):
+            given.append(leaf.detach().requires_grad_(leaf.requires_grad))
+            continue
+        given.append(leaf)
+        if isinstance(leaf, Tensor):
+            together.setdefault(storage_of(leaf), []).append(position)
+    for storage, positions in together.items():
+        parts = [leaves[p] for p in positions]
+        refs = [_ref(storage, t) for t in parts]
+        trained = [t.requires_grad for t in parts]
+        seed = torch.zeros((), requires_grad=any(trained))
+        for position, made in zip(positions, _Source.apply(seed, refs, trained, parts[0].device), strict=True):
+            given[position] = made
+    return given
+
+
+def _ref(storage: int, tensor: Tensor) -> TensorRef:
+    part = plain(tensor)
+    size, stride = tuple(part.shape), tuple(part.stride())
+    return TensorRef(storage, size, stride, part.storage_offset(), part.dtype, wrapping(tensor))
 
 
 class _Source(torch.autograd.Function):
-    """A tensor from nowhere, whose gradient goes nowhere."""
+    """Tensors from nowhere, whose gradients go nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, seed: Tensor, shape: Any, stride: Any, dtype: Any, device: Any) -> Tensor:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device).normal_()
+    def forward(ctx: Any, seed: Tensor, refs: list[TensorRef], trained: list[bool], device: Any) -> tuple[Tensor, ...]:
+        made = tensors_made(refs, device)
+        for tensor in made:
+            plain(tensor).normal_()
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(made, trained, strict=True) if not wanted))
+        return made
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return (None,) * 5
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None,) * 4
 
 
 def _forward(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:

@@ -74,5 +74,5 @@ def has_no_workspace(func: Any) -> bool:
     """
     name = func._schema.name
     return bool(func.is_view) or name.startswith(
-        ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "profiler::", "prim::")
+        ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::set_", "profiler::", "prim::")
     )

@@ -119,16 +119,21 @@ class Selective:
 
 @dataclass(frozen=True, slots=True)
 class Exactly:
-    """A decision made before: these buffers of this program; any other program falls back to ``otherwise``."""
+    """A decision made before: these buffers of this program, and of the same ops on other shapes; any other program
+    falls back to ``otherwise``.
+    """
 
     digest: str
     buffers: frozenset[int]
     otherwise: Treatment
+    form: str = ""
     word: str = "mixed"
 
     def kept(self, program: Program) -> frozenset[int]:
         if program.digest() == self.digest:
             return self.buffers
+        if self.form and program.form() == self.form:
+            return close(program, self.buffers)
         return self.otherwise.kept(program)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +42,7 @@ def stub_outputs(
         if not isinstance(leaf, TensorRef):
             out.append(leaf)
         elif leaf.buffer in by_input:
-            out.append(by_input[leaf.buffer])
+            out.append(_part_of(by_input[leaf.buffer], leaf))
         else:
             out.append(fresh.pop(0))
     return tree_unflatten(out, trace.output_spec)
@@ -59,7 +60,7 @@ class _Stub(torch.autograd.Function):
             for t in tensors
         ]
         ctx.extra = extra
-        out = tuple(_empty(r.size, r.stride, r.dtype, device, r.wrap) for r in made)
+        out = tensors_made(made, device)
         ctx.mark_non_differentiable(
             *(t for t, r in zip(out, made, strict=True) if r.buffer in constants or not has_gradients(t.dtype))
         )
@@ -73,6 +74,34 @@ class _Stub(torch.autograd.Function):
         ctx.extra = (None, call, ())
         made = [None if m is None else _empty(m[0], None, *m[1:]) for m in ctx.metas]
         return None, None, None, None, *made
+
+
+def _part_of(given: Tensor, ref: TensorRef) -> Tensor:
+    """An input that comes back: itself, or a view of it."""
+    if ref.wrap is not None or (tuple(given.shape), tuple(given.stride())) == (ref.size, ref.stride):
+        return given
+    return given.as_strided(ref.size, ref.stride, ref.offset)
+
+
+def tensors_made(refs: Sequence[TensorRef], device: torch.device) -> tuple[Tensor, ...]:
+    """New tensors, uninitialised. Those that are parts of one buffer are parts of one storage: a call's signature says
+    how its arguments share memory.
+    """
+    parts: dict[int, list[TensorRef]] = {}
+    for ref in refs:
+        if ref.wrap is None and 0 not in ref.size:
+            parts.setdefault(ref.buffer, []).append(ref)
+    storages: dict[int, Any] = {}
+    for buffer, of_one in parts.items():
+        if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
+            end = max(r.offset + 1 + sum((n - 1) * s for n, s in zip(r.size, r.stride, strict=True)) for r in of_one)
+            storages[buffer] = torch.empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
+    return tuple(
+        torch.empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride)
+        if r.buffer in storages and r.wrap is None and 0 not in r.size
+        else _empty(r.size, r.stride, r.dtype, device, r.wrap)
+        for r in refs
+    )
 
 
 def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, wrap: Wrapping | None) -> Tensor:
