@@ -341,3 +341,24 @@ def test_one_draw_needs_no_op_before_it() -> None:
     assert again(trace, kept) == [ADVANCE, ADVANCE, "aten.rand.default"]
     moved = [program.ops[i].bytes_moved for i in compile_recipe(trace, kept).recomputed_ops]
     assert moved == [ROWS * N, 4 * ROWS * N, 4 * ROWS * N], "a mask of bytes; then four bytes an element"
+
+
+class DrawsFromItsOwn(nn.Module):
+    """Takes noise from a generator of its own; what it does next hangs on how many values are above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator)
+        return x + self.linear(self.norm(x) * noise) * len((x > 0).nonzero()) / x.numel()
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be recorded", "ignore:.*cannot be planned")
+def test_a_block_that_is_observed_leaves_its_own_generator_where_it_was() -> None:
+    model = nn.Sequential(DrawsFromItsOwn(), DrawsFromItsOwn(), DrawsFromItsOwn())
+    before = [block.generator.get_state() for block in model]
+    with jettison.apply(model, "full", batch=(torch.randn(4, 8),), loss_fn=Tensor.sum):
+        assert all(torch.equal(b.generator.get_state(), was) for b, was in zip(model, before, strict=True))

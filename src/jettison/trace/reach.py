@@ -149,8 +149,8 @@ class Reach:
             self._seen.add(id(value))
             self.tensors.append((value, value._version, value.detach().clone() if self.copies else None))
             return
-        if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or is_ours(value):
-            return
+        if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or (is_ours(value) and not is_stream(value)):
+            return  # torch's generators count as torch's own objects, and are the model's to move
         self._seen.add(id(value))
         self._held.append(value)  # so that no id comes back
         if isinstance(value, nn.Module):
