@@ -35,6 +35,18 @@ def keep_all() -> Rival:
     return Rival(name="jettison keep-all (hooks on)", apply=apply)
 
 
+def under(policy: str) -> Rival:
+    """A policy by name, on the regions that it finds (the layer of a one-layer model is named)."""
+
+    def apply(model: nn.Module, batch: Batch) -> Handle:
+        import jettison
+
+        regions = [name for name, _ in model.named_children()]
+        return jettison.apply(model, policy=policy, batch=batch, regions=regions)
+
+    return Rival(name=f"jettison, {policy}", apply=apply)
+
+
 def attempt(rival: Rival, model: nn.Module, batch: Batch, say: Callable[[str], None]) -> Handle | None:
     """Apply, or say why the row is left out."""
     try:

@@ -34,7 +34,14 @@ RESULTS = Path(__file__).parent / "results"
 CASES = (Check.OFF, Check.SAMPLED, Check.ALWAYS, Check.FULL)
 SMALL = Size()
 WIDE = replace(SMALL, layers=2, hidden=2048, heads=16, kv_heads=8, ffn=5632, sequence=512, micro_batch=1)
-MODELS = {"llama": ("llama", SMALL), "gpt2": ("gpt2", SMALL), "qwen3": ("qwen3", SMALL), "llama-2048": ("llama", WIDE)}
+LONG = replace(WIDE, layers=6, sequence=2048, micro_batch=4)  # for accelerators: kernels that take longer than launches
+MODELS = {
+    "llama": ("llama", SMALL),
+    "gpt2": ("gpt2", SMALL),
+    "qwen3": ("qwen3", SMALL),
+    "llama-2048": ("llama", WIDE),
+    "llama-2048-long": ("llama", LONG),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from jettison.plan.moves import minimum_budget  # noqa: E402
 from jettison.plan.treatment import KeepAll  # noqa: E402
 from jettison.runtime.install import install  # noqa: E402
 from jettison.trace.model import trace_model  # noqa: E402
+from jettison.trace.stub import stub_outputs  # noqa: E402
 from training import adamw  # noqa: E402
 
 pytestmark = [
@@ -176,3 +177,27 @@ def test_levels_of_segments_agree_with_the_rehearsal(segments: tuple[tuple[int, 
     levels = evaluate(planner.problem, choice)
     step = planner.rehearse(replace(planner.smallest().solution, choice=choice)).step
     assert levels.peak_bytes == pytest.approx(step.peak_bytes, rel=SUM_RELATIVE), (levels.peak, step)
+
+
+class Turn(torch.nn.Module):
+    """Returns a view of its argument, every time; what it holds is a number for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.transpose(0, 1), self.scale * 2
+
+
+def test_a_block_that_returns_a_view_of_its_argument_is_stubbed_by_that_view() -> None:
+    model = torch.nn.ModuleDict({"turn": Turn(), "mix": torch.nn.Linear(8, 8)})
+    model.forward = lambda x: model["turn"](torch.tanh(model["mix"](x)))[0].sum()  # type: ignore[method-assign]
+    traced = trace_model(model, (torch.randn(6, 8),), regions=["turn"])
+    region = traced.classes[traced.calls[0].class_key].trace
+    with traced.context():
+        x = torch.nn.functional.linear(traced.twin["mix"].weight, traced.twin["mix"].weight)[:6]  # type: ignore[index]
+        view, number = stub_outputs(region, [x])
+    assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    assert (tuple(view.shape), tuple(view.stride())) == ((8, 6), (1, 8))
+    assert number.untyped_storage()._cdata != x.untyped_storage()._cdata

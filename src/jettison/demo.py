@@ -21,6 +21,7 @@ from jettison.api.planner import Planner
 from jettison.api.proof import verify
 from jettison.api.verbs import Applied, apply_rehearsed
 from jettison.errors import ProofFailed, UsageError
+from jettison.measure.device import elsewhere_bytes
 from jettison.measure.gradients import independent_copy, same_bits
 from jettison.measure.rehearse import twin_optimizer
 from jettison.plan.artefact import Plan
@@ -185,6 +186,7 @@ def _under_budget(
     """A plan for a quarter more than the smallest budget there is, or less where that is near the plain peak."""
     progress("tracing")
     traced = trace_model(model, batch)
+    traced.elsewhere_bytes = elsewhere_bytes(model, batch, optimizer)
     planner = Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced), progress=progress)
     smallest, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
     budget_bytes = min(smallest + smallest // 4, (smallest + plain) // 2)

@@ -9,7 +9,9 @@ the model and the streams as it found them.
 from __future__ import annotations
 
 import gc
+import os
 import random
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,17 +20,19 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import jettison
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak, same_bits, static_tensors
+from jettison.measure.device import have_workspaces
 from jettison.trace.model import call_model, loss_of
 from zoo.entry import Batch, Entry
 
 STEPS = 3
 SEED = 7
-MISSED_BYTES = 64  # the profiler does not see the death of what was allocated before it
 ENGINE_BYTES = 256  # Python numbers that autograd's engine wraps: live for an op, in plain steps as well
+BLOCKS_BYTES = 8192  # on CUDA: sixteen of the allocator's smallest blocks, of some tens of MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +66,25 @@ def seed(number: int) -> None:
 
 
 def streams() -> dict[str, Any]:
-    """Where the three streams stand."""
+    """Where the streams stand."""
     kind, keys, *rest = numpy.random.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "torch": torch.get_rng_state().numpy().tobytes(),
+        "CUDA": [state.numpy().tobytes() for state in devices],
         "random": random.getstate(),
         "numpy": (kind, keys.tobytes(), *rest),  # type: ignore[union-attr]
     }
 
 
-def built(entry: Entry) -> tuple[nn.Module, list[Batch]]:
+def built(entry: Entry, device: str) -> tuple[nn.Module, list[Batch]]:
     """Its model in training mode and a batch for every step: the same bits at every call."""
     seed(0)
     model = entry.model().train()
-    return model, [entry.batch(step) for step in range(STEPS)]
+    batches = [entry.batch(step) for step in range(STEPS)]
+    if device == "cpu":
+        return model, batches
+    return model.to(device), tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batches)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,7 +98,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     found = {f"gradient of {n}": p.grad for n, p in parameters.items() if p.grad is not None}
     found |= {f"parameter {n}": p for n, p in parameters.items()}
     found |= {f"buffer {n}": b for n, b in model.named_buffers(remove_duplicate=False)}
-    return {name: t.detach().clone() for name, t in found.items()}
+    return {name: t.detach().to("cpu", copy=True) for name, t in found.items()}  # the device's memory is measured
 
 
 def train(entry: Entry, model: nn.Module, batches: list[Batch], optimizer: torch.optim.Optimizer) -> list[Step]:
@@ -109,7 +118,7 @@ def train(entry: Entry, model: nn.Module, batches: list[Batch], optimizer: torch
         optimizer.zero_grad(set_to_none=True)
         static = static_tensors(model, batch, optimizer)
         peak = measured_peak(partial(step, batch), static_tensors=static)
-        loss = losses.pop().clone()
+        loss = losses.pop().to("cpu", copy=True)
         done.append(Step(loss=loss, state=state_of(model), streams=streams(), peak_bytes=peak.peak_bytes))
     return done
 
@@ -134,34 +143,38 @@ def state_differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return missing + [f"another {name}" for name in a if name in b and not same_bits(a[name], b[name])]
 
 
-def prove(entry: Entry) -> Outcome:
+def prove(entry: Entry, device: str = "cpu") -> Outcome:
     """The whole claim for one family, at its smallest budget and half way to the plain step's peak.
 
     Raises:
         ValueError: plain PyTorch does not train this family, or not twice the same way.
     """
     outcome = Outcome(name=entry.name)
-    plain = _plain(entry)
-    outcome.plain_peak_bytes = max(step.peak_bytes for step in plain)
-    _smallest(entry, outcome)
+    plain, outcome.plain_peak_bytes = _plain(entry, device)
+    _smallest(entry, device, outcome)
     if outcome.minimum_budget_bytes:
-        _planned(entry, "smallest", outcome.minimum_budget_bytes, plain, outcome)
+        _planned(entry, device, "smallest", outcome.minimum_budget_bytes, plain, outcome)
         middle = (outcome.minimum_budget_bytes + outcome.plain_peak_bytes) // 2
-        _planned(entry, "middle", max(middle, outcome.minimum_budget_bytes), plain, outcome)
+        _planned(entry, device, "middle", max(middle, outcome.minimum_budget_bytes), plain, outcome)
         saves = outcome.minimum_budget_bytes < outcome.plain_peak_bytes - ENGINE_BYTES
         if saves and not outcome.problems and not outcome.fallbacks and not outcome.dropped["smallest"]:
             outcome.problems.append("nothing was dropped at the smallest budget, so nothing was tested")
     return outcome
 
 
-def _plain(entry: Entry) -> list[Step]:
-    """Three plain steps, twice: what cannot be repeated cannot be compared either."""
-    runs = []
+def _plain(entry: Entry, device: str) -> tuple[list[Step], int]:
+    """Three plain steps, twice: what cannot be repeated cannot be compared either. And the highest peak: also of the
+    first batch, which is planned for, once the optimizer has its state.
+    """
+    runs, peaks = [], []
+    have_workspaces(torch.device(device))  # once there, they stay
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            model, batches = built(entry)
-            runs.append(train(entry, model, batches, adamw(model)))
+            model, batches = built(entry, device)
+            optimizer = adamw(model)
+            runs.append(train(entry, model, batches, optimizer))
+            peaks += [step.peak_bytes for step in (*runs[-1], *train(entry, model, batches[:1], optimizer))]
     first = runs[0]
     unequal = differences(runs[1], first)
     if unequal:
@@ -170,19 +183,23 @@ def _plain(entry: Entry) -> list[Step]:
         raise ValueError(f"{entry.name} has losses that are not finite: {[step.loss.item() for step in first]}")
     if not any(name.startswith("gradient") for name in first[0].state):
         raise ValueError(f"{entry.name} has no gradients")
-    return first
+    return first, max(peaks)
 
 
-def _smallest(entry: Entry, outcome: Outcome) -> None:
+def _smallest(entry: Entry, device: str, outcome: Outcome) -> None:
     """Ask for one byte; the refusal names the smallest budget."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, batches = built(entry)
+        model, batches = built(entry, device)
         try:
             jettison.auto_checkpoint(model, batches[0], 1, optimizer=adamw(model), loss_fn=entry.loss_fn)
         except Infeasible as refused:
             outcome.minimum_budget_bytes = refused.minimum_budget_bytes
-            over = refused.minimum_budget_bytes - ENGINE_BYTES - MISSED_BYTES - outcome.plain_peak_bytes
+            over = (
+                refused.minimum_budget_bytes
+                - (ENGINE_BYTES if device == "cpu" else BLOCKS_BYTES)
+                - outcome.plain_peak_bytes
+            )
             if over > 0 and not (entry.values_decide or entry.by_chance):
                 outcome.problems.append(f"the smallest budget is {over} bytes above what a plain step takes")
         except Exception as error:
@@ -191,9 +208,9 @@ def _smallest(entry: Entry, outcome: Outcome) -> None:
             outcome.problems.append("a budget of one byte was accepted")
 
 
-def _planned(entry: Entry, word: str, budget_bytes: int, plain: list[Step], outcome: Outcome) -> None:
+def _planned(entry: Entry, device: str, word: str, budget_bytes: int, plain: list[Step], outcome: Outcome) -> None:
     """Plan, train, compare."""
-    model, batches = built(entry)
+    model, batches = built(entry, device)
     optimizer = adamw(model)
     before = state_of(model), streams()
     doing = "planning for"
@@ -229,5 +246,7 @@ def _planned(entry: Entry, word: str, budget_bytes: int, plain: list[Step], outc
 
 
 def _said(error: Exception) -> str:
+    if os.environ.get("ZOO_TRACEBACKS"):
+        traceback.print_exception(error)
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0] if first else ''}"

@@ -219,7 +219,7 @@ TABLE: list[Entry] = [
     by_hand("lstm", lambda: Layers(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1), WIDTH), normal(4, 16, 8)),
     by_hand("gru", lambda: Layers(nn.GRU(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1), WIDTH), normal(4, 16, 8)),
     by_hand("rnn", lambda: Layers(nn.RNN(WIDTH, WIDTH, 2, batch_first=True), WIDTH), normal(4, 16, 8)),
-    by_hand("lstm-packed-bidirectional", Packed, packed, values_decide=True),
+    by_hand("lstm-packed-bidirectional", Packed, packed),
     by_hand(
         "gru-cells", lambda: Stack(nn.Linear(8, WIDTH), [GRUBlock() for _ in range(4)], nn.Linear(WIDTH, 8)),
         normal(64, 8),

@@ -15,6 +15,7 @@ from jettison.api.planner import Planner, Rehearsed, exactly, fingerprint
 from jettison.api.readiness import check_model, check_optimizer
 from jettison.api.readiness import traced as traced_forward
 from jettison.errors import PlanMismatch, UnsupportedModule, UsageError
+from jettison.measure.device import elsewhere_bytes
 from jettison.measure.rehearse import twin_optimizer
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.plan.artefact import Plan
@@ -103,6 +104,8 @@ def plan(
     """
     budget_bytes = parse_bytes(memory_budget)
     traced.gradients_held = gradients_held
+    if traced.real is not None:
+        traced.elsewhere_bytes = elsewhere_bytes(traced.real, traced.batch, optimizer)
     planner = Planner(trace=traced, measure=measure, optimizer=optimizer)
     return planner.artefact(planner.plan(budget_bytes), budget_bytes)
 
@@ -165,6 +168,7 @@ def auto_checkpoint(
 
         def make() -> Applied:
             mirrored = twin_optimizer(optimizer, model, traced) if optimizer is not None else None
+            traced.elsewhere_bytes = elsewhere_bytes(model, batch, optimizer)
             planner = Planner(trace=traced, optimizer=mirrored, progress=progress)
             return apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes, how)
 

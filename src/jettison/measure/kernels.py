@@ -182,15 +182,16 @@ def _device_run(request: OpRequest) -> Run | Exception:
         args, kwargs = _stand_ins(request)
         if not cuda:
             return Run(seconds=_one_run(request.func, args, kwargs, cuda=False), workspace_bytes=0)
-        torch.cuda.synchronize()
-        before_bytes = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        device = torch.device(request.device)
+        torch.cuda.synchronize(device)
+        before_bytes = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         out = request.func(*args, **kwargs)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-        inside_bytes = torch.cuda.max_memory_allocated() - before_bytes
-        kept_bytes = torch.cuda.memory_allocated() - before_bytes if out is not None else 0
+        inside_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
+        kept_bytes = torch.cuda.memory_allocated(device) - before_bytes if out is not None else 0
         return Run(seconds=seconds, workspace_bytes=max(0, inside_bytes - kept_bytes))
     except Exception as error:  # out of memory, no such device, refused values
         return error.with_traceback(None)
@@ -214,6 +215,8 @@ def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if request.func is torch.ops.aten._grouped_mm.default and len(args) > 2 and isinstance(args[2], Tensor):
         rows = args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0]
         args[2].copy_(torch.linspace(rows / args[2].numel(), rows, args[2].numel()).to(args[2].dtype))
+    if request.func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
+        args = (*args[:7], *(seed.cpu() for seed in args[7:9]), *args[9:])  # the kernel's caller reads them
     if request.func is torch.ops.aten._pack_padded_sequence.default:
         args[1].fill_(args[0].shape[1 if args[2] else 0])
     return args, kwargs

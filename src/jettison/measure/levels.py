@@ -25,11 +25,13 @@ class Levels(NamedTuple):
     lasting_bytes: int
 
 
-def block_levels(module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None) -> Levels:
+def block_levels(
+    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None, device: str | None
+) -> Levels:
     """Those of one call of a module, as it is now, on arguments like these. Leaves it without gradients."""
     leaves, spec = tree_flatten(opaque_copy(call))
     outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
-    counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace)
+    counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace, device=device)
     with counter:
         start = counter.live_bytes
         held = sum(plain(p.grad).nbytes for p in module.parameters() if p.grad is not None)
@@ -70,7 +72,7 @@ def _arguments(leaves: list[Any], shared: set[int]) -> list[Any]:
         parts = [leaves[p] for p in positions]
         refs = [_ref(storage, t) for t in parts]
         trained = [t.requires_grad for t in parts]
-        seed = torch.zeros((), requires_grad=any(trained))
+        seed = torch.zeros((), requires_grad=any(trained), device=parts[0].device)
         for position, made in zip(positions, _Source.apply(seed, refs, trained, parts[0].device), strict=True):
             given[position] = made
     return given
@@ -116,7 +118,7 @@ class _Sink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.metas = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        return torch.zeros(())
+        return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -90,8 +90,8 @@ class AllocationCounter(TorchDispatchMode):
     kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
     (made outside the dispatcher, or before the counter was entered) counts from that moment.
 
-    `granularity_bytes` rounds each storage up (512 reproduces the CUDA caching allocator's `requested` rounding).
-    `device` restricts the count to one device type; by default all are counted.
+    `device` restricts the count to one device type; by default all are counted. `granularity_bytes` rounds each storage
+    up; by default as the allocator of that device does.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class AllocationCounter(TorchDispatchMode):
         static_tensors: Iterable[Tensor] = (),
         *,
         workspace: Workspace | None = None,
-        granularity_bytes: int = 1,
+        granularity_bytes: int | None = None,
         device: str | None = None,
         record_events: bool = False,
     ) -> None:
@@ -107,7 +107,8 @@ class AllocationCounter(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}
         self._withheld: _Withheld | None = None
         self._workspace = workspace
-        self._granularity_bytes = granularity_bytes
+        usual = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
+        self._granularity_bytes = usual if granularity_bytes is None else granularity_bytes
         self._device = device
         self._live_bytes = 0
         self._peak_bytes = 0

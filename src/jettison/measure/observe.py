@@ -59,7 +59,7 @@ def observe_block(
                 for call in calls:
                     for parameter, _ in gradients:
                         parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
-                    levels.append(block_levels(module, call, shared, workspace))
+                    levels.append(block_levels(module, call, shared, workspace, trace.device_type))
                 highest = Levels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
             finally:
                 region.remove()
@@ -89,15 +89,17 @@ class StandIn:
         self.shared = next(c.shared for c in trace.calls if c.name == name)
         self.module = module
         self.levels = levels
+        self.device = trace.device_type
+        self.lasting: Tensor | None = None
         self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = call_signature(args, kwargs)
         # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
         shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
-        self.lasting = _blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
-        held = _blob(self.levels.resident_bytes - self.levels.lasting_bytes)
-        _blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
+        self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
+        held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
+        self._blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
         return stub_outputs(self.region, leaves, probe=self, held=(held, *shared))
 
     def forward(self, call: int) -> None:
@@ -105,9 +107,12 @@ class StandIn:
 
     def backward(self, call: int) -> None:
         gradients = [p for p in self.module.parameters() if p.requires_grad]
-        _blob(self.levels.backward_peak_bytes - self.own[1])
+        self._blob(self.levels.backward_peak_bytes - self.own[1])
         for p in gradients:
             p.grad = torch.empty_like(p) if p.grad is None else p.grad
+
+    def _blob(self, nbytes: int) -> Tensor:
+        return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
 
 
 def stand_in_for_opaque(
@@ -123,7 +128,3 @@ def stand_in_for_opaque(
         if region.name in opaque and region.name in levels:
             region.forward = StandIn(trace, region.name, levels[region.name], region.module)
             region.treatment = KeepAll()
-
-
-def _blob(nbytes: int) -> Tensor:
-    return torch.empty(max(0, nbytes), dtype=torch.uint8)

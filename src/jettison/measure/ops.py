@@ -72,6 +72,8 @@ def measure_ops(requests: Iterable[OpRequest], *, total_seconds: float = 10.0) -
         except Exception:  # ran once, and now there is no room for it: what was measured stands
             continue
         _KNOWN[threads, request.key] = OpPrice(seconds=seconds, workspace_bytes=price.workspace_bytes)
+    if any(request.device.startswith("cuda") for request in missing) and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the kernels took is not held on to
     return {key: _KNOWN[threads, key] for key in distinct}
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.measure.levels import block_levels, hold_gradients, run_step
@@ -141,7 +142,7 @@ def rehearse_block(
     how = Check(trace.how)
     with trace.context(), quiet_gc(), planned(module, cls.example, treatment, cls.trace, cls.signature, how):
         hold_gradients(trace, module)
-        levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace)
+        levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
     return RegionOption(key=key, seconds=seconds, **levels._asdict())
 
 
@@ -173,12 +174,13 @@ def rehearse_scene(parts: Sequence[Part], scene: Scene, *, workspace: Workspace 
             stack.enter_context(_under(module, part))
         stack.enter_context(parts[0].trace.context())
         stack.enter_context(quiet_gc())
+        device = parts[0].trace.device_type
         if optimizer is not None and not optimizer.state:  # what no gradient reaches gets none
-            with AllocationCounter(scene.alive()) as unmeasured:
+            with AllocationCounter(scene.alive(), device=device) as unmeasured:
                 scene.passes(unmeasured)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        with AllocationCounter(scene.alive(), workspace=workspace) as counter:
+        with AllocationCounter(scene.alive(), workspace=workspace, device=device) as counter:
             static = counter.live_bytes
             forward, backward, held = scene.passes(counter)
             counter.reset_peak()
@@ -186,9 +188,11 @@ def rehearse_scene(parts: Sequence[Part], scene: Scene, *, workspace: Workspace 
                 optimizer.step()
             last = counter.peak_bytes if optimizer is not None else 0
             del held
+    beside = parts[0].trace.elsewhere_bytes
     return StepRehearsal(
-        peak_bytes=max(forward, backward, last), static_bytes=static, forward_peak_bytes=forward,
-        backward_peak_bytes=backward, optimizer_peak_bytes=last,
+        peak_bytes=max(forward, backward, last) + beside, static_bytes=static + beside,
+        forward_peak_bytes=forward + beside, backward_peak_bytes=backward + beside,
+        optimizer_peak_bytes=last + beside if optimizer is not None else 0,
     )  # fmt: skip
 
 
@@ -215,4 +219,15 @@ def twin_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, trace: Mo
         for value in tree_leaves(state):
             if isinstance(value, Tensor):
                 memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, trace.mode)
-    return copy.deepcopy(optimizer, memo)
+    twin = copy.deepcopy(optimizer, memo)
+    for ours, theirs in zip(twin.param_groups, optimizer.param_groups, strict=True):
+        _decide(ours, theirs)
+    return twin
+
+
+def _decide(group: dict[str, Any], like: dict[str, Any]) -> None:
+    """Which implementation a step takes hangs on the types of parameters, and fake ones have another."""
+    if "foreach" not in group or group["foreach"] is not None or group.get("fused") is not None:
+        return
+    differentiable = bool(group.get("differentiable", False))
+    group["fused"], group["foreach"] = _default_to_fused_or_foreach(like["params"], differentiable, use_fused=False)

@@ -50,7 +50,7 @@ def rehearse_root(
     count = len(trace.calls)
     with trace.context():
         hold_gradients(trace, trace.twin)
-    counter = AllocationCounter(static_tensors(trace.twin, trace.batch), workspace=workspace)
+    counter = AllocationCounter(static_tensors(trace.twin, trace.batch), workspace=workspace, device=trace.device_type)
     sizes = [chain_bytes(trace, i) for i in range(count)]
     levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
     treatment = Exactly(trace.root.program.digest(), kept, KeepAll())

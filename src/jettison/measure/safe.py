@@ -41,9 +41,7 @@ _BY_SHAPE = """
     zeros_like _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     upsample_bicubic2d _to_dense _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention
-    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention
-    _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_cudnn_attention_backward _convolution
+    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _convolution
 """
 """What they read and write hangs on shapes alone."""
 
@@ -69,8 +67,8 @@ def is_safe(func: Any) -> bool:
 
 
 def has_no_workspace(func: Any) -> bool:
-    """Whether a call can take no memory beside its results: views, an optimizer's in-place work over lists, marks of
-    the profiler, questions for a tensor's device.
+    """Whether a call can take no memory beside its results: views, giving a tensor another storage, an optimizer's
+    in-place work over lists, marks of the profiler, questions for a tensor's device.
     """
     name = func._schema.name
     return bool(func.is_view) or name.startswith(

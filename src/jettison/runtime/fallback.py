@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again
 from jettison.runtime.witness import Check, Rounded, Witness, compare, spots_of
+from jettison.trace.opinfo import hollow_results
 from jettison.trace.reach import Reach
 from jettison.trace.signature import as_signed, global_signature
 from jettison.trace.streams import Streams
 from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.trace.wrapped import arrived, plain, storage_of
+from jettison.trace.wrapped import arrived, desugars, plain, storage_of
 
 Forward = Callable[..., Any]
 RAN_BACKWARD = "its forward runs a backward of its own"
@@ -40,6 +42,7 @@ class Verdict:
     again: bool
     why: str = ""
     written: tuple[tuple[int, str], ...] = ()  # buffers that the forward writes to: (number of the module, name)
+    hollow: frozenset[int] = frozenset()  # numbers of saved tensors that no kernel writes
 
 
 def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Verdict:
@@ -53,10 +56,13 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     looks = _Looks()
     try:
         with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
-            versions = {key: b._version for key, b in copies.items()}
+            before = {key: (b._version, _witness(b, 0, Check.FULL)) for key, b in copies.items()}
             given = _copied((args, kwargs))
-            first = _run(forward, given, looks.first, looks.asked)
-            written = tuple(key for key, b in copies.items() if b._version != versions[key])
+            with looks.hollow:
+                first = _run(forward, given, looks.first, looks.asked)
+            written = tuple(  # kernels that write statistics do not all tell the version counter
+                key for key, b in copies.items() if b._version != before[key][0] or not before[key][1].agrees(b)
+            )
             streams.restore()
             with as_signed(signature), _buffers_as(module, _copies(module)):
                 second = _run(forward, given, looks.second, looks.asked)
@@ -66,7 +72,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
                 return Verdict(again=False, why="a second run of its forward saves other tensors")
             if not _same(first, second):
                 return Verdict(again=False, why="a second run of its forward returns something else")
-            return Verdict(again=True, written=written)
+            return Verdict(again=True, written=written, hollow=looks.skipped)
     except WrongValue:
         return Verdict(again=False, why="a second run of its forward gives other values")
     except Exception as error:  # one of the user's own comes again where the forward runs as it is
@@ -82,7 +88,8 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
 class _Looks:
     """Digests of the tensors of a first run, held against those of a second."""
 
-    seen: list[Witness] = field(default_factory=list)
+    seen: list[Witness | None] = field(default_factory=list)
+    hollow: _Hollow = field(default_factory=lambda: _Hollow())
     at: int = 0
     ran_backward: bool = False
 
@@ -91,15 +98,39 @@ class _Looks:
         self.ran_backward = True
         raise RuntimeError(RAN_BACKWARD)
 
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Numbers of saved tensors that have no values."""
+        return frozenset(number for number, witness in enumerate(self.seen) if witness is None)
+
     def first(self, tensor: Tensor) -> None:
-        self.seen.append(_witness(tensor, 0, Check.FULL))
+        self.seen.append(None if self.hollow.has(tensor) else _witness(tensor, 0, Check.FULL))
 
     def second(self, tensor: Tensor) -> None:
-        witness = self.seen[self.at] if self.at < len(self.seen) else None
         self.at += 1
-        inner = arrived(tensor)
-        if witness is None or not _is_like(witness, inner) or not witness.agrees(inner):
+        if self.at > len(self.seen):
+            raise WrongValue("a second run saves more")
+        witness, inner = self.seen[self.at - 1], arrived(tensor)
+        if witness is not None and not (_is_like(witness, inner) and witness.agrees(inner)):
             raise WrongValue("a second run differs")
+
+
+class _Hollow(TorchDispatchMode):
+    """Knows tensors that no kernel writes; see `hollow_results`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[Tensor] = []
+
+    def has(self, tensor: Tensor) -> bool:
+        return any(storage_of(tensor) == storage_of(found) for found in self._found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if desugars(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self._found += hollow_results(func, args, kwargs or {}, out)
+        return out
 
 
 def _witness(tensor: Tensor, salt: int, how: Check) -> Witness:
@@ -238,6 +269,7 @@ class Rerun:
         self.signature = global_signature()
         self.buffers = _copies(module, verdict.written)
         self.count = 0
+        self.hollow = verdict.hollow
         self.wanted: dict[int, Witness | None] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -253,7 +285,8 @@ class Rerun:
         self.count += 1
         if storage_of(tensor) in self.free:
             return Held(tensor)
-        witness = None if self.how is Check.OFF else _witness(tensor, self.salt * 7919 + index, self.how)
+        unseen = self.how is Check.OFF or index in self.hollow
+        witness = None if unseen else _witness(tensor, self.salt * 7919 + index, self.how)
         self.wanted[index] = witness
         return Dropped(self, index, witness)
 

@@ -149,7 +149,11 @@ class Frame:
             assert boxes is not None
             index = self.index - 1
             witness = None
-            if self.how is not Check.OFF and (self.share == 1 or (self.salt + index) % self.share == 0):
+            if (
+                self.how is not Check.OFF
+                and not slot.hollow
+                and (self.share == 1 or (self.salt + index) % self.share == 0)
+            ):
                 witness = self.witness(slot, inner if inner is tensor else arrived(tensor), index)
             return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
         if slot.kind == "parameter":

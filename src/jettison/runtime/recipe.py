@@ -65,6 +65,7 @@ class SlotAction:
     boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads
     view: TensorRef | None = None  # how the slot views the recomputed tensor; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
+    hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
 
     @cached_property
     def spots(self) -> Spots:
@@ -195,7 +196,13 @@ def _slot_action(
         return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=within(recipe.trace, ref))
     if buffer in recipe.makers:
         source = source_refs.get(buffer)
-        return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=None if source == ref else ref)
+        return SlotAction(
+            "drop",
+            ref,
+            boxes=closures[recipe.makers[buffer]],
+            view=None if source == ref else ref,
+            hollow=buffer in recipe.trace.hollow,
+        )
     info = recipe.trace.program.buffers[buffer]
     if info.source is Source.PARAMETER:
         return SlotAction("parameter", ref, parameter=recipe.trace.names[buffer])

@@ -5,7 +5,8 @@ The op, its numbers, and shape, stride and dtype of its results; and where its a
 run is matched with a buffer of the recording when it is first met; from then on the two must go together, and every
 argument must be the recorded view of its buffer. Swapped operands, another row of a table, another tensor of the same
 shape are differences, although their shapes are not. A storage is known by a weak reference: holding it would hold its
-memory.
+memory. And what an op says of its writes is held against the bits of the registered buffers that it was given (and of
+all tensors that went into an op that is not torch's own): an op that writes without saying so must not run twice.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.runtime.frame import Diverged
+from jettison.runtime.witness import digest, spots_of
 from jettison.trace.capture import Expected, RegionTrace, TensorRef, signature_of
-from jettison.trace.opinfo import computes, is_bookkeeping
+from jettison.trace.opinfo import computes, is_bookkeeping, writes
 from jettison.trace.trees import op_leaves
 from jettison.trace.wrapped import desugars, infers_shapes, plain, storage_of
 
 _CHECKS = {"aten::aminmax"}
 """What torch's Python-like ops run on real tensors only, to see whether indices are in their range."""
+_TORCHS = {"aten", "prim", "prims", "_c10d_functional", "c10d_functional", "_dtensor", "rngprims"}
 _NOWHERE = -1
 Owners = dict[str, tuple[dict[str, Any], str]]
 
@@ -44,25 +48,36 @@ class SequenceCheck(TorchDispatchMode):
         self.bound: dict[int, tuple[Any, int, int]] = {}  # storage -> weak reference, buffer, offset of it there
         self.skipped: set[int] = set()  # buffers of casts that did not happen
         self.diverged = ""  # how the run left the recording; nothing is compared from there on
+        self.buffers = {
+            storage_of(t) for table, leaf in owners.values()
+            if (t := table[leaf]) is not None and not isinstance(t, nn.Parameter)
+        }  # fmt: skip
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if desugars(types):
             return NotImplemented
+        if self.paused or self.diverged or infers_shapes() or is_bookkeeping(func):
+            return func(*args, **kwargs)
+        unsaid = [(t, _bits(t)) for t in self._readings(func, args, kwargs)]
         out = func(*args, **kwargs)
-        if (
-            self.paused
-            or self.diverged
-            or infers_shapes()
-            or is_bookkeeping(func)
-            or not computes(func, args, kwargs, out)
-        ):
-            return out
         try:
-            self._compare(func, args, kwargs, out)
+            if any(not torch.equal(_bits(t), before) for t, before in unsaid):
+                raise Diverged(f"{func} writes to what it is given, and its schema does not say so")
+            if computes(func, args, kwargs, out):
+                self._compare(func, args, kwargs, out)
         except Diverged as divergence:
             self.diverged = str(divergence)
         return out
+
+    def _readings(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """What a call says it only reads, where that is worth a look."""
+        own = func.namespace in _TORCHS
+        if func.is_view or (own and (not self.buffers or torch.Tag.pointwise in func.tags)):
+            return []
+        written = {storage_of(t) for t in writes(func, args, kwargs)}
+        read = [plain(t) for t in op_leaves(args, kwargs) if isinstance(t, Tensor) and storage_of(t) not in written]
+        return [t for t in read if t.layout is torch.strided and (not own or storage_of(t) in self.buffers)]
 
     def _compare(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         got = signature_of(func, args, kwargs, out)
@@ -142,6 +157,10 @@ class SequenceCheck(TorchDispatchMode):
         if entry is not None and entry[0]() is storage:
             start = entry[2]  # a write makes a new buffer of the same memory
         self.bound[storage._cdata] = (weakref.ref(storage), buffer, start)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return digest(tensor, spots_of(tuple(tensor.shape), tuple(tensor.stride())))
 
 
 def _text(signature: tuple[Any, ...]) -> str:

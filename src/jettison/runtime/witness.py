@@ -126,7 +126,7 @@ def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
         salt: moves the place of the elements; the same for both looks at one tensor.
     """
     if isinstance(tensor, FakeTensor):  # a rehearsal: only the bytes matter
-        return torch.empty(spots.count, dtype=tensor.dtype, device=tensor.device)
+        return tensor.detach().new_empty(spots.count)  # of it: a mode above may take a bare `empty` for real
     return _strided(tensor.detach(), spots, salt).clone()
 
 
@@ -147,7 +147,7 @@ def digest(tensor: Tensor, spots: Spots) -> Tensor:
     dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and step]
     if isinstance(tensor, FakeTensor):
         width = COLUMNS if _is_dense(dims) else dims[-1][0]
-        return torch.empty(width + COLUMNS, dtype=torch.int64, device=tensor.device)
+        return tensor.new_empty(width + COLUMNS, dtype=torch.int64)
     if tensor.dtype.is_complex:
         return digest_of_bits(torch.view_as_real(tensor.resolve_conj()))
     return digest_of_bits(tensor.as_strided([n for n, _ in dims], [s for _, s in dims], tensor.storage_offset()))
@@ -237,11 +237,10 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
     Raises:
         WrongValue: they differ.
     """
-    if isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor):  # a rehearsal
-        return
+    rehearsed = isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor)  # only the bytes matter
     task = torch._C._current_graph_task_id()
     if task == -1 or is_told_at_once(tensor):
-        if not witness.agrees(tensor):
+        if not rehearsed and not witness.agrees(tensor):
             raise describe()
         return
     waiting = _docket.waiting.get(task)
@@ -286,7 +285,7 @@ def _any_difference(looks: list[tuple[Witness, Tensor, Rounded | None, Describe]
     for (_, device), (before_all, after_all) in kinds.items():
         differs = torch.ne(torch.cat(before_all), torch.cat(after_all)).any()
         flags[device] = differs if device not in flags else flags[device] | differs
-    return any(bool(flag) for flag in flags.values())
+    return any(bool(flag) for flag in flags.values() if not isinstance(flag, FakeTensor))
 
 
 def is_rounding(first: Tensor, second: Tensor) -> bool:

@@ -29,7 +29,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.trace.described import described
-from jettison.trace.opinfo import anchor_of, computes, draws, is_bookkeeping, op_cost, price_key, takes_number, writes
+from jettison.trace.opinfo import (
+    anchor_of,
+    computes,
+    draws,
+    hollow_results,
+    is_bookkeeping,
+    op_cost,
+    price_key,
+    takes_number,
+    writes,
+)
 from jettison.trace.randomness import ADVANCE, Movement, movement_of
 from jettison.trace.signature import Switches, kernel_switches
 from jettison.trace.streams import default_stream
@@ -146,6 +156,7 @@ class RegionTrace:
     made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made
     effects: str = ""  # what of Python's state a run changes, in words; such a run must not be repeated
     problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
+    hollow: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are chance, and nobody's
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
     overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
     late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
@@ -219,6 +230,7 @@ class Recorder:
         self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
+        self.hollow: set[int] = set()  # buffers that no kernel writes
         self.asked: set[int] = set()  # saved buffers that a backward inside the forward has read
         self._stream: bytes | None = default_stream() if stream is None else stream
         self._switches = kernel_switches()
@@ -390,6 +402,7 @@ class Recorder:
                 outputs.append(state_out)
         if state_in is not None:
             inputs.append(state_in)
+        self.hollow.update(self.ref(t).buffer for t in hollow_results(func, args, kwargs, out))
         flops, moved = op_cost(func, args, kwargs, out)
         self.ops.append(
             {
@@ -576,7 +589,7 @@ class Recorder:
             initial_states=self.initial_states, blocks=self.blocks, given=self.given, named_at=self.named_at,
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=tuple(read for read in reads if read is not None), made=self.made,
-            entangled=self.entangled, overwritten=frozenset(overwritten),
+            hollow=frozenset(self.hollow), entangled=self.entangled, overwritten=frozenset(overwritten),
             asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
         )  # fmt: skip
 

@@ -20,16 +20,27 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
+from jettison.errors import TraceError
 from jettison.trace.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
 from jettison.trace.wrapped import plain, wrapping
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
 _CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+_CTC_BACKWARD = (torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor)
+_LENGTHS_ELSEWHERE = (
+    "ctc_loss is given lengths on the CPU and log-probabilities on another device: torch takes that, and fails "
+    "where anything watches the ops; move the lengths to the device (`.to(log_probs.device)`), or give lists"
+)
+_CUDNN_RNN = (
+    torch.ops.aten._cudnn_rnn.default, torch.ops.aten._cudnn_init_dropout_state.default,
+    torch.ops.aten._cudnn_rnn_flatten_weight.default, torch.ops.aten.miopen_rnn.default,
+)  # fmt: skip
 _LEAVES_TERMS = (
     torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default,
     torch.ops.aten.binary_cross_entropy.default,
@@ -39,7 +50,8 @@ _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 _INDEX = torch.ops.aten.index.Tensor
 _NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
-_BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL)
+_BINCOUNT = torch.ops.aten.bincount.default
+_BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
@@ -49,7 +61,10 @@ class StepFakeMode(FakeTensorMode):
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
     real one takes float32 and float16 too.
     `_c10d_functional.wait_tensor`: the real one returns its argument.
-    `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths.
+    `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths. Its backward: the fake
+    one wants the lengths on the device, the real one takes them from the CPU.
+    `aten._cudnn_rnn`: no fake kernel; torch keeps the state of its dropout for ever, and must not get a fake one. It is
+    refused, and what calls it is observed on real tensors.
     `aten.masked_select`: the fake kernel has no shape for it, which is known where the mask is real.
     `aten.index`: likewise.
     `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
@@ -78,7 +93,13 @@ class StepFakeMode(FakeTensorMode):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm(*args, **kwargs)
         if func in _CTC:
+            if any(isinstance(n, Tensor) and n.device.type == "cpu" != args[0].device.type for n in args[2:4]):
+                raise TraceError(_LENGTHS_ELSEWHERE)
             return _ctc_loss(*args, **kwargs)
+        if func in _CTC_BACKWARD:
+            return torch.empty_like(args[1])
+        if func in _CUDNN_RNN:
+            raise UnsupportedOperatorException(func)
         out = super().dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
             return (_contiguous_like(args[0]), *out[1:])
@@ -300,5 +321,9 @@ def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
         return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64).t()
     if func is _EQUAL:
         return True
+    if func is _BINCOUNT:
+        weights = args[1] if len(args) > 1 else None
+        dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)
+        return args[0].new_empty(max(1, *args[2:3]), dtype=dtype)
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

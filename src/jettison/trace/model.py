@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +86,13 @@ class ModelTrace:
     gradients_held: bool = False  # parameters have gradients already when the forward starts
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
+    elsewhere_bytes: int = 0  # on the device, and none of the step's: other models, workspaces that libraries keep
+
+    @functools.cached_property
+    def device_type(self) -> str | None:
+        """Where memory counts: the accelerator that something of the model is on; None where everything counts."""
+        types = {t.device.type for t in (*self.twin.parameters(), *self.twin.buffers())}
+        return min(types - {"cpu", "meta"}, default=None)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:

@@ -42,9 +42,19 @@ def is_nondeterministic(name: str, device: str, *, floats: bool, values: bool, d
     return (floats and name in _ADDS_IN_ANY_ORDER) or (values and name in _WRITES_IN_ANY_ORDER)
 
 
+_ATTENTION = {f"_scaled_dot_product_{kind}" for kind in (
+    "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
+)}  # fmt: skip
+
 _BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
                 "aten::sym_storage_offset", "aten::_is_zerotensor",
                 "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
+
+# They write running statistics in training, and their schemas do not say it.
+_MOVE_STATISTICS = {f"aten::{name}" for name in (
+    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
+)}  # fmt: skip
 
 _COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
 
@@ -88,8 +98,11 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     for i, name, kwarg_only in _written(func):
         value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
         found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))
-    if func._schema.name == "aten::native_batch_norm" and len(args) > 5 and args[5]:
-        found.extend(t for t in args[3:5] if isinstance(t, Tensor))  # the schema does not say so; training mode does
+    if not found and func._schema.name in _MOVE_STATISTICS:
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if named.get("training", True):  # the schema does not say so
+            running = named.get("running_mean"), named.get("running_var")
+            found.extend(t for t in running if isinstance(t, Tensor))
     unique: dict[int, Tensor] = {t.untyped_storage()._cdata: t for t in found}
     return list(unique.values())
 
@@ -175,14 +188,27 @@ def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     """FLOPs (a multiply-add is 2) and bytes read plus written of one call."""
     tensors = [t for t in op_leaves(args, kwargs, out) if isinstance(t, Tensor)]
     moved = sum(_touched_bytes(t) for t in tensors)
-    formula = flop_registry.get(func.overloadpacket)
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=out)), moved
-    if func.overloadpacket is aten._scaled_dot_product_flash_attention_for_cpu:
+    if func.namespace == "aten" and _name(func) in _ATTENTION:  # torch's formula wants as many keys as query heads
         query, key, value = args[:3]
         b, a, s, d = query.shape
         return 2 * b * a * s * key.shape[-2] * (d + value.shape[-1]), moved
-    return 0, moved
+    formula = flop_registry.get(func.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0, moved
+
+
+def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
+    """Results that no kernel writes: attention returns a place for the random state that its mask was drawn from, and
+    without dropout there is none. What stands there is chance, and nobody reads it.
+    """
+    if func.namespace != "aten" or _name(func) not in _ATTENTION or not isinstance(out, tuple):
+        return []
+    names = {"unused"} if draws(func, args, kwargs) else {"unused", "rng_state", "philox_seed", "philox_offset"}
+    named = zip(func._schema.returns, out, strict=True)
+    return [leaf for result, leaf in named if result.name in names and isinstance(leaf, Tensor)]
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -149,8 +149,8 @@ class Reach:
             self._seen.add(id(value))
             self.tensors.append((value, value._version, value.detach().clone() if self.copies else None))
             return
-        if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or (is_ours(value) and not is_stream(value)):
-            return  # torch's generators count as torch's own objects, and are the model's to move
+        if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or is_ours(value):
+            return
         self._seen.add(id(value))
         self._held.append(value)  # so that no id comes back
         if isinstance(value, nn.Module):
@@ -255,9 +255,9 @@ def names_in(code: types.CodeType) -> tuple[str, ...]:
 
 def is_ours(value: Any) -> bool:
     """A tracer's or a runtime's own objects stand in the place of forwards and hooks; what they note must stay. So
-    must what torch notes in objects of its own.
+    must what torch notes in objects of its own; modules and random generators, torch's as well, are the model's.
     """
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) or is_stream(value):
         return False
     kind: Any = type(value)
     return kind.__module__.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith(

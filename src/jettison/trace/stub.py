@@ -31,7 +31,7 @@ def stub_outputs(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     by_input = {b: leaves[position] for b, position in trace.inputs.items()}
     made = [r for r in trace.output_leaves if isinstance(r, TensorRef) and r.buffer not in by_input]
-    device = next((t.device for t in tensors), torch.device("cpu"))
+    device = max((t.device for t in tensors), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
     if not any(t.requires_grad for t in tensors):  # a block on the bare batch: the gradients are its parameters'
         tensors.append(torch.empty(0, device=device, requires_grad=True))
     if probe is not None:
@@ -88,9 +88,8 @@ def tensors_made(refs: Sequence[TensorRef], device: torch.device) -> tuple[Tenso
     how its arguments share memory.
     """
     parts: dict[int, list[TensorRef]] = {}
-    for ref in refs:
-        if ref.wrap is None and 0 not in ref.size:
-            parts.setdefault(ref.buffer, []).append(ref)
+    for ref in filter(_is_of_a_storage, refs):
+        parts.setdefault(ref.buffer, []).append(ref)
     storages: dict[int, Any] = {}
     for buffer, of_one in parts.items():
         if len(of_one) > 1 and len({r.dtype for r in of_one}) == 1:
@@ -98,10 +97,14 @@ def tensors_made(refs: Sequence[TensorRef], device: torch.device) -> tuple[Tenso
             storages[buffer] = torch.empty(end, dtype=of_one[0].dtype, device=device).untyped_storage()
     return tuple(
         torch.empty(0, dtype=r.dtype, device=device).set_(storages[r.buffer], r.offset, r.size, r.stride)
-        if r.buffer in storages and r.wrap is None and 0 not in r.size
+        if r.buffer in storages and _is_of_a_storage(r)
         else _empty(r.size, r.stride, r.dtype, device, r.wrap)
         for r in refs
     )
+
+
+def _is_of_a_storage(ref: TensorRef) -> bool:
+    return ref.wrap is None and 0 not in ref.size
 
 
 def _empty(size: Any, stride: Any, dtype: torch.dtype, device: torch.device, wrap: Wrapping | None) -> Tensor:

@@ -39,7 +39,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def op_leaves(*values: Any) -> list[Any]:
-    """What an operator was given or returned: they come in lists, tuples and dicts alone. A tenth of `tree_leaves`."""
+    """What an operator was given or returned: they come in lists, tuples and dicts alone."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, list | tuple):

@@ -110,12 +110,9 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _unmoved_stream() -> Iterator[None]:
-    """A recording draws nothing, also where its tensors are real."""
-    state = torch.get_rng_state()
-    try:
+    """A recording draws nothing, also where its tensors are real. So a draw that is repeated gives the same numbers."""
+    with torch.random.fork_rng(devices=_cuda_devices()):
         yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:
