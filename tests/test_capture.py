@@ -302,8 +302,11 @@ def test_batch_norm_in_training_writes_its_running_statistics() -> None:
     norm = nn.BatchNorm1d(N)
     trace = trace_region(norm, (torch.randn(4, N, requires_grad=True),), {})
     assert {op.name for op in trace.program.ops if op.anchor is Anchor.MUTATED} == {
-        "aten.native_batch_norm.default", "aten.add_.Tensor",
+        "aten.native_batch_norm.default, its running statistics", "aten.add_.Tensor",
     }  # fmt: skip
+    norm_itself = next(op for op in trace.program.ops if op.name == "aten.native_batch_norm.default")
+    assert norm_itself.anchor is None, "without its statistics it may run again"
+    assert {trace.names.get(b) for b in norm_itself.inputs} == {None, "weight", "bias"}
 
 
 # module boundaries ----------------------------------------------------------------------------------------------------

@@ -400,3 +400,42 @@ def test_an_exception_leaves_nothing_behind(policy: str, when: str, monkeypatch:
             assert counter.live_bytes == base
         monkeypatch.setattr(Fragile, "when", "")
         assert_same_step(model, plain, x)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class TwiceNormed(Normed):
+    """One batch norm moves its statistics twice, and what they are in between is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norm(self.linear(x))
+        between = self.norm.running_mean * 2
+        return x + torch.tanh(self.norm(first + between).sin())
+
+
+@pytest.mark.parametrize("kind", [Normed, TwiceNormed])
+def test_a_batch_norm_runs_again_without_its_statistics(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind(), kind())
+    plain, regions = independent_copy(model), ["0", "1", "2"]
+    x = torch.randn(32, 16)
+    with jettison.apply(model, "full", batch=(x,), loss_fn=Tensor.sum, regions=regions, check="full") as handle:
+        for _ in range(3):
+            for one in (model, plain):
+                one.zero_grad()
+                one(x).sum().backward()
+            for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+                assert torch.equal(ours, theirs)
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(ours.grad, theirs.grad)
+        again = [report for report in handle.report() if report.name]
+    assert not any(report.fallback for report in again)
+    if kind is Normed:  # the argument, and what a batch norm saves of its statistics, which is no new memory
+        assert {report.kept_bytes for report in again} == {x.nbytes}

@@ -38,6 +38,7 @@ from jettison.trace.opinfo import (
     op_cost,
     price_key,
     takes_number,
+    without_statistics,
     writes,
 )
 from jettison.trace.randomness import ADVANCE, Movement, movement_of
@@ -324,6 +325,7 @@ class Recorder:
         spec_args, spec_kwargs = op_map(self._spec, (args, kwargs))
         if made_here:
             self.made[spec_args[0].buffer] = _values_of(args[0])
+        pure_args = without_statistics(func, spec_args)
         written_tensors = writes(func, args, kwargs)
         before = [self._current[_storage_key(t)] for t in written_tensors]
         out = run()
@@ -357,6 +359,10 @@ class Recorder:
             move = movement_of(func, args, kwargs, out, device, numbers_known=anchor is None)
             if move is not None:
                 state_in, state_out = self.move_state(move, device)
+        moved_statistics: tuple[tuple[int, int], ...] = ()
+        if pure_args is not None and written_tensors:
+            moved_statistics = self._statistics(func, written_tensors, before)
+            spec_args, written_tensors, before = pure_args, [], []
         index = len(self.ops)
         inputs = list(dict.fromkeys(r.buffer for r in op_leaves(spec_args, spec_kwargs) if isinstance(r, TensorRef)))
         outputs: list[int] = []
@@ -390,7 +396,7 @@ class Recorder:
             places = {leaf.buffer: place for place, leaf in enumerate(entry.reads)}
             self.sequence[expected] = replace(
                 entry, makes=tuple(self.ref(t) for t in out_leaves if isinstance(t, Tensor)),
-                writes=tuple((places[old], new) for old, new in written if old in places),
+                writes=tuple((places[old], new) for old, new in (*moved_statistics, *written) if old in places),
             )  # fmt: skip
         if random and state_in is None:
             if not self.follows(device):
@@ -418,6 +424,24 @@ class Recorder:
             )
         )  # fmt: skip
         return out
+
+    def _statistics(self, func: Any, tensors: list[Tensor], before: list[int]) -> tuple[tuple[int, int], ...]:
+        """A batch norm moves its running statistics: an op of its own, which never runs again. The rest of it may."""
+        index, outputs = len(self.ops), []
+        for t, old in zip(tensors, before, strict=True):
+            self.buffers[old]["overwritten"] = True
+            outputs.append(self._new_buffer(t, Source.OP, producer=index))
+            if old in self.names:
+                self.names[outputs[-1]] = self.names[old]
+        self.ops.append(
+            {
+                "index": index, "name": f"{func}, its running statistics", "inputs": tuple(before),
+                "outputs": tuple(outputs), "flops": 0, "bytes_moved": 0, "path": self.where, "anchor": Anchor.MUTATED,
+            }
+        )  # fmt: skip
+        written = tuple(zip(before, outputs, strict=True))
+        self.calls.append(Call(func, (), {}, (), written))
+        return written
 
     def _require_own_stream(self) -> None:
         """Recording draws nothing: whoever moves torch's generator meanwhile does so by hand. A loan is known."""
