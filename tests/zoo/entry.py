@@ -26,6 +26,7 @@ class Entry:
         values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
             more than the one that was planned, if that is said.
         by_chance: draws leave layers out. The smallest budget is that of a step that has them all.
+        watched_bytes: torch saves so much more of it where anything watches the ops, as every rehearsal does.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Entry:
     loss_fn: Callable[[Any], Tensor] | None = None
     values_decide: bool = False
     by_chance: bool = False
+    watched_bytes: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -107,7 +109,7 @@ def normal(*shape: int) -> MakeBatch:
     return lambda step: (torch.randn(*shape),)
 
 
-def by_hand(name: str, model: Callable[[], nn.Module], batch: MakeBatch, **more: bool) -> Entry:
+def by_hand(name: str, model: Callable[[], nn.Module], batch: MakeBatch, **more: Any) -> Entry:
     """A model whose output is its loss."""
     return Entry(name=name, model=model, batch=batch, **more)
 

@@ -195,11 +195,8 @@ def _smallest(entry: Entry, device: str, outcome: Outcome) -> None:
             jettison.auto_checkpoint(model, batches[0], 1, optimizer=adamw(model), loss_fn=entry.loss_fn)
         except Infeasible as refused:
             outcome.minimum_budget_bytes = refused.minimum_budget_bytes
-            over = (
-                refused.minimum_budget_bytes
-                - (ENGINE_BYTES if device == "cpu" else BLOCKS_BYTES)
-                - outcome.plain_peak_bytes
-            )
+            unseen = (ENGINE_BYTES if device == "cpu" else BLOCKS_BYTES) + entry.watched_bytes
+            over = refused.minimum_budget_bytes - unseen - outcome.plain_peak_bytes
             if over > 0 and not (entry.values_decide or entry.by_chance):
                 outcome.problems.append(f"the smallest budget is {over} bytes above what a plain step takes")
         except Exception as error:

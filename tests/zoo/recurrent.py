@@ -225,7 +225,7 @@ TABLE: list[Entry] = [
         normal(64, 8),
     ),
     by_hand("lstm-cells-unrolled", Unrolled, normal(4, 8, 8)),
-    by_hand("deep-speech-ctc", DeepSpeech, speech),
+    by_hand("deep-speech-ctc", DeepSpeech, speech, watched_bytes=16),  # lengths, which it makes lists of otherwise
     by_hand(
         "s4d", lambda: Stack(nn.Linear(4, WIDTH), [Diagonal() for _ in range(3)], nn.Linear(WIDTH, 4)),
         normal(2, 32, 4),

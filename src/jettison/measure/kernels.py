@@ -150,7 +150,7 @@ def _cpu_runs(requests: Sequence[OpRequest]) -> dict[str, Run | Exception]:
     """One profiler session for all: each call runs inside a named range, and the range claims its allocations."""
     outputs: dict[str, int] = {}
     found: dict[str, Run | Exception] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for index, request in enumerate(requests):
             try:
                 args, kwargs = _stand_ins(request)

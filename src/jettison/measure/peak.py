@@ -64,7 +64,7 @@ def measured_peak(step: Callable[[], object], *, static_tensors: Iterable[Tensor
 
 def allocation_deltas(step: Callable[[], object]) -> list[int]:
     """Bytes allocated (positive) and freed (negative) on the CPU while `step` runs, in time order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     results = profiler.profiler.kineto_results
     events = [event for event in results.events() if event.name() == ALLOCATION_EVENT]

@@ -42,9 +42,9 @@ def whose_copy(planned: Any, *, compiled: bool = False) -> nn.Module | None:
 
 def is_compiled_training() -> bool:
     """Whether what compiles now is `torch.compile`, with gradients: an exporter takes the plain forward."""
-    return (
-        torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-    )  # fmt: skip
+    # torch.compiler.is_exporting() is always true where torch 2.11 compiles
+    exporting = torch.compiler._is_exporting_flag
+    return torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and not exporting
 
 
 def is_transforming() -> bool:

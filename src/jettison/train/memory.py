@@ -96,7 +96,7 @@ class MemoryMeter:
         gc.collect()
         if not self._storages:
             static_bytes = unique_bytes(self._alive())
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
                 yield
             for name, peak in _replayed(profiler.profiler.kineto_results, static_bytes):
                 self._note(name, peak)
