@@ -286,11 +286,18 @@ def test_gpt_175b_in_its_authors_layout_is_given_their_plan() -> None:
     assert "128 devices would take" in words
 
 
-def test_llama_70b_on_64_h100_is_quick() -> None:
-    """In seconds of one core: 40 of these are 20 of two. Four times as many as it takes on a machine of its own."""
+def loop_seconds() -> float:
+    """Of this machine's Python, as busy as it is now, on one core: what other work here is held against."""
     begin = time.process_time()
+    sum(i * i for i in range(4_000_000))
+    return time.process_time() - begin
+
+
+def test_llama_70b_on_64_h100_is_quick() -> None:
+    """Machines differ and are shared. It takes 150 such loops; a search that has lost its bounds takes thousands."""
+    loop, begin = loop_seconds(), time.process_time()
     report = search_report("llama3-70b", SearchRequest(seq=4096), gpus=64, gpu="h100-80gb", global_batch=128)
-    assert time.process_time() - begin < 40
+    assert time.process_time() - begin < 400 * max(loop, loop_seconds())
     assert report.answer.evaluated < report.answer.space.size / 5
     best = report.answer.best
     assert best.fits
