@@ -14,8 +14,8 @@ from jettison.measure.memory import AllocationCounter, static_tensors
 def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None) -> int:
     """Bytes on the model's CUDA device that are neither its own nor the batch's nor the optimizer's.
 
-    Other models, the workspaces that cuBLAS keeps for each of its handles, and what blocks of
-    the caching allocator are larger than their tensors. All of it counts in ``max_memory_allocated``. 0 on the CPU.
+    Other models, the workspaces that cuBLAS keeps for each of its handles, and what blocks of the caching allocator are
+    larger than their tensors. All of it counts in ``max_memory_allocated``. 0 on the CPU.
     """
     tensors = static_tensors(model, batch, optimizer)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
