@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from jettison.ledger.program import Anchor
-from jettison.trace.randomness import MOVES_BY_NUMBER, is_private
+from jettison.trace.randomness import MOVES_BY_NUMBER, is_private, op_name
 from jettison.trace.trees import op_leaves
 
 aten = torch.ops.aten
@@ -198,7 +198,7 @@ def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     """FLOPs (a multiply-add is 2) and bytes read plus written of one call."""
     tensors = [t for t in op_leaves(args, kwargs, out) if isinstance(t, Tensor)]
     moved = sum(_touched_bytes(t) for t in tensors)
-    if func.namespace == "aten" and _name(func) in _ATTENTION:  # torch's formula wants as many keys as query heads
+    if func.namespace == "aten" and op_name(func) in _ATTENTION:  # torch's formula wants as many keys as query heads
         query, key, value = args[:3]
         b, a, s, d = query.shape
         return 2 * b * a * s * key.shape[-2] * (d + value.shape[-1]), moved
@@ -210,15 +210,11 @@ def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Results that no kernel writes: attention returns a place for the random state that its mask was drawn from, and
     without dropout there is none. What stands there is chance, and nobody reads it.
     """
-    if func.namespace != "aten" or _name(func) not in _ATTENTION or not isinstance(out, tuple):
+    if func.namespace != "aten" or op_name(func) not in _ATTENTION or not isinstance(out, tuple):
         return []
     names = {"unused"} if draws(func, args, kwargs) else {"unused", "rng_state", "philox_seed", "philox_offset"}
     named = zip(func._schema.returns, out, strict=True)
     return [leaf for result, leaf in named if result.name in names and isinstance(leaf, Tensor)]
-
-
-def _name(func: Any) -> str:
-    return str(func._schema.name.split("::")[1])
 
 
 def _touched_bytes(tensor: Tensor) -> int:

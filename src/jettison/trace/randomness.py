@@ -80,7 +80,7 @@ class Advance:
         return f"{ADVANCE}[{self.func}]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        zeros = _name(self.func) in _READS_VALUES
+        zeros = op_name(self.func) in _READS_VALUES
         args, kwargs = tree_map(lambda v: v.make(zeros=zeros) if isinstance(v, Scratch) else v, (args, kwargs))
         self.func(*args, **kwargs)
 
@@ -110,7 +110,7 @@ def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, num
     Args:
         numbers_known: plain numbers among the arguments are the same in every step.
     """
-    name = _name(func)
+    name = op_name(func)
     leaves = tree_leaves((args, kwargs, out))
     if func.namespace != "aten" or name not in MOVES_BY_SHAPE:
         return None
@@ -141,6 +141,7 @@ def is_private(generator: torch.Generator) -> bool:
     return all(generator._cdata != default._cdata for default in defaults)
 
 
-def _name(func: Any) -> str:
+def op_name(func: Any) -> str:
+    """Of an operator, without its namespace and overload."""
     name: str = func._schema.name.split("::")[1]
     return name
