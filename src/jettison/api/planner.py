@@ -124,9 +124,7 @@ class Planner:
             found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
             self.points[key] = {p.key: p for p in found}
             options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
-        found = pareto_frontier(trace.root.program, self.seconds_of(trace.root), max_points=ROOT_POINTS)
-        if trace.root.problem:  # nothing may be computed again by it
-            found = tuple(p for p in found if p.kept >= trace.root.program.saved_buffers())
+        found = self._points_of_root()
         self.root_points = {p.key: p for p in found}
         kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
         roots = tuple(self._root(p, kept) for p in found)
@@ -151,6 +149,16 @@ class Planner:
             segments=tuple(self._segments(options)),
             plain_seconds=self.plain_seconds(),
         )
+
+    def _points_of_root(self) -> tuple[FrontierPoint, ...]:
+        root = self.trace.root
+        seconds = self.seconds_of(root)
+        found = pareto_frontier(root.program, seconds, max_points=ROOT_POINTS)
+        if root.problem:  # nothing may be computed again by it
+            return tuple(p for p in found if p.kept >= root.program.saved_buffers())
+        if self.trace.calls:  # what they hold sets the peak
+            return found
+        return (found[0], *lean_points(root.program, found[0].kept, seconds), *found[1:])
 
     def _block(self, key: str, kept: frozenset[int], name: str, seconds: float) -> RegionOption:
         cls = self.trace.classes[key]

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again
-from jettison.runtime.witness import Check, Rounded, Witness, compare, spots_of
+from jettison.runtime.witness import Check, Rounded, Witness, compare, is_same, spots_of
 from jettison.trace.opinfo import hollow_results
 from jettison.trace.reach import Reach
 from jettison.trace.signature import as_signed, global_signature
@@ -159,7 +159,7 @@ def _run(
 
 def _same(first: list[Witness], second: list[Witness]) -> bool:
     return len(first) == len(second) and all(
-        a.spots == b.spots and a.dtype is b.dtype and torch.equal(a.seen, b.seen)
+        a.spots == b.spots and a.dtype is b.dtype and is_same(a.seen, b.seen)
         for a, b in zip(first, second, strict=True)
     )
 

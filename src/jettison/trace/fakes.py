@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map
 
 from jettison.errors import TraceError
 from jettison.trace.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
+from jettison.trace.trees import tree_map
 from jettison.trace.wrapped import plain, wrapping
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None

@@ -16,7 +16,7 @@ from jettison.trace.described import described
 from jettison.trace.trees import tree_flatten, tree_unflatten
 from jettison.trace.wrapped import plain
 
-_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def leaf_signature(leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 
 torch's pytree takes a dataclass for one leaf, unless its author has registered it. A block that returns one would then
 have no tensors. Nothing is registered for classes of other people: other code would see them in another way.
+A `torch.Size` is a leaf here: torch registers it once some of its parts are imported, and puts a tuple back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -26,16 +28,21 @@ class _Opened:
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves, and what `tree_unflatten` needs to put them back."""
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, _is_size)
     if not any(map(_is_closed, leaves)):
         return leaves, spec
-    return pytree.tree_flatten(_opened(tree, ()))
+    return pytree.tree_flatten(_opened(tree, ()), _is_size)
 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Leaves alone."""
-    leaves = pytree.tree_leaves(tree)
-    return pytree.tree_leaves(_opened(tree, ())) if any(map(_is_closed, leaves)) else leaves
+    leaves = pytree.tree_leaves(tree, _is_size)
+    return pytree.tree_leaves(_opened(tree, ()), _is_size) if any(map(_is_closed, leaves)) else leaves
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with something else in the place of each leaf; dataclasses stay closed."""
+    return pytree.tree_map(change, tree, is_leaf=_is_size)
 
 
 def op_leaves(*values: Any) -> list[Any]:
@@ -60,6 +67,10 @@ def op_map(change: Callable[[Any], Any], value: Any) -> Any:
     return change(value)
 
 
+def _is_size(node: Any) -> bool:
+    return isinstance(node, torch.Size)
+
+
 def _is_closed(leaf: Any) -> bool:
     return hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type | Tensor | nn.Module)
 
@@ -70,7 +81,7 @@ def _opened(tree: Any, above: tuple[int, ...]) -> Any:
     Args:
         above: ids of the dataclasses around it, one of which may refer to another.
     """
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree, _is_size)
     return pytree.tree_unflatten([_open(leaf, above) if _is_closed(leaf) else leaf for leaf in leaves], spec)
 
 
@@ -80,7 +91,7 @@ def _open(leaf: Any, above: tuple[int, ...]) -> Any:
     names = dict.fromkeys((*(f.name for f in fields(leaf)), *getattr(leaf, "__dict__", {})))
     above = (*above, id(leaf))
     values = {name: _opened(getattr(leaf, name), above) for name in names if hasattr(leaf, name)}
-    if not any(isinstance(inside, Tensor) for inside in pytree.tree_leaves(values)):
+    if not any(isinstance(inside, Tensor) for inside in pytree.tree_leaves(values, _is_size)):
         return leaf  # a configuration
     return _Opened(type(leaf), values)
 
