@@ -25,7 +25,7 @@ from jettison.measure.root import rehearse_root
 from jettison.plan.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.plan.chain import Solution, choose
 from jettison.plan.frontier import FrontierPoint, pareto_frontier
-from jettison.plan.lean import is_lean, lean_points
+from jettison.plan.lean import MOST_CUTS, is_lean, lean_points
 from jettison.plan.levels import Choice
 from jettison.plan.moves import minimum_budget
 from jettison.plan.problem import Region, RegionOption, RootOption, SegmentOption, StepProblem
@@ -37,6 +37,8 @@ from jettison.trace.wrapped import plain
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
+ROOT_CUTS = 8  # of a model without blocks
+SHORT_ROOT = 250  # ops up to which that many are looked for: seconds
 UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight
 SEGMENT_SIZES = (2, 3, 4, 6, 8, 12, 16)
 ATTEMPTS = 8
@@ -158,7 +160,8 @@ class Planner:
             return tuple(p for p in found if p.kept >= root.program.saved_buffers())
         if self.trace.calls:  # what they hold sets the peak
             return found
-        return (found[0], *lean_points(root.program, found[0].kept, seconds), *found[1:])
+        cuts = ROOT_CUTS if len(root.program.ops) <= SHORT_ROOT else MOST_CUTS
+        return (found[0], *lean_points(root.program, found[0].kept, seconds, most=cuts), *found[1:])
 
     def _block(self, key: str, kept: frozenset[int], name: str, seconds: float) -> RegionOption:
         cls = self.trace.classes[key]

@@ -130,9 +130,7 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Itera
         region = trace.classes[trace.calls[call].class_key].trace
         leaves, _ = call_signature(args, kwargs)
         held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
-        output = stub_outputs(region, leaves, probe=levels, call=call, held=held)
-        root.nested_done(output)
-        return output
+        return root.nested(lambda: stub_outputs(region, leaves, probe=levels, call=call, held=held))
 
     modules = [trace.twin.get_submodule(name) for name in names]
     own = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}

@@ -14,19 +14,22 @@ from collections.abc import Sequence
 from jettison.ledger.program import Program
 from jettison.plan.frontier import FrontierPoint
 
-MOST_CUTS = 3
+MOST_CUTS = 3  # of a block
 LEAST_GAIN = 0.02  # of the peak, for one more buffer
 
 
-def lean_points(program: Program, kept: frozenset[int], seconds: Sequence[float]) -> tuple[FrontierPoint, ...]:
+def lean_points(
+    program: Program, kept: frozenset[int], seconds: Sequence[float], *, most: int = MOST_CUTS
+) -> tuple[FrontierPoint, ...]:
     """Points that hold ``kept`` and one, two or more buffers with them, each with a lower peak in backward.
 
     Args:
         seconds: by op, for what the points cost; it has no part in choosing them.
+        most: points. Each takes a walk through backward for each buffer that could be kept.
     """
     found = []
     peak = _peak(program, kept)
-    for _ in range(MOST_CUTS):
+    for _ in range(most):
         tried = [(_peak(program, kept | {b}), b) for b in _candidates(program, kept)]
         lowest, cut = min(tried, default=(peak, -1))
         if lowest >= peak * (1 - LEAST_GAIN):

@@ -76,11 +76,8 @@ class ActiveFrame(Frame):
         """As any frame's, and no op of the model's."""
         if self.check is None:
             return super().witness(slot, tensor, index)
-        self.check.paused = True
-        try:
+        with self.check.apart():
             return super().witness(slot, tensor, index)
-        finally:
-            self.check.paused = False
 
     def wrong(self, handle: Handle) -> WrongValue:
         """As any frame's, and the region is not trusted again."""

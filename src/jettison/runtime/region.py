@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -178,11 +179,8 @@ class PlannedForward:
         if outer is None or outer.check is None:
             output = self._call(args, kwargs)
         else:
-            outer.check.paused = True
-            try:
+            with outer.check.apart():
                 output = self._call(args, kwargs)
-            finally:
-                outer.check.paused = False
         if outer is not None:
             outer.nested.append((first, next_sequence_number()))
             outer.block_done(output)
@@ -348,11 +346,15 @@ class PlannedForward:
         frames = list(self.frames)
         return Live(calls=len(frames), nbytes=sum(frame.recipe.kept_bytes for frame in frames))
 
-    def nested_done(self, output: Any) -> None:
-        """A stand-in for a nested region has run inside this one."""
+    def nested(self, run: Callable[[], Any]) -> Any:
+        """What a stand-in for a nested region gives inside this one."""
         frame = current_frame()
-        if frame is not None and frame.region is self:
-            frame.block_done(output)
+        if frame is None or frame.region is not self:
+            return run()
+        with frame.check.apart() if frame.check is not None else contextlib.nullcontext():
+            output = run()
+        frame.block_done(output)
+        return output
 
     def report(self) -> RegionReport:
         """What was kept and dropped, for the most used signature."""

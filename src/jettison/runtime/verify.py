@@ -11,11 +11,14 @@ all tensors that went into an op that is not torch's own): an op that writes wit
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.runtime.frame import Diverged
@@ -42,7 +45,7 @@ class SequenceCheck(TorchDispatchMode):
         super().__init__()
         self.trace = trace
         self.at = 0
-        self.paused = False  # while a nested region, which checks itself, is running
+        self.paused = False  # while what runs is none of this region's
         self.leaves = leaves
         self.owners = owners
         self.bound: dict[int, tuple[Any, int, int]] = {}  # storage -> weak reference, buffer, offset of it there
@@ -70,6 +73,15 @@ class SequenceCheck(TorchDispatchMode):
             self.diverged = str(divergence)
         return out
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What runs meanwhile is not this region's: a nested one, which checks itself, or a look at a tensor."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
     def _readings(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """What a call says it only reads, where that is worth a look."""
         own = func.namespace in _TORCHS
@@ -77,7 +89,10 @@ class SequenceCheck(TorchDispatchMode):
             return []
         written = {storage_of(t) for t in writes(func, args, kwargs)}
         read = [plain(t) for t in op_leaves(args, kwargs) if isinstance(t, Tensor) and storage_of(t) not in written]
-        return [t for t in read if t.layout is torch.strided and (not own or storage_of(t) in self.buffers)]
+        return [
+            t for t in read
+            if t.layout is torch.strided and (not own or storage_of(t) in self.buffers) and not isinstance(t, FakeTensor)
+        ]  # fmt: skip
 
     def _compare(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         got = signature_of(func, args, kwargs, out)
