@@ -89,10 +89,8 @@ class SequenceCheck(TorchDispatchMode):
             return []
         written = {storage_of(t) for t in writes(func, args, kwargs)}
         read = [plain(t) for t in op_leaves(args, kwargs) if isinstance(t, Tensor) and storage_of(t) not in written]
-        return [
-            t for t in read
-            if t.layout is torch.strided and (not own or storage_of(t) in self.buffers) and not isinstance(t, FakeTensor)
-        ]  # fmt: skip
+        seen = [t for t in read if t.layout is torch.strided and not isinstance(t, FakeTensor)]
+        return [t for t in seen if not own or storage_of(t) in self.buffers]
 
     def _compare(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         got = signature_of(func, args, kwargs, out)
