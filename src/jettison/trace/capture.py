@@ -41,6 +41,7 @@ from jettison.trace.opinfo import (
     without_statistics,
     writes,
 )
+from jettison.trace.pieces import are_apart
 from jettison.trace.randomness import ADVANCE, Movement, movement_of
 from jettison.trace.signature import Switches, kernel_switches
 from jettison.trace.streams import default_stream
@@ -213,6 +214,7 @@ class Recorder:
         self.calls: list[Call] = []
         self.slots: list[TensorRef] = []
         self.slot_info: list[tuple[int, str]] = []
+        self._saved: list[tuple[Tensor, int]] = []  # by slot: the tensor and its version
         self.taps: dict[int, Tap] = {}
         self.inputs: dict[int, int] = {}
         self.names: dict[int, str] = {}
@@ -232,7 +234,7 @@ class Recorder:
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
         self.hollow: set[int] = set()  # buffers that no kernel writes
-        self.asked: set[int] = set()  # saved buffers that a backward inside the forward has read
+        self.asked: set[int] = set()  # slots that a backward inside the forward has read
         self._stream: bytes | None = default_stream() if stream is None else stream
         self._switches = kernel_switches()
         self._current: dict[int, int] = {}
@@ -297,14 +299,30 @@ class Recorder:
         self.state_broken = True
 
     def saved(self, tensor: Tensor) -> int:
-        """Autograd saved this tensor; its buffer."""
+        """Autograd saved this tensor; its slot."""
         if plain(tensor).layout is not torch.strided:
             raise TraceError(f"it saves a tensor whose layout is {plain(tensor).layout}")
         ref = self.ref(tensor)
         self.slots.append(ref)
         self.slot_info.append((len(self.ops) - 1, self.where))
+        self._saved.append((plain(tensor), plain(tensor)._version))
         self.buffers[ref.buffer]["keepable"] = True
-        return ref.buffer
+        return len(self.slots) - 1
+
+    def _spares_what_is_saved(self, old: int, new: int, written: Tensor) -> bool:
+        """Whether a write leaves alone what autograd holds of a buffer: pieces of one memory whose versions are counted
+        apart (``unsafe_chunk``, as recurrent cells do). The slots are the new buffer's then: it holds the same there.
+        """
+        held = [i for i, ref in enumerate(self.slots) if ref.buffer == old]
+        place = self.ref(written)
+        for i in held:
+            tensor, version = self._saved[i]
+            if tensor._version != version or not are_apart(self.slots[i], place):
+                return False
+        for i in held:
+            self.slots[i] = replace(self.slots[i], buffer=new)
+            self.buffers[new]["keepable"] = True
+        return True
 
     def boundary(self, path: str, call: int, is_output: bool, tree: Any) -> None:
         """Tensors that cross a module boundary can be held without a saved slot."""
@@ -374,7 +392,7 @@ class Recorder:
                 self.buffers[old]["overwritten"] = True
                 if old in self.names:
                     self.names[new] = self.names[old]
-            elif all(ref.buffer != old for ref in self.slots):  # whoever held it would hold the new values
+            elif self._spares_what_is_saved(old, new, t):  # whoever held it would hold the new values
                 self.buffers[old]["keepable"] = False
                 self.taps.pop(old, None)
             else:  # autograd holds it, new values and all, and nobody may compute it or with it
@@ -585,12 +603,13 @@ class Recorder:
         leaves, spec = tree_flatten(output)
         output_leaves = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         overwritten = {b["index"] for b in self.buffers if b.pop("overwritten", False)}
+        asked = {ref.buffer for i, ref in enumerate(self.slots) if i in self.asked}
         for op in self.ops:
             if (op.get("anchor") is None and overwritten.intersection(op["inputs"])) or (
                 op.get("anchor") is None and self.overtaken.intersection((*op["inputs"], *op["outputs"]))
             ):
                 op["anchor"] = Anchor.MUTATED
-            if op.get("anchor") is None and self.asked.intersection(op["outputs"]):
+            if op.get("anchor") is None and asked.intersection(op["outputs"]):
                 op["anchor"] = Anchor.ASKED
         reads = tuple(self._read(*read) for read in self.reads)
         self.program = Program(
@@ -614,7 +633,7 @@ class Recorder:
             constants=frozenset(self.ref(t).buffer for t in leaves if isinstance(t, Tensor) and not t.requires_grad),
             reads=tuple(read for read in reads if read is not None), made=self.made,
             hollow=frozenset(self.hollow), entangled=self.entangled, overwritten=frozenset(overwritten),
-            asked=frozenset(self.inputs[b] for b in self.asked if b in self.inputs),
+            asked=frozenset(self.inputs[b] for b in asked if b in self.inputs),
         )  # fmt: skip
 
     def _read(self, ref: TensorRef, found: Any, shape_only: bool) -> Read | None:
@@ -700,13 +719,13 @@ class CaptureMode(TorchDispatchMode):
         listening = [recorder]  # emptied at the end: the graph outlives the recording and must not own the record
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            buffer = listening[0].saved(tensor) if listening else -1
-            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor, buffer
+            slot = listening[0].saved(tensor) if listening else -1
+            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor, slot
 
         def unpack(packed: tuple[Tensor, int]) -> Tensor:
-            tensor, buffer = packed
+            tensor, slot = packed
             if listening:  # a backward inside the forward
-                listening[0].asked.add(buffer)
+                listening[0].asked.add(slot)
             return tensor
 
         pack.of_a_region = True  # type: ignore[attr-defined]
