@@ -28,6 +28,10 @@ from jettison.trace.stub import stub_outputs
 from jettison.trace.trees import tree_leaves
 
 
+class _StubsFallShort(Exception):
+    """A block gets what another one leaves behind, and stubs leave nothing."""
+
+
 def is_entangled(trace: ModelTrace) -> bool:
     """Whether the root reads tensors that reached it by another way than as a block's output."""
     return any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
@@ -41,11 +45,13 @@ def rehearse_root(
     workspace: Workspace | None = None,
     *,
     plain: Mapping[str, RegionOption] | None = None,
+    through_blocks: bool = False,
 ) -> RootOption:
     """Levels of everything around the blocks under one decision.
 
     Args:
         plain: levels of each block class with everything kept; used where root and blocks are entangled.
+        through_blocks: they are, although it cannot be seen in the recording.
     """
     count = len(trace.calls)
     with trace.context():
@@ -54,7 +60,7 @@ def rehearse_root(
     sizes = [chain_bytes(trace, i) for i in range(count)]
     levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
     treatment = Exactly(trace.root.program.digest(), kept, KeepAll())
-    apart = plain is None or not is_entangled(trace)
+    apart = plain is None or not (through_blocks or is_entangled(trace))
     setting = _over_stubs(trace, levels, treatment)
     if not apart and plain is not None:
         setting = _over_blocks(trace, levels, treatment, plain)
@@ -65,6 +71,10 @@ def rehearse_root(
             base = counter.live_bytes
             run_step(trace, trace.twin, counter)
             tail = counter.peak_bytes
+    except _StubsFallShort:
+        if not apart or plain is None:
+            raise
+        return rehearse_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True)
     finally:
         trace.twin.zero_grad(set_to_none=True)
     if not apart and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
@@ -128,7 +138,9 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, treatment: Exactly) -> Itera
     def stub(*args: Any, **kwargs: Any) -> Any:
         call = next(calls)
         region = trace.classes[trace.calls[call].class_key].trace
-        leaves, _ = call_signature(args, kwargs)
+        leaves, (_, described, _) = call_signature(args, kwargs)
+        if len(described) != len(trace.calls[call].signature[0][1]):
+            raise _StubsFallShort  # a list that the blocks fill
         held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
         return root.nested(lambda: stub_outputs(region, leaves, probe=levels, call=call, held=held))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.errors import StaleTensor, WrongValue
-from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, run_step, set_state, view_of, whole_copy
+from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, in_a_copy, run_step, set_state, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
 from jettison.trace.capture import TensorRef, layout, layout_of
 from jettison.trace.sharded import whole_now
@@ -260,9 +260,11 @@ class Frame:
         for position, buffer, ref in step.tensors:
             tensor = self._pull(buffer, handle)
             leaves[position] = tensor if ref is None else view_of(tensor, ref)
-        for position, old, _new in step.written:
+        for positions, old, _new in step.written:
             if not self._last_use(old):
-                leaves[position] = whole_copy(leaves[position])
+                copies = in_a_copy([leaves[p] for p in positions], [step.leaves[p] for p in positions])
+                for position, copy in zip(positions, copies, strict=True):
+                    leaves[position] = copy
         if step.state_in is not None:
             current = get_state(step.device)
             set_state(step.device, self._pull(step.state_in, handle))
@@ -271,8 +273,8 @@ class Frame:
             set_state(step.device, current)
         else:
             out = run_step(step, leaves)
-        for position, _old, new in step.written:
-            self._put(new, leaves[position])
+        for positions, _old, new in step.written:
+            self._put(new, leaves[positions[0]])
         for position, buffer in step.outputs:
             self._put(buffer, out[position])
         for buffer in step.consumes:

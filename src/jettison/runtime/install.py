@@ -40,6 +40,7 @@ def install(
     for call in traced.calls:
         cls = traced.classes[call.class_key]
         if call.name in regions and cls.opaque:
+            regions[call.name].late |= cls.trace.late
             regions[call.name].give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
             regions[call.name].adopt(call.signature, cls.trace, checked=checked)

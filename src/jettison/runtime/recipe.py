@@ -17,7 +17,7 @@ computes the same values once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -44,7 +44,7 @@ class Step:
     spec: Any
     tensors: list[tuple[int, int, TensorRef | None]]  # (flat position, buffer, view to take or None)
     outputs: list[tuple[int, int]]  # (flat output position, buffer)
-    written: list[tuple[int, int, int]]  # (flat argument position, old buffer, new buffer)
+    written: list[tuple[tuple[int, ...], int, int]]  # (flat positions of the old buffer's views, it, the new buffer)
     consumes: tuple[int, ...]
     state_in: int | None
     state_out: int | None
@@ -239,8 +239,7 @@ def _step(
             tensors.append((position, leaf.buffer, view))
     written = []
     for old, new in call.written:
-        position = next(p for p, b, _ in tensors if b == old)
-        written.append((position, old, new))
+        written.append((tuple(p for p, b, _ in tensors if b == old), old, new))
     outputs = [
         (position, ref.buffer)
         for position, ref in enumerate(call.outputs)
@@ -306,6 +305,12 @@ def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     if ref.neg:
         tensor = torch._neg_view(tensor)
     return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
+
+
+def in_a_copy(tensors: Sequence[Tensor], refs: Sequence[TensorRef]) -> list[Tensor]:
+    """Views of one memory, as they are in a copy of it: of what is written to, all that the op was given of it."""
+    copy = whole_copy(tensors[0])
+    return [copy, *(view_of(copy, ref) for ref in refs[1:])]
 
 
 def whole_copy(tensor: Tensor) -> Tensor:

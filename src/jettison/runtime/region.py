@@ -31,7 +31,7 @@ from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.verify import SequenceCheck
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.trace.capture import Place, RegionTrace, Tap
-from jettison.trace.guard import ModuleGuard, Setting
+from jettison.trace.guard import ModuleGuard, Setting, same_values
 from jettison.trace.isolation import without_our_hooks
 from jettison.trace.model import trace_root
 from jettison.trace.region import trace_region
@@ -41,6 +41,7 @@ from jettison.trace.trees import tree_leaves
 from jettison.trace.wrapped import plain, wrapping
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
+WRITTEN_LATER = "others write to its arguments or results before backward"
 MOST_PREPARED = 256  # signatures of one region that are known at a time
 
 
@@ -140,6 +141,7 @@ class PlannedForward:
         self.guard: ModuleGuard | None = None
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
         self.late: frozenset[Place] = frozenset()  # what others write to before backward
+        self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
         self.suspects: frozenset[Setting] = frozenset()
         self.ignored: frozenset[Setting] = frozenset()
         self.everything: ModuleGuard | None = None  # with what is ignored
@@ -326,6 +328,8 @@ class PlannedForward:
         self.guard = self.guard or ModuleGuard(self.module)
         self.precision = precision_of(self.module)
         self.late |= trace.late
+        if trace.late_inside:
+            self.late_inside[trace.form] = trace.late_inside
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
         self._store(key, trace).checked = checked
 
@@ -407,7 +411,10 @@ class PlannedForward:
                 trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.twin)
             if trace.problem:
                 return self._fall_back(key, trace.problem)
-            trace.anchor(self.late)
+            inside = self.late_inside.get(trace.program.form(), frozenset())
+            if self.late_inside and not inside:
+                return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
+            trace.anchor(self.late, inside)
             self._acquit(key, trace)
             return self._store(key, trace)
         except (TraceError, ValueError) as error:
@@ -424,8 +431,8 @@ class PlannedForward:
         prepared = self.prepared[key] = Prepared(recipe=recipe)
         return prepared
 
-    def _fall_back(self, key: Any, problem: str) -> Prepared:
-        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+    def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
+        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
         return prepared
 
     def _say(self, prepared: Prepared) -> None:
@@ -491,9 +498,9 @@ class PlannedForward:
         """Whether a setting has another value than at the last look, for those that are known to have changed."""
         if not settings or self.everything is None:
             return False
-        values = self.everything.values(settings)
-        moved, self.last_values = values != self.last_values, values
-        return moved
+        values, before = self.everything.values(settings), self.last_values
+        self.last_values = values
+        return before is None or not same_values(values, before)
 
     def _leave(self, frame: ActiveFrame) -> bool:
         """Close a frame; whether the run was the recorded one.
@@ -598,7 +605,10 @@ class PlannedForward:
             self._say(prepared)
             return self.forward(*args, **kwargs)
         if self.treatment.word != "none" and prepared.verdict is None:
-            prepared.verdict = trial(self.module, self.forward, args, kwargs)
+            late = self.late or self.late_inside
+            prepared.verdict = (
+                Verdict(again=False, why=WRITTEN_LATER) if late else trial(self.module, self.forward, args, kwargs)
+            )
             prepared.told = prepared.told and prepared.verdict.again
         self._say(prepared)
         if self.treatment.word != "none" and prepared.verdict is not None and prepared.verdict.again:

@@ -148,6 +148,8 @@ def digest(tensor: Tensor, spots: Spots) -> Tensor:
     if spots.slack == ():
         return look(tensor, spots, 0)
     tensor = tensor.detach()
+    if tensor.is_neg() and not isinstance(tensor, FakeTensor):
+        tensor = tensor.resolve_neg()
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
     dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and step]
     if isinstance(tensor, FakeTensor):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,24 +162,35 @@ class RegionTrace:
     entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
     overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
     late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
+    late_inside: frozenset[int] = frozenset()  # the same of its buffers
+    form: str = ""  # the program's, before anything was anchored for what others write
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
 
-    def anchor(self, late: frozenset[Place]) -> None:
-        """Saved arguments and outputs that somebody else writes to later: what autograd gets is what they hold by
-        then, so nobody may compute them, or with them.
+    def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
+        """What somebody else writes to later. Of what is saved autograd gets what it holds by then, so nobody may
+        compute that, or with that; of what is not saved, arguments are not there any more to compute with, and nothing
+        is to be held.
         """
-        self.late = late
-        found = {b for b, position in self.inputs.items() if (False, position) in late}
+        self.form = self.form or self.program.form()
+        self.late, self.late_inside = self.late | late, self.late_inside | inside
+        found = set(inside) | {b for b, position in self.inputs.items() if (False, position) in late}
         for is_output, leaf in late:
             ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
             if isinstance(ref, TensorRef):
                 found.add(ref.buffer)
-        found &= self.program.needed_buffers()
+        saved = found & self.program.needed_buffers()
+        given = {b for b in found - saved if self.program.buffers[b].source is not Source.OP}
         ops = tuple(
-            replace(op, anchor=op.anchor or Anchor.MUTATED) if found.intersection((*op.inputs, *op.outputs)) else op
+            replace(op, anchor=op.anchor or Anchor.MUTATED)
+            if saved.intersection((*op.inputs, *op.outputs)) or given.intersection(op.inputs)
+            else op
             for op in self.program.ops
         )
-        self.program = replace(self.program, ops=ops)
+        buffers = tuple(
+            replace(b, keepable=False) if b.index in found - saved - given else b for b in self.program.buffers
+        )
+        self.taps = {b: tap for b, tap in self.taps.items() if buffers[b].keepable}
+        self.program = replace(self.program, ops=ops, buffers=buffers)
 
     def likeness(self) -> str:
         """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
@@ -233,6 +244,9 @@ class Recorder:
         self.lent: int | None = None  # while somebody else's numbers are drawn: the CPU's state for after that
         self.sequence: list[Expected] = []
         self.overtaken: set[int] = set()  # saved buffers that were written to afterwards
+        self.versions: dict[int, list[int]] = {}  # storage -> all buffers that it was, parameters aside
+        self.writes: list[tuple[int, int]] = []  # (storage, nested calls before it)
+        self.nested_at: list[int] = []  # for each call of a nested region, the number of ops before it
         self.hollow: set[int] = set()  # buffers that no kernel writes
         self.asked: set[int] = set()  # slots that a backward inside the forward has read
         self._stream: bytes | None = default_stream() if stream is None else stream
@@ -268,6 +282,8 @@ class Recorder:
         self.buffers.append({"index": index, "nbytes": storage.nbytes(), "source": source, **more})
         self._alive.append((storage, tensor))
         self._current[_storage_key(tensor)] = index
+        if source is not Source.PARAMETER:
+            self.versions.setdefault(_storage_key(tensor), []).append(index)
         return index
 
     def ref(self, tensor: Tensor) -> TensorRef:
@@ -309,15 +325,15 @@ class Recorder:
         self.buffers[ref.buffer]["keepable"] = True
         return len(self.slots) - 1
 
-    def _spares_what_is_saved(self, old: int, new: int, written: Tensor) -> bool:
+    def _spares_what_is_saved(self, old: int, new: int, written: Sequence[Tensor]) -> bool:
         """Whether a write leaves alone what autograd holds of a buffer: pieces of one memory whose versions are counted
         apart (``unsafe_chunk``, as recurrent cells do). The slots are the new buffer's then: it holds the same there.
         """
         held = [i for i, ref in enumerate(self.slots) if ref.buffer == old]
-        place = self.ref(written)
+        places = [self.ref(t) for t in written]
         for i in held:
             tensor, version = self._saved[i]
-            if tensor._version != version or not are_apart(self.slots[i], place):
+            if tensor._version != version or not all(are_apart(self.slots[i], place) for place in places):
                 return False
         for i in held:
             self.slots[i] = replace(self.slots[i], buffer=new)
@@ -345,7 +361,9 @@ class Recorder:
             self.made[spec_args[0].buffer] = _values_of(args[0])
         pure_args = without_statistics(func, spec_args)
         written_tensors = writes(func, args, kwargs)
-        before = [self._current[_storage_key(t)] for t in written_tensors]
+        pieces: dict[int, list[Tensor]] = {}  # by the buffer that is overwritten
+        for t in written_tensors:
+            pieces.setdefault(self._current[_storage_key(t)], []).append(t)
         out = run()
         if torch.Tag.data_dependent_output in func.tags:
             for leaf in op_leaves(args, kwargs):
@@ -379,20 +397,21 @@ class Recorder:
                 state_in, state_out = self.move_state(move, device)
         moved_statistics: tuple[tuple[int, int], ...] = ()
         if pure_args is not None and written_tensors:
-            moved_statistics = self._statistics(func, written_tensors, before)
-            spec_args, written_tensors, before = pure_args, [], []
+            moved_statistics = self._statistics(func, pieces)
+            spec_args, pieces = pure_args, {}
         index = len(self.ops)
         inputs = list(dict.fromkeys(r.buffer for r in op_leaves(spec_args, spec_kwargs) if isinstance(r, TensorRef)))
         outputs: list[int] = []
         written: list[tuple[int, int]] = []
-        for t, old in zip(written_tensors, before, strict=True):
-            new = self._new_buffer(t, Source.OP, producer=index)
+        for old, parts in pieces.items():
+            self.writes.append((_storage_key(parts[0]), len(self.nested_at)))
+            new = self._new_buffer(parts[0], Source.OP, producer=index)
             if self.buffers[old]["source"] is not Source.OP:
                 anchor = Anchor.MUTATED
                 self.buffers[old]["overwritten"] = True
                 if old in self.names:
                     self.names[new] = self.names[old]
-            elif self._spares_what_is_saved(old, new, t):  # whoever held it would hold the new values
+            elif self._spares_what_is_saved(old, new, parts):  # whoever held it would hold the new values
                 self.buffers[old]["keepable"] = False
                 self.taps.pop(old, None)
             else:  # autograd holds it, new values and all, and nobody may compute it or with it
@@ -443,21 +462,21 @@ class Recorder:
         )  # fmt: skip
         return out
 
-    def _statistics(self, func: Any, tensors: list[Tensor], before: list[int]) -> tuple[tuple[int, int], ...]:
+    def _statistics(self, func: Any, pieces: Mapping[int, list[Tensor]]) -> tuple[tuple[int, int], ...]:
         """A batch norm moves its running statistics: an op of its own, which never runs again. The rest of it may."""
         index, outputs = len(self.ops), []
-        for t, old in zip(tensors, before, strict=True):
+        for old, parts in pieces.items():
             self.buffers[old]["overwritten"] = True
-            outputs.append(self._new_buffer(t, Source.OP, producer=index))
+            outputs.append(self._new_buffer(parts[0], Source.OP, producer=index))
             if old in self.names:
                 self.names[outputs[-1]] = self.names[old]
         self.ops.append(
             {
-                "index": index, "name": f"{func}, its running statistics", "inputs": tuple(before),
+                "index": index, "name": f"{func}, its running statistics", "inputs": tuple(pieces),
                 "outputs": tuple(outputs), "flops": 0, "bytes_moved": 0, "path": self.where, "anchor": Anchor.MUTATED,
             }
         )  # fmt: skip
-        written = tuple(zip(before, outputs, strict=True))
+        written = tuple(zip(pieces, outputs, strict=True))
         self.calls.append(Call(func, (), {}, (), written))
         return written
 

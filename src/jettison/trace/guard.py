@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -249,6 +249,13 @@ def own_classes(module: nn.Module) -> tuple[type, ...]:
     return type(module).__mro__[: type(module).__mro__.index(nn.Module)]
 
 
+def same_values(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether two looks at some settings found the same; of tensors and other objects, the very same ones."""
+    return len(now) == len(before) and all(
+        a is b or (isinstance(b, _SCALARS) and _alike(a, b)) for a, b in zip(now, before, strict=True)
+    )
+
+
 def _alike(now: Any, value: Any) -> bool:
     if now.__class__ is not value.__class__ or isinstance(value, nn.Module):
         return False
@@ -258,9 +265,7 @@ def _alike(now: Any, value: Any) -> bool:
 
 
 def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
-    if len(sequence) != len(before):
-        return False
-    return all(a is b or (isinstance(b, _SCALARS) and _alike(a, b)) for a, b in zip(sequence, before, strict=True))
+    return same_values(list(sequence), before)
 
 
 def _same_cell(cell: Any, content: Any) -> bool:

@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from jettison.errors import TraceError
 from jettison.ledger import Ledger
-from jettison.ledger.program import Program
+from jettison.ledger.program import Anchor, Op, Program
 from jettison.trace.blocks import find_blocks, structural_keys
-from jettison.trace.capture import CaptureMode, Place, Recorder, RegionTrace, TensorRef
+from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import StepFakeMode, exactly, fake_batch, fake_mode, fake_twin
 from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
+from jettison.trace.overwritten import Late, Memory
 from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.trace.streams import default_stream
@@ -254,6 +255,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
         output, root = tracer.forward(args, kwargs)
         trace = root.finish(output)
+        _anchor_root(trace, tracer)
         _note_effects(trace, state)
     return trace
 
@@ -323,13 +325,12 @@ class _Tracer:
         self.classes: dict[str, BlockClass] = {}
         self.root: Recorder | None = None
         self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
-        self.leaf_storages: list[dict[int, int]] = []  # a call's leaf position -> storage
+        self.memory = Memory()
         self._keys: dict[str, Any] = {}
         self.stream = default_stream()  # nobody draws while a trace lasts
         self._likenesses: dict[Any, BlockClass] = {}
         self._held: list[Any] = []
         self._last_output: dict[int, int] = {}
-        self.made: dict[int, list[tuple[int, int]]] = {}  # storage -> (block call, output leaf) that returned it
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -401,15 +402,16 @@ class _Tracer:
                 self._held.append(plain(leaf).untyped_storage())
                 storages[position] = storage_of(leaf)
                 self.uses.setdefault(storages[position], set()).add(call)
-        self.leaf_storages.append(storages)
+        self.memory.given.append(storages)
         output = self._stub(cls, leaves)
+        self.root.nested_at.append(len(self.root.ops))
         self._last_output = {}
         for position, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 self.root.block_output(leaf, call, position)
                 self._last_output[id(leaf)] = position
                 self._held.append(leaf)
-                self.made.setdefault(storage_of(leaf), []).append((call, position))
+                self.memory.made.setdefault(storage_of(leaf), []).append((call, position))
         return output
 
     def _class_of(
@@ -446,10 +448,12 @@ class _Tracer:
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
             trace.effects = state.effects()
+            self.memory.recorders.append(recorder)
         except TraceError as error:
             state.undo_draws()
             problem = str(error)
             trace = self._observe(name, problem, *before)
+            self.memory.recorders.append(None)
         return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
 
     def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
@@ -486,7 +490,7 @@ def _as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
     """Arguments that several blocks get (rotary tables, masks, encoder output) cost no single block a byte."""
     shared: dict[str, set[int]] = {}
-    for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
+    for call, storages in zip(trace.calls, tracer.memory.given, strict=True):
         call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
         shared.setdefault(call.class_key, set()).update(call.shared)
     for key, positions in shared.items():
@@ -497,22 +501,38 @@ def _mark_shared(trace: ModelTrace, tracer: _Tracer) -> None:
 
 
 def _mark_overwritten(trace: ModelTrace, tracer: _Tracer) -> None:
-    """What a block saved, and somebody else writes to before backward (past the version counter, or plain autograd
-    would refuse), is not what an op of the block gives.
+    """What a block had, and somebody else writes to before backward."""
+    assert tracer.root is not None
+    late: dict[str, Late] = {}
+    for call, found in zip(trace.calls, tracer.memory.late(tracer.root), strict=True):
+        of_class = late.setdefault(call.class_key, Late())
+        of_class.places |= found.places
+        of_class.inside |= found.inside
+    for key, found in late.items():
+        if found.places or found.inside:
+            trace.classes[key].trace.anchor(frozenset(found.places), frozenset(found.inside))
+    for before, call in zip([None, *trace.calls], trace.calls, strict=False):
+        made = late[before.class_key].places if before is not None else set()
+        given = late[call.class_key].places
+        call.links = tuple(
+            (position, leaf) for position, leaf in call.links
+            if (False, position) not in given and (True, leaf) not in made
+        )  # fmt: skip
+    _anchor_root(trace.root, tracer)
+
+
+def _anchor_root(root: RegionTrace, tracer: _Tracer) -> None:
+    """What the root saved, and a block writes to: nobody computes it again, or with it. What the root reads after a
+    block has written to it is not what the root made.
     """
-    outputs = {place: storage for storage, places in tracer.made.items() for place in places}
-    written = {outputs[trace.root.blocks[b]] for b in trace.root.overwritten if b in trace.root.blocks}
-    for call, storages in zip(trace.calls, tracer.leaf_storages, strict=True):
-        region = trace.classes[call.class_key].trace
-        positions = {region.inputs[b] for b in region.overwritten if b in region.inputs}
-        written |= {storages[position] for position in positions & storages.keys()}
-    late: dict[str, set[Place]] = {}
-    for storage in written:
-        for at, leaf in tracer.made.get(storage, ()):
-            late.setdefault(trace.calls[at].class_key, set()).add((True, leaf))
-        for at in tracer.uses.get(storage, ()):
-            given = tracer.leaf_storages[at].items()
-            places = {(False, position) for position, found in given if found == storage}
-            late.setdefault(trace.calls[at].class_key, set()).update(places)
-    for key, places in late.items():
-        trace.classes[key].trace.anchor(frozenset(places))
+    assert tracer.root is not None
+    written = tracer.memory.in_the_root(tracer.root)
+    saved = root.program.needed_buffers() & written.keys()
+
+    def is_other(op: Op) -> bool:
+        return bool(saved.intersection((*op.inputs, *op.outputs))) or any(
+            op.index >= written.get(b, len(root.program.ops)) for b in op.inputs
+        )
+
+    ops = tuple(replace(op, anchor=op.anchor or Anchor.MUTATED) if is_other(op) else op for op in root.program.ops)
+    root.program = replace(root.program, ops=ops)

@@ -94,7 +94,7 @@ def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call overwrites, by its schema."""
+    """The tensors that a call overwrites, by its schema; several may be pieces of one memory."""
     found: list[Tensor] = []
     for i, name, kwarg_only in _written(func):
         value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
@@ -104,8 +104,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
         if named.get("training", True):  # the schema does not say so
             running = named.get("running_mean"), named.get("running_var")
             found.extend(t for t in running if isinstance(t, Tensor))
-    unique: dict[int, Tensor] = {t.untyped_storage()._cdata: t for t in found}
-    return list(unique.values())
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

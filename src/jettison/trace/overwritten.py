@@ -1,0 +1,63 @@
+"""Memory that somebody writes to after a block has used it, and before its backward.
+
+Autograd holds memory, not values. Where an op counts a write, plain autograd refuses to use what it saved; a write past
+the counter (``.data``, a piece that is counted apart) changes what backward gets; a write to memory that nobody saved
+changes nothing. A recording has to know of all: what is written to later is not what an op of the block gives again,
+and is not there any more to compute with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jettison.trace.capture import Place, Recorder
+
+
+@dataclass(kw_only=True)
+class Late:
+    """Of one call of a block: arguments and outputs that are written to later, and buffers of its recording."""
+
+    places: set[Place] = field(default_factory=set)
+    inside: set[int] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """Who had which memory, call by call. A storage is known by its address: the recorders keep all of them alive."""
+
+    given: list[dict[int, int]] = field(default_factory=list)  # leaf position of an argument -> storage
+    made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # storage -> (call, output leaf)
+    recorders: list[Recorder | None] = field(default_factory=list)  # None: nothing is known of what it did
+
+    def late(self, root: Recorder) -> list[Late]:
+        """What of each call is written to later, by the root or by another block."""
+        found = [Late() for _ in self.given]
+        for storage, before in self._writes(root):
+            for call in range(before):
+                self._mark(found[call], call, storage)
+            for call, leaf in self.made.get(storage, ()):
+                if call < before:
+                    found[call].places.add((True, leaf))
+        return found
+
+    def in_the_root(self, root: Recorder) -> dict[int, int]:
+        """Buffers of the root's recording that blocks write to, and the number of its ops before the first of them."""
+        found: dict[int, int] = {}
+        for call, recorder in enumerate(self.recorders):
+            for storage, _ in recorder.writes if recorder else ():
+                for b in root.versions.get(storage, ()):
+                    found.setdefault(b, root.nested_at[call])
+        return found
+
+    def _writes(self, root: Recorder) -> Iterable[tuple[int, int]]:
+        """Storages, and the number of calls that were there before."""
+        events = dict.fromkeys(root.writes)
+        for call, recorder in enumerate(self.recorders):
+            events.update(dict.fromkeys((storage, call) for storage, _ in (recorder.writes if recorder else ())))
+        return events
+
+    def _mark(self, late: Late, call: int, storage: int) -> None:
+        late.places.update((False, position) for position, found in self.given[call].items() if found == storage)
+        recorder = self.recorders[call]
+        late.inside.update(recorder.versions.get(storage, ()) if recorder else ())
