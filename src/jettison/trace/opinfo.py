@@ -57,6 +57,10 @@ _MOVE_STATISTICS = {f"aten::{name}" for name in (
     "batch_norm_gather_stats_with_counts",
 )}  # fmt: skip
 
+# ctc_loss leaves what lies past the lengths as it was, oneDNN's LSTM the padding of its workspace (which it fills in
+# another way, besides, where no gradients are recorded)
+_WRITE_IN_PART = {"_ctc_loss", "mkldnn_rnn_layer"}
+
 _COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
 
 # Collectives that return a new tensor and may run again: every rank of a group does so if all have the same plan.
@@ -156,6 +160,8 @@ def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "
         return Anchor.NONDETERMINISTIC
     if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in op_leaves(spec_args, kwargs)):
         return Anchor.OPAQUE
+    if name in _WRITE_IN_PART:
+        return Anchor.UNWRITTEN
     return None
 
 
