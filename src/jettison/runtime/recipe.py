@@ -31,7 +31,7 @@ from jettison.ledger.program import Source
 from jettison.runtime.states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
 from jettison.trace.capture import RegionTrace, Tap, TensorRef
-from jettison.trace.opinfo import is_collective
+from jettison.trace.opinfo import is_collective, sees_modes
 from jettison.trace.signature import Switches, switched
 
 
@@ -99,6 +99,11 @@ class Recipe:
     def kept_bytes(self) -> int:
         """Bytes held between forward and backward."""
         return self.trace.program.kept_bytes(self.kept)
+
+    @cached_property
+    def sees_modes(self) -> bool:
+        """See `jettison.trace.opinfo.sees_modes`."""
+        return any(sees_modes(call.func) for call in self.trace.calls)
 
     @property
     def drops(self) -> int:

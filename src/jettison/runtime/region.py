@@ -28,7 +28,7 @@ from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequenc
 from jettison.runtime.reads import reads_hold
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.report import Live, RegionReport
-from jettison.runtime.verify import SequenceCheck
+from jettison.runtime.verify import SequenceCheck, SomeMode
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.trace.capture import Place, RegionTrace, Tap
 from jettison.trace.guard import ModuleGuard, Setting, same_values
@@ -547,7 +547,8 @@ class PlannedForward:
             back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, back):
                 if settings is None:
-                    output = self.forward(*args, **kwargs)
+                    with SomeMode() if recipe.sees_modes else contextlib.nullcontext():
+                        output = self.forward(*args, **kwargs)
                 else:
                     frame.check = SequenceCheck(recipe.trace, leaves, self.owners)
                     with frame.check, unwatched(self.module, frame.check):

@@ -35,6 +35,13 @@ _NOWHERE = -1
 Owners = dict[str, tuple[dict[str, Any], str]]
 
 
+class SomeMode(TorchDispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if desugars(types) else func(*args, **(kwargs or {}))
+
+
 class SequenceCheck(TorchDispatchMode):
     """Notices the first ATen call that is not the recorded one. See NOTE [ What a checked run checks ].
 

@@ -79,6 +79,13 @@ def is_communication(func: Any) -> bool:
     return is_collective(func) or _full_name(func).split("::")[0] in _COMMUNICATION
 
 
+def sees_modes(func: Any) -> bool:
+    """Whether torch puts this op in the place of another where a dispatch mode is active, as while recording. It saves
+    more than that: a run saves what was recorded only under some mode.
+    """
+    return func is aten._ctc_loss.Tensor
+
+
 def is_collective(func: Any) -> bool:
     """Whether a call talks to other ranks and can do so again; its result must be waited for."""
     return _full_name(func) in _COLLECTIVES
