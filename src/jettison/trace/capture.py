@@ -286,6 +286,10 @@ class Recorder:
             self.versions.setdefault(_storage_key(tensor), []).append(index)
         return index
 
+    def tensors(self) -> list[Tensor]:
+        """One of each memory that the recording knows, which it keeps alive."""
+        return [plain(tensor) for _, tensor in self._alive]
+
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
         wrap = wrapping(tensor)

@@ -22,7 +22,7 @@ from jettison.trace.capture import CaptureMode, Recorder, RegionTrace, TensorRef
 from jettison.trace.fakes import StepFakeMode, exactly, fake_batch, fake_mode, fake_twin
 from jettison.trace.isolation import Isolation, forward_of, leaving_nothing
 from jettison.trace.observe import is_real, observed_trace
-from jettison.trace.overwritten import Late, Memory
+from jettison.trace.overwritten import Late, Memory, Trail
 from jettison.trace.sharded import cast_batch, sharded_modules
 from jettison.trace.signature import as_signed, call_signature, global_signature, opaque_copy
 from jettison.trace.streams import default_stream
@@ -448,12 +448,12 @@ class _Tracer:
                 output = forward(*args, **kwargs)
             trace = recorder.finish(output)
             trace.effects = state.effects()
-            self.memory.recorders.append(recorder)
+            self.memory.trails.append(Trail.of(recorder))
         except TraceError as error:
             state.undo_draws()
             problem = str(error)
             trace = self._observe(name, problem, *before)
-            self.memory.recorders.append(None)
+            self.memory.trails.append(None)
         return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
 
     def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
