@@ -154,3 +154,36 @@ def test_on_the_cpu_witnesses_take_nothing_of_the_allocators(check: str) -> None
             model.zero_grad(set_to_none=True)
             found.append(peak(model))
     assert found[0] == found[1]
+
+
+class Spoken(nn.Module):
+    """CTC whose lengths come in tensors: under a dispatch mode torch runs another op for it, which saves them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Block(), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        y = self.head(self.body(x)).view(16, 4, 8).log_softmax(-1)
+        return torch.nn.functional.ctc_loss(y, targets, torch.full((4,), 16), lengths)
+
+
+def test_ctc_with_lengths_in_tensors_is_planned_in_every_step() -> None:
+    targets, lengths = torch.randint(1, 8, (4, 5)), torch.tensor([5, 3, 4, 2])
+    gradients = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model, batch = Spoken().train(), (rows(0), targets, lengths)
+        if planned:
+            with pytest.raises(Infeasible) as refused:
+                jettison.auto_checkpoint(model, batch, 1)
+            handle = jettison.auto_checkpoint(model, batch, refused.value.minimum_budget_bytes)
+        for step in range(4):
+            model.zero_grad(set_to_none=True)
+            model(rows(step), targets, lengths).backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    (root,) = [report for report in handle.report() if report.name == ""]
+    assert root.recordings == 0, "the one that it was planned with holds"
+    assert root.fallback == ""
+    assert root.slots_dropped > 0
+    assert all(torch.equal(a, b) for a, b in zip(gradients[:4], gradients[4:], strict=True))
