@@ -273,9 +273,18 @@ def test_as_a_process(config):
     assert done.stderr.startswith("jettison: got '20' without a unit")
 
 
+@pytest.fixture
+def interruptible():
+    """A shell that starts something in the background lets it ignore SIGINT, and all that this starts in turn."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_exits_130_with_a_short_line(tmp_path):
     (tmp_path / "slow.py").write_text(
-        "import time\n\ndef make():\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "import time\n\ndef make():\n    print('ready', flush=True)\n    time.sleep(900)\n"
     )
     process = subprocess.Popen(
         command("ledger", "slow:make"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -284,6 +293,6 @@ def test_ctrl_c_exits_130_with_a_short_line(tmp_path):
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert err == "jettison: interrupted\n"
