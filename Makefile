@@ -14,7 +14,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch,hf,serve,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch,hf,dev]"
 	touch $@
 
 demo: setup

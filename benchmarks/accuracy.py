@@ -11,7 +11,7 @@ torch.cuda.max_memory_reserved is more than the tensors of the worst moment, for
   gathered counts twice.
 - A freed block takes in what fits. The 16-bit logits are freed before the fp32 gradient of the logits is made, which
   needs twice their room: see `room_left_by_logits`.
-- The rest is the share that `jettison.forecast.allowance` expects.
+- The rest is the share that `jettison.predict.allowance` expects.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks.published import CLAIMED, Figure, Row, rows
-from jettison.forecast.allowance import FRAGMENTS
-from jettison.forecast.explain import peak_parts
-from jettison.forecast.run import Forecast, Stage, forecast
 from jettison.formula.region import head_region, layer_region
-from jettison.plan.treatment import SelectiveOp, treatment
+from jettison.predict.allowance import FRAGMENTS
+from jettison.predict.explain import peak_parts
+from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.spec.run import Run
 from jettison.units import GIB
 
@@ -37,7 +37,7 @@ EXPECTED = 1 + FRAGMENTS[1]
 
 def cached(run: Run) -> list[frozenset[int]]:
     """By layer, what torch's selective checkpoint holds when it runs eagerly: see `SelectiveOp.named`."""
-    policy = treatment(str(run.recompute))
+    policy = policy_named(str(run.recompute))
     assert isinstance(policy, SelectiveOp)
     programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
     return [policy.kept(program) | policy.named(program) for program in programs]

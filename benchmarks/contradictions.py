@@ -2,8 +2,8 @@
 
     python -m benchmarks.contradictions
 
-Every number of the ledger on the page is computed here; `tests/test_published.py` compares them with closed forms
-worked out by hand, and the page with what this writes.
+Every number of the ledger on the page is computed here; `tests/predict/test_published.py` compares them with closed
+forms worked out by hand, and the page with what this writes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import command
-from jettison.forecast.explain import FORWARDS_OF_A_STEP, explain, recomputed_flops
-from jettison.forecast.request import RunRequest, model_spec, resolve
-from jettison.forecast.run import Forecast, forecast
+from jettison.predict.explain import FORWARDS_OF_A_STEP, explain, recomputed_flops
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "contradictions.md"

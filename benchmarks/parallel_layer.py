@@ -3,7 +3,7 @@
     python -m benchmarks.parallel_layer
 
 Starts 2 and then 4 gloo ranks and counts on them; what stands for 8 ranks is the ledger's.
-`tests/test_parallel_layer.py` makes the same measurements and compares them with the ledger, to the byte.
+`tests/parallel/test_parallel_layer.py` makes the same measurements and compares them with the ledger, to the byte.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from jettison.forecast.run import forecast
 from jettison.formula.region import Region, layer_region
+from jettison.predict.forecast import forecast
 from jettison.spec.kernels import MEGATRON, Device
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
@@ -100,8 +100,8 @@ def measure() -> dict[str, Any]:
 def _measure_row(row: Row, mesh: Any) -> dict[str, Any]:
     import torch
 
-    from jettison.parallel.observe import CollectiveBytes, held_bytes, saved_bytes
-    from jettison.parallel.reference import causal_mask
+    from jettison.models.reference import causal_mask
+    from jettison.parallel.counted import CollectiveBytes, held_bytes, saved_bytes
 
     model = _parallel(row, mesh)
     mask_ss = causal_mask(S, torch.empty(0, dtype=torch.bfloat16))
@@ -135,8 +135,8 @@ def _parallel(row: Row, mesh: Any) -> Any:
         parallelize_module,
     )
 
+    from jettison.models.reference import GptConfig, GptLayer
     from jettison.parallel import apply_tensor_parallel
-    from jettison.parallel.reference import GptConfig, GptLayer
 
     class Stack(nn.Module):
         def __init__(self) -> None:
@@ -237,7 +237,7 @@ def main(arguments: list[str]) -> None:
     (Path(arguments[0]) / f"{distributed.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
-    os._exit(0)  # as tests/ranks.py does, and why
+    os._exit(0)  # as tests/support/ranks.py does, and why
 
 
 if __name__ == "__main__":

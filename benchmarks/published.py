@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from jettison.forecast.request import RunRequest, flag_of, model_spec, resolve
+from jettison.predict.run_request import RunRequest, flag_of, model_spec, resolve
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind

@@ -18,9 +18,10 @@ import transformers
 from torch import nn
 
 import jettison
+from jettison.capture.blocks import find_blocks
 from jettison.errors import Infeasible
-from jettison.measure import measured_peak, static_tensors
-from jettison.trace.blocks import find_blocks
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
 
 WORDS, ROWS, LENGTH = 96, 2, 64
 PLAIN = {"vocab_size": WORDS, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "use_cache": False}

@@ -35,10 +35,10 @@ import torch
 import jettison
 from benchmarks.quiet import Others
 from benchmarks.step_rows import Row, markdown, summary
-from jettison.forecast.time import estimate
+from jettison.calibrate import calibrate, hardware_toml
 from jettison.formula.region import layer_region
-from jettison.measure.calibrate import calibrate, hardware_toml
-from jettison.plan.treatment import treatment
+from jettison.predict.time import estimate
+from jettison.solve.policy import policy_named
 from jettison.spec.config import parse_config
 from jettison.spec.conventions import kernels_for
 from jettison.spec.hardware import Hardware, hardware
@@ -132,7 +132,7 @@ def predicted_seconds(small: Small, policy: str, machine: Hardware) -> float:
     if policy == "plan":
         words = [PLAN[i % len(PLAN)] for i in range(run.model.depth)]
         programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
-        chosen = [None if w == "none" else treatment(w).kept(p) for w, p in zip(words, programs, strict=True)]
+        chosen = [None if w == "none" else policy_named(w).kept(p) for w, p in zip(words, programs, strict=True)]
     return estimate(run, machine, chosen=chosen).step_seconds
 
 

@@ -19,9 +19,9 @@ from types import MappingProxyType
 
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
-from jettison.forecast.request import RunRequest, resolve
-from jettison.forecast.time import Estimate, estimate
-from jettison.forecast.trilemma import microbatch_level
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.time import Estimate, estimate
+from jettison.predict.trilemma import microbatch_level
 from jettison.spec.config import parse_config
 from jettison.spec.hardware import hardware
 from jettison.spec.kernels import MEGATRON, PYTORCH

@@ -27,9 +27,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jettison.quantities import parse_bytes
 from jettison.train.read import read_recipe
 from jettison.train.recipe import CheckpointSection, LogSection, PlanSection, TrainRecipe
-from jettison.units import format_bytes, parse_bytes
+from jettison.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "two-ranks.toml"
@@ -154,7 +155,7 @@ def measure(steps: int, folder: Path, ways: Sequence[str] = tuple(WAYS)) -> dict
 
 def run(recipe: TrainRecipe, way: Way) -> dict[str, Any]:
     """Peaks, seconds and losses of one run."""
-    from jettison.api.training import train
+    from jettison.verbs.train import train
 
     with sharding(way):
         result = train(recipe)
@@ -240,7 +241,7 @@ def main(arguments: list[str]) -> None:
         (given.rank / "found.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # as tests/ranks.py does, and why
+    os._exit(0)  # as tests/support/ranks.py does, and why
 
 
 if __name__ == "__main__":

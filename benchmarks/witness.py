@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import jettison
 from benchmarks.models import Batch, Size, build, loss_of
-from jettison.api import Applied
+from jettison.planner import Applied
 from jettison.runtime import witness
 from jettison.runtime.witness import Check
 

@@ -1,8 +1,11 @@
 """Settings that all tests share."""
 
 import gc
+import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,9 +18,23 @@ settings.load_profile("jettison")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+ABSENT = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
+WITHOUT_TORCH = {"tests", "spec", "ledger", "formula", "cost", "solve", "predict", "search", "cli"}
+"""Folders with tests that run where torch is not installed: those that do not import it."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """What needs a package that is not installed is left out."""
+    if not ABSENT or not collection_path.name.startswith("test_"):
+        return None
+    imports = re.compile(rf"^(from|import) ({'|'.join(ABSENT)})\b", re.MULTILINE)
+    heavy = "torch" in ABSENT and collection_path.parent.name not in WITHOUT_TORCH
+    return True if heavy or imports.search(collection_path.read_text(encoding="utf-8")) else None
+
+
 @pytest.fixture(autouse=True)
 def young() -> None:
-    """Measurements and rehearsals collect garbage first: they need not walk what imports and other tests have made."""
+    """Measurements and dry runs collect garbage first: they need not walk what imports and other tests have made."""
     gc.collect()
     gc.freeze()
 

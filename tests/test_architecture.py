@@ -16,20 +16,18 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "dtypes"),
+    ("units", "errors", "dtypes", "progress"),
     ("spec",),
     ("ledger",),
-    ("formula", "trace"),
+    ("formula", "capture"),
     ("cost",),
-    ("plan",),
-    ("forecast",),
-    ("runtime",),
-    ("parallel",),
-    ("measure",),
-    ("train",),
-    ("export",),
-    ("report",),
-    ("api",),
+    ("solve",),
+    ("predict", "runtime"),
+    ("search", "parallel", "measure"),
+    ("dryrun", "models", "calibrate"),
+    ("planner",),
+    ("train", "export", "report"),
+    ("verbs",),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -46,8 +44,9 @@ WITHOUT_TORCH = (
     "ledger",
     "formula",
     "cost",
-    "plan",
-    "forecast",
+    "solve",
+    "predict",
+    "search",
     "export",
     "report",
     "cli",
@@ -142,17 +141,11 @@ def test_rooms_without_torch_never_name_it() -> None:
     assert not found, "\n".join(found)
 
 
-def test_modules_are_imported_by_from() -> None:
-    """See NOTE [ Verbs that share a room's name ]: ``import jettison.plan.x as y`` would find the function ``plan``."""
-    found = [
-        f"{file.relative_to(SOURCE)}:{node.lineno} writes `import {alias.name}`; write `from ... import ...`"
-        for file in source_files()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Import)
-        for alias in node.names
-        if alias.name.startswith("jettison.")
-    ]
-    assert not found, "\n".join(found)
+def test_no_room_has_the_name_of_a_public_function() -> None:
+    """Importing a room binds its name in the package, and would put a module in the function's place."""
+    import jettison
+
+    assert not set(jettison._HOME_OF) & set(RANK_OF)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +154,14 @@ def test_modules_are_imported_by_from() -> None:
         ("ledger", "jettison.units", True),
         ("ledger", "jettison.ledger.program", True),
         ("errors", "jettison.units", True),
-        ("plan", "jettison.ledger.program", True),
-        ("ledger", "jettison.plan.problem", False),
-        ("formula", "jettison.trace.capture", False),
-        ("trace", "jettison.formula", False),
+        ("solve", "jettison.ledger.program", True),
+        ("ledger", "jettison.solve.problem", False),
+        ("formula", "jettison.capture.recorder", False),
+        ("capture", "jettison.formula", False),
         ("units", "jettison.ledger", False),
-        ("plan", "jettison.Plan", False),
-        ("cli", "jettison.api", True),
-        ("plan", "numpy", True),
+        ("solve", "jettison.Plan", False),
+        ("cli", "jettison.verbs", True),
+        ("solve", "numpy", True),
     ],
 )
 def test_the_rule_itself(room: str, target: str, allowed: bool) -> None:
@@ -224,18 +217,6 @@ def test_a_ledger_from_numbers_alone_is_light(form: str) -> None:
     assert written > 1000
     assert peak_bytes < 100 * 10**6
     assert peak_bytes or not Path("/proc/self/status").exists()
-
-
-def test_a_submodule_does_not_take_a_public_name() -> None:
-    code = """
-import importlib, types, jettison
-for name in ("ledger", "plan"):
-    module = types.ModuleType(f"jettison.{name}")
-    setattr(jettison, name, module)
-assert isinstance(vars(jettison)["ledger"], types.ModuleType)  # not a public name: bound as ever
-assert "plan" not in vars(jettison)
-"""
-    run_python(code)
 
 
 def test_public_names() -> None:

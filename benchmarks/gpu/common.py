@@ -17,7 +17,8 @@ from torch import nn
 
 from benchmarks.jettison_rows import attempt
 from benchmarks.rivals import Rival
-from jettison.measure import measured_peak, static_tensors
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
 
 RESULTS = Path(__file__).parents[1] / "results"
 Build = Callable[[], tuple[nn.Module, Any]]

@@ -17,19 +17,21 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
-from jettison.api.planner import Planner
-from jettison.api.proof import verify
-from jettison.api.verbs import Applied, apply_rehearsed
+from jettison.capture.traced import Loop
+from jettison.capture.tracer import trace_model
+from jettison.dryrun.step import fake_optimizer
 from jettison.errors import ProofFailed, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.measure.gradients import independent_copy, same_bits
-from jettison.measure.rehearse import twin_optimizer
-from jettison.plan.artefact import Plan
+from jettison.planner.apply import Applied, apply_candidate
+from jettison.planner.planner import make_planner
+from jettison.progress import Progress, silent
 from jettison.report.proof import Proof
 from jettison.report.tables import plan_table, proof_table
-from jettison.trace.model import trace_model
+from jettison.solve.artefact import Plan
 from jettison.train.data import standard_library_text
 from jettison.units import format_bytes, format_percent
+from jettison.verbs.verify import verify
 
 PREDICTION_WITHIN = 0.02
 
@@ -104,7 +106,7 @@ def run_demo(
     steps: int = 20,
     size: DemoSize | None = None,
     rounds: int = 6,
-    progress: Callable[[str], None] = lambda _text: None,
+    progress: Progress = silent,
 ) -> DemoResult:
     """Train twice, prove, and write ``plan.json`` and ``proof.json`` into ``out`` (both are replaced).
 
@@ -185,12 +187,11 @@ def _under_budget(
 ) -> Applied:
     """A plan for a quarter more than the smallest budget there is, or less where that is near the plain peak."""
     progress("tracing")
-    traced = trace_model(model, batch)
-    traced.elsewhere_bytes = elsewhere_bytes(model, batch, optimizer)
-    planner = Planner(trace=traced, optimizer=twin_optimizer(optimizer, model, traced), progress=progress)
+    traced = trace_model(model, batch, loop=Loop(elsewhere_bytes=elsewhere_bytes(model, batch, optimizer)))
+    planner = make_planner(traced, optimizer=fake_optimizer(optimizer, model, traced), progress=progress)
     smallest, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
     budget_bytes = min(smallest + smallest // 4, (smallest + plain) // 2)
-    return apply_rehearsed(model, planner, planner.plan(budget_bytes), budget_bytes)
+    return apply_candidate(model, planner, planner.plan(budget_bytes), budget_bytes)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

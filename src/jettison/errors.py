@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
+from jettison.units import format_bytes
+
 
 class JettisonError(Exception):
     """Base of all of them. ``exit_code`` is what the command line exits with."""
@@ -29,8 +31,6 @@ class Infeasible(JettisonError, ValueError):
 
     def __init__(self, *, minimum_budget_bytes: int, budget_bytes: int, reason: str = "") -> None:
         """Build the message out of both budgets; ``reason`` is one more sentence about what takes the bytes."""
-        from jettison.units import format_bytes  # units raises UsageError: at the top the two would wait for each other
-
         message = (
             f"no plan fits a budget of {format_bytes(budget_bytes)} ({budget_bytes}B); the smallest feasible budget is "
             f"{format_bytes(minimum_budget_bytes)}. {reason + ' ' if reason else ''}"
@@ -59,8 +59,6 @@ class DoesNotFit(JettisonError, ValueError):
 
     def __init__(self, *, peak_bytes: int, limit_bytes: int, limit_name: str, advice: str = "") -> None:
         """Build the message out of the peak and of what it is held against, and what to do about it."""
-        from jettison.units import format_bytes  # as in `Infeasible`
-
         super().__init__(
             f"the peak, {format_bytes(peak_bytes)} ({peak_bytes}B), is above "
             f"{format_bytes(limit_bytes)} ({limit_bytes}B), {limit_name}{advice and '; '}{advice}"
@@ -102,6 +100,6 @@ class PlanMismatch(JettisonError, RuntimeError):
 
 
 class UnsupportedModule(JettisonError, ValueError):
-    """A module does something that no treatment can be applied to."""
+    """A module does something that no policy can be applied to."""
 
     exit_code: ClassVar[int] = 2

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.errors import Infeasible
-from jettison.plan.treatment import Share
+from jettison.solve.policy import KeepShare
 
 LEARNING_RATE = 0.01
 FAKE, META = "a fake tensor", "a tensor without values"
@@ -186,7 +186,7 @@ def _plan(program: Program, batch: Any, policy: str, options: Any) -> Any:
     more = dict(options) if program.regions is None else {"regions": program.regions, **options}
     word, _, percent = policy.partition(":")
     if word == "share":
-        return jettison.apply(program.model, Share(int(percent) / 100), batch=batch, **more)
+        return jettison.apply(program.model, KeepShare(int(percent) / 100), batch=batch, **more)
     if word != "budget":
         return jettison.apply(program.model, policy, batch=batch, **more)
     try:

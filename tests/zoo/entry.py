@@ -26,7 +26,7 @@ class Entry:
         values_decide: how much a step needs hangs on values (how many rows a mask chooses). A later step may then need
             more than the one that was planned, if that is said.
         by_chance: draws leave layers out. The smallest budget is that of a step that has them all.
-        watched_bytes: torch saves so much more of it where anything watches the ops, as every rehearsal does.
+        watched_bytes: torch saves so much more of it where anything watches the ops, as every dry run does.
     """
 
     name: str

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import jettison
+from jettison.capture.traced import call_model, loss_of
 from jettison.errors import Infeasible
-from jettison.measure import measured_peak, same_bits, static_tensors
+from jettison.measure import measured_peak, same_bits
 from jettison.measure.device import have_workspaces
-from jettison.trace.model import call_model, loss_of
+from jettison.measure.memory import static_tensors
 from zoo.entry import Batch, Entry
 
 STEPS = 3

@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 from zoo.entry import Entry
 from zoo.harness import prove
 from zoo.table import FAST, TABLE

@@ -14,7 +14,7 @@ from jettison.errors import UsageError
 from jettison.units import format_bytes
 
 if TYPE_CHECKING:
-    from jettison.measure.calibrate import Calibration
+    from jettison.calibrate import Calibration
 
 PACKAGES = ("jettison", "torch", "transformers", "numpy", "pydantic", "cyclopts", "rich", "highspy")
 
@@ -84,7 +84,7 @@ def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[st
     """
     say("loading torch")
     try:
-        from jettison.measure.calibrate import calibrate
+        from jettison.calibrate import calibrate
     except ImportError as error:
         raise UsageError(f"--calibrate needs torch ({error}): pip install 'jettison[torch]'") from None
     return calibrate(device, short=quick, ranks=ranks, say=say)

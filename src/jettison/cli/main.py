@@ -8,7 +8,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,20 +15,15 @@ from cyclopts import App, CycloptsError, Parameter
 
 from jettison import __version__
 from jettison.cli.output import deliver, json_text, refuse_to_overwrite
-from jettison.errors import Infeasible, JettisonError, ProofFailed, UsageError
-from jettison.forecast.limit import limit_of
-from jettison.forecast.request import TRACED, RunRequest, is_live, refuse_for_trace
-from jettison.forecast.search_request import SearchRequest
+from jettison.errors import Infeasible, JettisonError, ProofFailed
+from jettison.predict.run_request import RunRequest
 from jettison.report.console import hint, progress, show
 from jettison.report.summary import LedgerReport
-from jettison.spec.presets import PRESETS
+from jettison.search.request import SearchRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from jettison.api.request import ModelRequest
-    from jettison.api.session import PlanReport
-    from jettison.report.plan import ForecastPlan
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -90,6 +84,7 @@ def ledger(
     trace: Annotated[
         bool, Parameter(negative="", show_default=False, help="Build a config's model and trace it (needs torch).")
     ] = False,
+    compare: Annotated[Path | None, Parameter(help="Another ledger's JSON: exit code 4 where it differs.")] = None,
     form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
     out: Out = None,
     force: Force = False,
@@ -100,15 +95,12 @@ def ledger(
     exit code is 3 where the peak does not fit.
     """
     refuse_to_overwrite(out, force=force)
-    if trace or is_live(model):
-        also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain)) if given)
-        refuse_for_trace(model, request, asked=trace, also=also)
-        limit = limit_of(budget=budget, gpu=gpu)
-        report = replace(_traced(model, request), limit=limit)
-    else:
-        from jettison.report.forecast import ledger_report
+    from jettison.verbs.ledger import ledger as read
 
-        report = ledger_report(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain)
+    with progress() as say:
+        report = read(
+            model, request, trace=trace, budget=budget, gpu=gpu, fit=fit, explain=explain, against=compare, progress=say
+        )
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, lambda: _ledger_table(report), form=form, out=out, csv=report.csv)
@@ -134,11 +126,9 @@ def estimate(
 ) -> None:
     """What a training step takes: seconds, tokens a second, MFU, and what the time goes into."""
     refuse_to_overwrite(out, force=force)
-    if is_live(model):
-        raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
-    from jettison.report.estimate import estimate_report
+    from jettison.verbs.estimate import estimate as answer
 
-    report = estimate_report(model, request, gpu=gpu, compiled=compiled, explain=explain)
+    report = answer(model, request, gpu=gpu, compiled=compiled, explain=explain)
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out)
@@ -163,15 +153,11 @@ def plan(
     a parallel layout, is planned from its spec, for each pipeline stage, without torch.
     """
     refuse_to_overwrite(out, force=force)
-    beyond = [name for name in request.given() if name not in TRACED]
-    try:
-        if is_live(model) or (model not in PRESETS and not beyond):
-            refuse_for_trace(model, request, asked=False)
-            report: PlanReport | ForecastPlan = _traced_plan(model, request, budget)
-        else:
-            from jettison.report.plan import plan_report
+    from jettison.verbs.plan import plan as answer
 
-            report = plan_report(model, request, budget=budget)
+    try:
+        with progress() as say:
+            report = answer(model, request, budget=budget, progress=say)
     except Infeasible as error:
         if form == "json":
             print(json_text(_infeasible(error)), end="")
@@ -202,14 +188,13 @@ def search(
     3 where nothing fits.
     """
     refuse_to_overwrite(out, force=force)
-    if is_live(model):
-        raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
-    from jettison.forecast.search import NothingFits
-    from jettison.report.search import nothing_document, search_report
+    from jettison.report.search import nothing_document
+    from jettison.search.search import NothingFits
+    from jettison.verbs.search import search as answer
 
     with progress() as say:
         try:
-            report = search_report(
+            report = answer(
                 model, request, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, state=state,
                 jobs=len(os.sched_getaffinity(0)) if jobs is None else jobs, progress=say,
             )  # fmt: skip
@@ -222,14 +207,6 @@ def search(
                 hint(f"what was worked out is in {state}: the same command goes on from there")
             raise
     deliver(report.document, report.table, form=form, out=out)
-
-
-def _traced_plan(model: str, request: RunRequest, budget: str) -> PlanReport:
-    with progress() as say:
-        say("loading torch")
-        from jettison.api.session import plan as make
-
-        return make(_model_request(model, request), budget=budget, progress=say)
 
 
 @app.command
@@ -255,7 +232,7 @@ def verify(
     flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
     with progress() as say:
         say("loading torch")
-        from jettison.api.session import prove, request_for
+        from jettison.verbs.prove import prove, request_for
 
         request, made = request_for(target, model=model, optimizer=optimizer, **flags)
         try:
@@ -295,8 +272,8 @@ def train(
         warnings.simplefilter("ignore")  # what one rank says, all would
     with progress(elsewhere_seconds=30) as say:  # a log of hours shows that something happens
         say("loading torch")
-        from jettison.api.training import train as run_recipe
         from jettison.train.world import said_by_leader
+        from jettison.verbs.train import train as run_recipe
 
         try:
             result = run_recipe(
@@ -343,7 +320,7 @@ def doctor(
         hint(note)
     with progress() as say:
         measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
-    from jettison.measure.calibrate import hardware_toml
+    from jettison.calibrate import hardware_toml
 
     if (note := report.doubtful(measured)) is not None:
         hint(note)
@@ -390,21 +367,6 @@ def _run(arguments: list[str]) -> int:
         hint("jettison: internal error (above)")
         return EXIT_INTERNAL
     return 0
-
-
-def _traced(model: str, request: RunRequest) -> LedgerReport:
-    with progress() as say:
-        say("loading torch")
-        from jettison.api.session import ledger as read
-
-        return read(_model_request(model, request), recompute=request.recompute or "none", progress=say)
-
-
-def _model_request(model: str, request: RunRequest) -> ModelRequest:
-    from jettison.api.request import ModelRequest
-
-    given = {name: getattr(request, name) for name in request.given() if name != "recompute"}
-    return ModelRequest(model=model, **given)
 
 
 def _ledger_table(report: LedgerReport) -> RenderableType:

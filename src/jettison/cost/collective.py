@@ -17,7 +17,7 @@ from jettison.spec.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that take part in a transfer: how many, and how many of them share a node."""
 
     size: int
@@ -29,17 +29,17 @@ class Group:
         return ceil(self.size / self.in_node)
 
 
-def group(layout: Layout, axis: str, node: int) -> Group:
+def group(layout: Layout, axis: str, node: int) -> RankGroup:
     """The ranks of one axis: "tp", "cp", "ep", "dp", "pp", or "shards", over which ZeRO and gradients are spread."""
     inner = {"tp": 1, "cp": layout.tp, "ep": layout.tp, "shards": layout.tp, "dp": layout.tp * layout.cp}
     inner |= {"experts": layout.tp * layout.ep, "pp": layout.tp * layout.cp * layout.dp}
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp, "pp": layout.pp}
     sizes |= {"shards": layout.shards, "experts": layout.expert_shards}
     size = sizes[axis]
-    return Group(size, min(size, max(1, node // inner[axis])))
+    return RankGroup(size, min(size, max(1, node // inner[axis])))
 
 
-def transfer_seconds(kind: str, nbytes: float, ranks: Group, hardware: Hardware) -> float:
+def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardware) -> float:
     """Of one collective.
 
     Args:
@@ -82,7 +82,7 @@ def host_seconds(nbytes: float, hardware: Hardware) -> float:
     return nbytes / (hardware.host_bytes_per_second * hardware.reached.host)
 
 
-def bandwidth(ranks: Group, hardware: Hardware) -> float:
+def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:
     """Bytes a second of a ring, at each rank."""
     if ranks.nodes == 1:
         return _link(hardware, ranks)
@@ -94,7 +94,7 @@ def _delay(hardware: Hardware, between: int, within: int) -> float:
     return between * hardware.delays.network + within * hardware.delays.link
 
 
-def _link(hardware: Hardware, ranks: Group) -> float:
+def _link(hardware: Hardware, ranks: RankGroup) -> float:
     if hardware.link_bytes_per_second is not None:
         return hardware.link_bytes_per_second * hardware.reached.link
     if hardware.host_bytes_per_second is not None:  # devices without links of their own talk through the host

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jettison.ledger.schedule import Step, Work, orders
+from jettison.ledger.schedule import ScheduledPass, Work, orders
 from jettison.spec.layout import Schedule
 
 MOST_EVENTS = 100_000
@@ -51,7 +51,7 @@ class Replay:
 
 
 def replay(
-    orders: Sequence[Sequence[Step]],
+    orders: Sequence[Sequence[ScheduledPass]],
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     weight: Sequence[Sequence[float]] | None = None,
@@ -102,7 +102,7 @@ def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int) ->
     return _linked(orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks))
 
 
-def _linked(orders: tuple[tuple[Step, ...], ...]) -> tuple[_Linked, ...]:
+def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> tuple[_Linked, ...]:
     """Events in an order in which each comes after what it needs."""
     stages = len(orders)
     chunks = 1 + max(step.chunk for steps in orders for step in steps)

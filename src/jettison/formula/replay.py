@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
-from jettison.formula.tape import Step
+from jettison.formula.tape import TapeOp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class _Backward:
                 uses[b] += 1
         return uses
 
-    def _saved(self, step: Step) -> set[int]:
+    def _saved(self, step: TapeOp) -> set[int]:
         return {self.region.buffers[s.value.storage] for s in step.saved} if step.differentiable else set()
 
     def run(self) -> int:
@@ -131,7 +131,7 @@ class _Backward:
 
     # what is saved, and computed again --------------------------------------------------------------------------------
 
-    def _visit(self, step: Step) -> None:
+    def _visit(self, step: TapeOp) -> None:
         needed = self._saved(step)
         for b in sorted(needed):
             self._fetch(b)
@@ -185,7 +185,7 @@ class _Backward:
 
     # gradients --------------------------------------------------------------------------------------------------------
 
-    def _contributions(self, step: Step, incoming: list[int]) -> list[tuple[int, int]]:
+    def _contributions(self, step: TapeOp, incoming: list[int]) -> list[tuple[int, int]]:
         """A gradient tensor for each differentiable input: a new one, or the incoming one passed on."""
         made: list[tuple[int, int]] = []
         for v in step.inputs:

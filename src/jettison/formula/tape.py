@@ -79,7 +79,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TapeOp:
     """One op. ``passes``: the gradient of an input is the output's, or a view of it; otherwise it is a new tensor."""
 
     name: str
@@ -106,7 +106,7 @@ class Tape:
     """What has been written so far. Make values with `source` and `op`; read `steps`, `weights` and `collectives`."""
 
     mesh: Mapping[str, int]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TapeOp] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     sources: dict[int, tuple[Source, str, bool]] = field(default_factory=dict)  # storage -> kind, name, free
@@ -199,7 +199,7 @@ class Tape:
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
         kept = tuple(saves) if any(v.grad for v in outputs) else ()
         self.steps.append(
-            Step(
+            TapeOp(
                 name, ".".join(self._scope), tuple(inputs), tuple(outputs), kept, tuple(weights), flops, moved,
                 passes, anchor, gradients, workspace,
             )
@@ -208,7 +208,7 @@ class Tape:
     def hold(self, value: Value, role: str, reference: str = "") -> None:
         """Keep a value through backward for other regions, which read it as theirs but do not pay for it."""
         kept = (Saved(value, role, reference),)
-        self.steps.append(Step("hold", ".".join(self._scope), (value,), (), kept, (), 0, 0, False, None, None, 0))
+        self.steps.append(TapeOp("hold", ".".join(self._scope), (value,), (), kept, (), 0, 0, False, None, None, 0))
 
     def empty(self, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False) -> Value:
         """A value that the next recorded op makes."""

@@ -2,8 +2,9 @@
 
 from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
 from jettison.ledger.compare import Difference, Discrepancy, compare
+from jettison.ledger.ledger import Ledger
 from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
-from jettison.ledger.record import ENTRY_FIELDS, Ledger, Origin, Placement, SavedTensor
+from jettison.ledger.record import ENTRY_FIELDS, Origin, Placement, SavedTensor
 
 __all__ = [
     "DTYPE_BYTES",

@@ -7,13 +7,18 @@ alone is reported as a difference in bytes or dtype; what pairs with nothing is 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from jettison.ledger.record import Ledger, SavedTensor
+from jettison.ledger.ledger import Ledger
+from jettison.ledger.record import SavedTensor
 from jettison.units import format_bytes
+
+AROUND = "embedding, head and loss"
+"""Everything that is in no numbered layer."""
 
 
 class Discrepancy(StrEnum):
@@ -40,8 +45,32 @@ class Difference:
         return _bytes(self.found) - _bytes(self.expected)
 
     def __str__(self) -> str:
-        sides = f"expected {_describe(self.expected)}, found {_describe(self.found)}"
+        sides = f"expected {describe(self.expected)}, found {describe(self.found)}"
         return f"{self.layer}: {self.kind}: {sides} ({self.delta_bytes:+d} B)"
+
+
+def in_step(expected: Ledger, found: Ledger) -> tuple[Ledger, Ledger]:
+    """Both with equal names of layers, where they number them alike: layer n is ``layers.n``, all else `AROUND`.
+
+    A closed form says ``layers.0``, ``embedding`` and ``head``; a trace has module paths, and one name for everything
+    around the blocks.
+    """
+    numbers = [_numbers(ledger) for ledger in (expected, found)]
+    if not numbers[0] or set(numbers[0].values()) != set(numbers[1].values()):
+        return expected, found
+    return _renamed(expected, numbers[0]), _renamed(found, numbers[1])
+
+
+def _numbers(ledger: Ledger) -> dict[str, int]:
+    """Layer -> its number; empty where two have the same."""
+    found = {name: int(end[1]) for name in ledger.layers if (end := re.search(r"(?:^|\.)(\d+)$", name))}
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _renamed(ledger: Ledger, numbers: Mapping[str, int]) -> Ledger:
+    names = {name: f"layers.{numbers[name]}" if name in numbers else AROUND for name in ledger.layers}
+    entries = tuple(replace(entry, layer=names[entry.layer]) for entry in ledger.entries)
+    return Ledger(entries, layers=tuple(dict.fromkeys(names[name] for name in ledger.layers)))
 
 
 def compare(expected: Ledger, found: Ledger) -> list[Difference]:
@@ -110,7 +139,8 @@ def _bytes(entry: SavedTensor | None) -> int:
     return 0 if entry is None else entry.storage_bytes
 
 
-def _describe(entry: SavedTensor | None) -> str:
+def describe(entry: SavedTensor | None) -> str:
+    """One side of a difference, in words."""
     if entry is None:
         return "nothing"
     shape = "x".join(str(size) for size in entry.shape) or "scalar"

@@ -5,15 +5,13 @@ Readers ignore keys they do not know, so that documents may gain some.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from jettison.errors import UsageError
-from jettison.ledger.record import ENTRY_FIELDS, Ledger, Placement, SavedTensor
+from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 
 SCHEMA: Literal["jettison.ledger/1"] = "jettison.ledger/1"
 
@@ -36,22 +34,40 @@ class LedgerDocument:
 
 
 @cache
-def _adapter() -> TypeAdapter[LedgerDocument]:
+def _adapter() -> Any:
+    from pydantic import TypeAdapter  # writing a document needs none of it
+
     return TypeAdapter(LedgerDocument)
 
 
-def ledger_document(ledger: Ledger) -> dict[str, Any]:
-    """The document as what JSON is made of, for callers that add keys of their own."""
+def document(layers: Mapping[str, int], entries: Iterable[SavedTensor]) -> dict[str, Any]:
+    """The document as what JSON is made of, for callers that add keys of their own.
+
+    Args:
+        layers: and their bytes, in order.
+    """
     return {
         "schema": SCHEMA,
-        "layers": [{"layer": layer, "bytes": nbytes} for layer, nbytes in ledger.by_layer().items()],
-        "entries": [{name: _plain(getattr(entry, name)) for name in ENTRY_FIELDS} for entry in ledger],
+        "layers": [{"layer": layer, "bytes": nbytes} for layer, nbytes in layers.items()],
+        "entries": [{name: _plain(getattr(entry, name)) for name in ENTRY_FIELDS} for entry in entries],
     }
 
 
-def write_ledger(ledger: Ledger) -> str:
-    """The document as JSON text."""
-    return json.dumps(ledger_document(ledger), indent=1, ensure_ascii=False)
+def read_document(text: str | bytes) -> tuple[tuple[str, ...], tuple[SavedTensor, ...]]:
+    """The layers of a document, in order, and its entries.
+
+    Raises:
+        UsageError: the text is not JSON, or not a document of this schema.
+    """
+    from pydantic import ValidationError
+
+    try:
+        found: LedgerDocument = _adapter().validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})") from error
+    return tuple(entry.layer for entry in found.layers), found.entries
 
 
 def _plain(value: object) -> object:
@@ -60,18 +76,3 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return list(value)
     return value
-
-
-def read_ledger(text: str | bytes) -> Ledger:
-    """Read a document back.
-
-    Raises:
-        UsageError: the text is not JSON, or not a document of this schema.
-    """
-    try:
-        document = _adapter().validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})") from error
-    return Ledger(document.entries, layers=tuple(entry.layer for entry in document.layers))

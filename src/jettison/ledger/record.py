@@ -1,18 +1,14 @@
 """THE RECORD: one entry for every tensor that a forward leaves behind for its backward.
 
-Formulas, traces and measurements all return a `Ledger`, so that any two of them can be laid side by side. Nothing here
-knows where an entry came from, and nothing here needs torch.
+Nothing here knows where an entry came from, and nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import prod
-from typing import overload
 
 from jettison.dtypes import dtype_bytes, dtype_name
 from jettison.errors import UsageError
@@ -142,135 +138,3 @@ class SavedTensor:
 
 ENTRY_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(SavedTensor))
 """Names of an entry's fields, in order."""
-
-
-@dataclass(frozen=True)
-class Ledger(Sequence[SavedTensor]):
-    """An immutable sequence of entries, and the order of the layers.
-
-    ``layers`` may name layers that save nothing. Left out, it is the order in which entries first mention them.
-
-    Raises:
-        UsageError: ``layers`` repeats a name or lacks the layer of an entry.
-    """
-
-    entries: tuple[SavedTensor, ...] = ()
-    layers: tuple[str, ...] = field(default=(), kw_only=True)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "entries", tuple(self.entries))
-        mentioned = tuple(dict.fromkeys(entry.layer for entry in self.entries))
-        layers = tuple(self.layers) or mentioned
-        if len(set(layers)) != len(layers):
-            raise UsageError(f"the layer order {layers} names a layer twice")
-        if missing := [layer for layer in mentioned if layer not in set(layers)]:
-            raise UsageError(f"the layer order {layers} lacks {missing}, which entries belong to")
-        object.__setattr__(self, "layers", layers)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @overload
-    def __getitem__(self, index: int) -> SavedTensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Ledger: ...
-    def __getitem__(self, index: int | slice) -> SavedTensor | Ledger:
-        return self._subset(self.entries[index]) if isinstance(index, slice) else self.entries[index]
-
-    def filter(self, predicate: Callable[[SavedTensor], bool] | None = None, /, **wanted: object) -> Ledger:
-        """Entries for which ``predicate`` holds and whose fields equal ``wanted``; only their layers remain.
-
-        Raises:
-            UsageError: ``wanted`` names a field that entries do not have.
-        """
-        if unknown := [name for name in wanted if name not in ENTRY_FIELDS]:
-            raise UsageError(f"entries have no field {unknown[0]!r}; expected one of {', '.join(ENTRY_FIELDS)}")
-
-        def holds(entry: SavedTensor) -> bool:
-            equal = all(getattr(entry, name) == value for name, value in wanted.items())
-            return equal and (predicate is None or predicate(entry))
-
-        return self._subset(entry for entry in self.entries if holds(entry))
-
-    def group(self, by: str | Callable[[SavedTensor], Hashable]) -> dict[Hashable, Ledger]:
-        """Ledgers by the value of a field, or of a function of an entry, in order of first appearance.
-
-        Each ledger counts its own storages, so one that two groups share is in both totals.
-
-        Raises:
-            UsageError: ``by`` names a field that entries do not have.
-        """
-        if isinstance(by, str) and by not in ENTRY_FIELDS:
-            raise UsageError(f"entries have no field {by!r}; expected one of {', '.join(ENTRY_FIELDS)}")
-        groups: dict[Hashable, list[SavedTensor]] = {}
-        for entry in self.entries:
-            value = getattr(entry, by) if isinstance(by, str) else by(entry)
-            groups.setdefault(value, []).append(entry)
-        return {value: self._subset(entries) for value, entries in groups.items()}
-
-    def storage_bytes(self) -> dict[str, int]:
-        """Bytes of every storage, each at the largest figure that an entry gives."""
-        sizes: dict[str, int] = {}
-        for entry in self.entries:
-            sizes[entry.storage] = max(sizes.get(entry.storage, 0), entry.storage_bytes)
-        return sizes
-
-    def total_bytes(self) -> int:
-        """Bytes of all storages together, each counted once."""
-        return sum(self.storage_bytes().values())
-
-    def by_layer(self) -> dict[str, int]:
-        """Bytes of each layer, in layer order. A storage belongs to the first layer that saves it: no byte twice."""
-        position = {layer: i for i, layer in enumerate(self.layers)}
-        owner: dict[str, str] = {}
-        for entry in self.entries:
-            first = owner.setdefault(entry.storage, entry.layer)
-            if position[entry.layer] < position[first]:
-                owner[entry.storage] = entry.layer
-        totals = dict.fromkeys(self.layers, 0)
-        for storage, nbytes in self.storage_bytes().items():
-            totals[owner[storage]] += nbytes
-        return totals
-
-    def on_rank(self, mesh_sizes: Mapping[str, int]) -> Ledger:
-        """The ledger of one rank of a mesh: every entry with its local shape and bytes."""
-        return replace(self, entries=tuple(entry.on_rank(mesh_sizes) for entry in self.entries))
-
-    def to_csv(self) -> str:
-        """All entries as CSV with a header; shapes as ``256x2x128``, placements as ``tp:2``."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(ENTRY_FIELDS)
-        writer.writerows([_cell(getattr(entry, name)) for name in ENTRY_FIELDS] for entry in self.entries)
-        return out.getvalue()
-
-    def to_json(self) -> str:
-        """The document ``jettison.ledger/1``: layers with their bytes, and all entries."""
-        from jettison.ledger.document import write_ledger  # the document is made of these types
-
-        return write_ledger(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Ledger:
-        """Read a document that `to_json` or ``jettison ledger --format json`` wrote.
-
-        Raises:
-            UsageError: the text is not such a document.
-        """
-        from jettison.ledger.document import read_ledger
-
-        return read_ledger(text)
-
-    def _subset(self, entries: Iterable[SavedTensor]) -> Ledger:
-        chosen = tuple(entries)
-        present = {entry.layer for entry in chosen}
-        return Ledger(chosen, layers=tuple(layer for layer in self.layers if layer in present))
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, Placement):
-        return " ".join(f"{axis}:{dim}" for axis, dim in value.items())
-    if isinstance(value, tuple):
-        separator = "x" if all(isinstance(item, int) for item in value) else " "
-        return separator.join(str(item) for item in value)
-    return value

@@ -30,7 +30,7 @@ class Work(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledPass:
     """One chunk of one micro-batch through one kind of work; both count from 0."""
 
     work: Work
@@ -50,7 +50,7 @@ class Occupancy:
 
     forward: tuple[int, ...]
     weight: tuple[int, ...]
-    step: Step | None = None
+    step: ScheduledPass | None = None
 
     @property
     def total(self) -> int:
@@ -60,7 +60,7 @@ class Occupancy:
 
 def orders(
     schedule: Schedule, *, stages: int, micro_batches: int, virtual_stages: int = 1
-) -> tuple[tuple[Step, ...], ...]:
+) -> tuple[tuple[ScheduledPass, ...], ...]:
     """The order of each device, first stage first; see `order`.
 
     Raises:
@@ -75,7 +75,7 @@ def orders(
 
 def order(
     schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1
-) -> tuple[Step, ...]:
+) -> tuple[ScheduledPass, ...]:
     """All steps of one device, in order: warm-up forwards, then a forward and a backward in turn, then what is left.
 
     Chunks take turns, p micro-batches at a time, forwards from the first chunk and backwards from the last. Backwards
@@ -94,8 +94,8 @@ def order(
         turn, place = divmod(position, stages)
         group, chunk = divmod(turn, virtual_stages)
         micro_batch = group * stages + place
-        forwards.append(Step(Work.FORWARD, micro_batch, chunk))
-        backwards.append(Step(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
+        forwards.append(ScheduledPass(Work.FORWARD, micro_batch, chunk))
+        backwards.append(ScheduledPass(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
     warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
     steps = forwards[:warm_up]
     for pair in zip(forwards[warm_up:], backwards, strict=False):
@@ -115,13 +115,13 @@ def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, vi
     return min(2 * later + (virtual_stages - 1) * stages, everything)
 
 
-def _with_weights(steps: Sequence[Step], *, delay: int) -> Iterator[Step]:
+def _with_weights(steps: Sequence[ScheduledPass], *, delay: int) -> Iterator[ScheduledPass]:
     """Put the weight half of each backward behind the ``delay``-th backward after it."""
-    waiting: list[Step] = []
+    waiting: list[ScheduledPass] = []
     for step in steps:
         yield step
         if step.work is Work.BACKWARD:
-            waiting.append(Step(Work.WEIGHT, step.micro_batch, step.chunk))
+            waiting.append(ScheduledPass(Work.WEIGHT, step.micro_batch, step.chunk))
             if len(waiting) > delay:
                 yield waiting.pop(0)
     yield from waiting
@@ -146,7 +146,7 @@ def _check(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, v
         )
 
 
-def occupancies(order: Sequence[Step]) -> tuple[Occupancy, ...]:
+def occupancies(order: Sequence[ScheduledPass]) -> tuple[Occupancy, ...]:
     """The states worth pricing while a device works through ``order``.
 
     Take the state just before each backward and each weight step, priced at so many bytes for each chunk, whole or
@@ -166,7 +166,7 @@ def occupancies(order: Sequence[Step]) -> tuple[Occupancy, ...]:
     return tuple(states[counts] for states in groups.values() for counts in _maximal(_ends(list(states))))
 
 
-def _replay(order: Sequence[Step]) -> Iterator[Occupancy]:
+def _replay(order: Sequence[ScheduledPass]) -> Iterator[Occupancy]:
     """The state before each step that lets go of something."""
     chunks = 1 + max((step.chunk for step in order), default=0)
     split = any(step.work is Work.WEIGHT for step in order)
@@ -226,7 +226,7 @@ def _order_occupancies(
     )
 
 
-def in_flight(order: Sequence[Step]) -> Occupancy:
+def in_flight(order: Sequence[ScheduledPass]) -> Occupancy:
     """The most that each chunk ever holds, whole and half: peaks that need not fall on one moment, so ``step`` is None.
 
     Raises:
@@ -239,7 +239,7 @@ def in_flight(order: Sequence[Step]) -> Occupancy:
     )
 
 
-def peak_in_flight(order: Sequence[Step]) -> int:
+def peak_in_flight(order: Sequence[ScheduledPass]) -> int:
     """The most micro-batch chunks that are alive at one moment, whole or half.
 
     Raises:

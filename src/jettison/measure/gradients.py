@@ -59,12 +59,12 @@ def independent_copy(model: nn.Module) -> nn.Module:
     try:
         for parameter in gradients:
             parameter.grad = None
-        twin = copy.deepcopy(model)
+        fake_model = copy.deepcopy(model)
     finally:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-    _refuse_shared_storage(model, twin)
-    return twin
+    _refuse_shared_storage(model, fake_model)
+    return fake_model
 
 
 def compare_gradients(model_a: nn.Module, model_b: nn.Module) -> GradientReport:

@@ -33,8 +33,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from jettison.trace.values import WHICH_DEVICE
-from jettison.trace.wrapped import desugars, infers_shapes, plain
+from jettison.capture.values import WHICH_DEVICE
+from jettison.capture.wrapped import desugars, infers_shapes, plain
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -375,7 +375,7 @@ def _is_dense(tensor: Tensor) -> bool:
 @contextmanager
 def quiet_gc() -> Iterator[None]:
     """Collect first, and not in the middle: deaths by the cycle collector come at times that no plan can know."""
-    gc.collect(1)  # what an earlier rehearsal left behind is young: none is collected while one runs
+    gc.collect(1)  # what an earlier dry run left behind is young: none is collected while one runs
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.traced import LossFn, call_model, loss_of
 from jettison.runtime.frame import Frame, Handle, Held
-from jettison.trace.model import LossFn, call_model, loss_of
 
 OUTSIDE = "loss"
 """Key of what a loss holds that is computed after the model's forward."""

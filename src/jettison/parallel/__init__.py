@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism on torch.distributed, and the models of record."""
 
 from jettison.parallel.dropout import OwnDraws, seed_ranks
+from jettison.parallel.known_models import apply_tensor_parallel, tensor_parallel_plan
 from jettison.parallel.parameters import reduce_partial_gradients
-from jettison.parallel.structure import apply_tensor_parallel, tensor_parallel_plan
 from jettison.parallel.styles import (
     BlockInput,
     ColumnParallel,

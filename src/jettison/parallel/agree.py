@@ -31,10 +31,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.sharded import sharded_parameters
+from jettison.capture.wrapped import wrapping
 from jettison.errors import PlanMismatch
-from jettison.runtime.region import PlannedForward
-from jettison.trace.sharded import sharded_parameters
-from jettison.trace.wrapped import wrapping
+from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
 """How long a rank waits for others that still trace or plan. A difference is seen as soon as all are there."""
@@ -48,7 +48,7 @@ Group: TypeAlias = Any  # a ProcessGroup or a DeviceMesh
 _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
 
 
-class Applied(Protocol):
+class PlannedModel(Protocol):
     """What `jettison.apply` returns."""
 
     @property
@@ -57,7 +57,7 @@ class Applied(Protocol):
     def plan(self) -> Any: ...
 
 
-def check_agreement(applied: Applied, group: Group, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+def check_agreement(applied: PlannedModel, group: Group, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     """Compare what is applied on this rank with what the other ranks of the group apply; all of them must call this.
 
     Raises:
@@ -270,7 +270,7 @@ def _repeated(region: PlannedForward) -> Iterable[Any]:
     for prepared in region.prepared.values():
         recipe = prepared.recipe
         if recipe is None:
-            yield region.treatment.word
+            yield region.policy.word
         else:
             names = [recipe.trace.program.ops[i].name for i in recipe.recomputed_ops]
             yield [name for name in names if name not in PADDING]

@@ -1,7 +1,7 @@
 """FSDP2 in units that recipes can use: one for each block, and one for the rest.
 
 What a recipe computes again it computes while its block's parameters are gathered for the block's own backward, so that
-nothing is gathered twice. A plan may be applied before or after; see `jettison.trace.sharded` for what happens then.
+nothing is gathered twice. A plan may be applied before or after; see `jettison.capture.sharded` for what happens then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from jettison.trace.blocks import find_blocks
+from jettison.capture.blocks import find_blocks
 
 
 def shard_blocks(

@@ -21,11 +21,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.errors import UsageError
-from jettison.ledger.schedule import Step, Work
+from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.region import PlannedForward
-from jettison.trace.blocks import find_blocks, only_blocks
+from jettison.runtime.planned import PlannedForward
 
 _KINDS = {"F": (Work.FORWARD,), "I": (Work.BACKWARD,), "W": (Work.WEIGHT,)}
 _SILENT = frozenset({"UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD"})
@@ -53,7 +53,7 @@ def stand_in_loss(output: Any) -> Tensor:
     return sum((t.float().sum() for t in found[1:]), found[0].float().sum())
 
 
-def work_of(schedule: Any) -> tuple[Step, ...]:
+def work_of(schedule: Any) -> tuple[ScheduledPass, ...]:
     """This rank's order of work, as `jettison.ledger.schedule` writes it, from one of torch's schedules.
 
     Chunks are numbered in the order in which the rank holds its stages.
@@ -66,7 +66,7 @@ def work_of(schedule: Any) -> tuple[Step, ...]:
     chunks = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
     actions = [a for a in schedule.pipeline_order[stages[0].group_rank] if a is not None]
     split = any(a.computation_type.value == "W" for a in actions)
-    steps: list[Step] = []
+    steps: list[ScheduledPass] = []
     done: Counter[Work] = Counter()
     for action in actions:
         kind = action.computation_type.value
@@ -81,7 +81,7 @@ def work_of(schedule: Any) -> tuple[Step, ...]:
         for work in works:  # torch 2.13 miscounts the last stage's forwards in 1F1B, where they simply follow another
             micro_batch = action.microbatch_index if several else done[work]
             done[work] += 1
-            steps.append(Step(work, micro_batch, chunks[action.stage_index]))
+            steps.append(ScheduledPass(work, micro_batch, chunks[action.stage_index]))
     return tuple(steps)
 
 

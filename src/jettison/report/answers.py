@@ -12,8 +12,8 @@ from jettison.report.parts import titled
 from jettison.units import format_bytes, format_percent
 
 if TYPE_CHECKING:  # they are asked for rarely
-    from jettison.forecast.explanation import Core, Explanation, Variant
-    from jettison.forecast.fit import Edge, FitAnswer
+    from jettison.predict.explanation import Core, Explanation, Variant
+    from jettison.predict.largest import Edge, FitAnswer
 
 
 def fit_table(answer: FitAnswer) -> Table:

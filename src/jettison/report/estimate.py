@@ -11,22 +11,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jettison.cost.execution import execution_of
 from jettison.cost.flops import Counting
-from jettison.errors import UsageError
-from jettison.forecast.allowance import available_bytes
-from jettison.forecast.request import Resolved, RunRequest, model_spec, resolve
-from jettison.forecast.run import Forecast, forecast
-from jettison.forecast.stage_time import Chosen, StageSeconds
-from jettison.forecast.time import Estimate, estimate
+from jettison.predict.forecast import Forecast
+from jettison.predict.run_request import Resolved
+from jettison.predict.stage_time import StageSeconds
+from jettison.predict.time import Estimate
 from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text
 from jettison.report.parts import exact, facts_table, titled
-from jettison.spec.hardware import Hardware, hardware
-from jettison.spec.run import Mode, Run
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.forecast.trilemma import Offload, Option, Trade, Trilemma
+    from jettison.predict.trilemma import Offload, Option, Trade, Trilemma
 
 SCHEMA = "jettison.estimate/1"
 PARTS = ("compute", "communication", "bubble", "recompute", "other")
@@ -99,47 +94,6 @@ class EstimateReport:
         return Group(*(part for table in tables for part in ("", table)))
 
 
-def estimate_report(
-    model: str, request: RunRequest, *, gpu: str, compiled: bool = False, explain: bool = False
-) -> EstimateReport:
-    """What a step of a described run takes on a GPU.
-
-    Args:
-        compiled: under torch.compile.
-        explain: where the time goes, and what else could be chosen, too.
-
-    Raises:
-        UsageError: no such model or GPU, a run that makes no sense, or a figure that the GPU's file lacks.
-        Infeasible: recompute was left to a planner, and no plan fits.
-    """
-    asked, device = resolve(model_spec(model), request), hardware(gpu)
-    run = asked.run
-    if explain and run.recompute.mode is Mode.AUTO:
-        raise UsageError("--explain compares recompute modes; give another than auto")
-    how = execution_of(run).compiled() if compiled else execution_of(run)
-    memory, chosen = _memory(run, device)
-    found = estimate(run, device, execution=how, chosen=chosen)
-    return EstimateReport(
-        model=model, asked=asked, found=found, memory=memory, available_bytes=available_bytes(device, run),
-        trilemma=_explain(found) if explain else None,
-    )  # fmt: skip
-
-
-def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
-    if run.recompute.mode is not Mode.AUTO:
-        return forecast(run), None
-    from jettison.forecast.auto import choose  # the planner takes its time to load
-
-    found = choose(run, available_bytes(device, run)).forecast
-    return found, [part.chosen for part in found.parts if part.is_layer]
-
-
-def _explain(found: Estimate) -> Trilemma:
-    from jettison.forecast.trilemma import explain
-
-    return explain(found)
-
-
 # for programs ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,7 +113,7 @@ def _stage(found: Estimate, index: int) -> dict[str, Any]:
 
 
 def _explanation(trilemma: Trilemma) -> dict[str, Any]:
-    from jettison.forecast.trilemma import LINKS
+    from jettison.predict.trilemma import LINKS
 
     return {
         "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in trilemma.kinds],

@@ -9,14 +9,16 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from jettison.forecast.request import Resolved
+from jettison.ledger.compare import describe
+from jettison.predict.run_request import Resolved
 from jettison.report.answers import explanation_table, fit_table
 from jettison.report.parts import exact, facts_table, span, titled
-from jettison.report.summary import LayerBytes, LedgerReport, Phase, StageBytes
+from jettison.report.summary import Comparison, LayerRow, LedgerReport, PhaseRow, StageBytes
 from jettison.spec.layout import Layout
 from jettison.units import format_bytes, format_count, format_percent, format_seconds
 
 MOST_STAGES = 20
+MOST_DIFFERENCES = 20
 """Rows of a table of stages; of more, those in the middle are left out."""
 PLACES = {
     "before forward": "before the forward",
@@ -37,7 +39,22 @@ def ledger_table(report: LedgerReport) -> RenderableType:
         tables.append(explanation_table(report.explanation))
     if report.fit is not None:
         tables.append(fit_table(report.fit))
+    if report.comparison is not None:
+        tables.append(_comparison_table(report.comparison))
     return Group(*(part for table in tables for part in ("", table)))
+
+
+def _comparison_table(found: Comparison) -> RenderableType:
+    """What two ledgers do not have alike; of many, the first ones."""
+    if not found.differences:
+        return f"{found.path} has the same saved tensors in every layer, to the byte"
+    table = titled(f"Compared with {found.path}", ("layer", "expected", "found"), ("bytes",))
+    for difference in found.differences[:MOST_DIFFERENCES]:
+        expected, other = (describe(side) for side in (difference.expected, difference.found))
+        table.add_row(difference.layer, expected, other, f"{difference.delta_bytes:+,d}")
+    if len(found.differences) > MOST_DIFFERENCES:
+        table.add_row(f"and {len(found.differences) - MOST_DIFFERENCES} more", "", "", "")
+    return table
 
 
 def peak_sentence(report: LedgerReport) -> str:
@@ -136,7 +153,7 @@ def _layers_table(report: LedgerReport) -> Table:
     policies = len({row.policy for row in report.layers}) > 1
     left = ("layer", "recompute") if policies else ("layer",)
     table = titled("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
-    groups: dict[tuple[str, int, int], list[LayerBytes]] = {}
+    groups: dict[tuple[str, int, int], list[LayerRow]] = {}
     for row in report.layers:
         groups.setdefault((row.policy, row.bytes, row.tensors), []).append(row)
     total = sum(row.bytes for row in report.layers)
@@ -217,8 +234,8 @@ def _phases_table(report: LedgerReport) -> Table:
     return table
 
 
-def _by_phase(phases: Iterable[Phase]) -> Iterable[tuple[str, list[Phase]]]:
-    groups: dict[str, list[Phase]] = {}
+def _by_phase(phases: Iterable[PhaseRow]) -> Iterable[tuple[str, list[PhaseRow]]]:
+    groups: dict[str, list[PhaseRow]] = {}
     for phase in phases:
         groups.setdefault(phase.phase, []).append(phase)
     return groups.items()

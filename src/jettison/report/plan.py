@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from jettison.errors import UsageError
-from jettison.forecast.limit import limit_of
-from jettison.forecast.request import RunRequest, model_spec, resolve
 from jettison.report.parts import exact, facts_table, span, titled
-from jettison.spec.run import Mode, Recompute
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from jettison.forecast.auto import AutoForecast
+    from jettison.predict.auto import AutoForecast
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"
@@ -94,34 +89,3 @@ class ForecastPlan:
             names = span([entry.layer for entry in alike])
             table.add_row(names, policy, str(stage), format_bytes(kept), format_flops(flops))
         return Group(facts, table)
-
-
-def plan_report(model: str, request: RunRequest, *, budget: str) -> ForecastPlan:
-    """Plan a preset or a config.json under its layout.
-
-    Raises:
-        Infeasible: some stage fits no choice.
-        UsageError: no such model, a request that makes no sense, or a recompute mode beside the budget.
-    """
-    if request.recompute not in (None, "auto"):
-        raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
-    from jettison.forecast.auto import choose, layer_policies
-
-    run = resolve(model_spec(model), replace(request, recompute="none")).run
-    run = replace(run, recompute=Recompute(mode=Mode.AUTO))
-    limit = limit_of(budget=budget, gpu=None)
-    assert limit is not None
-    begin = time.perf_counter()
-    choice = choose(run, limit.nbytes)
-    seconds = time.perf_counter() - begin
-    policies = dict(layer_policies(choice))
-    layers = tuple(
-        LayerChoice(
-            layer=part.name, stage=stage.index, policy=policies[part.name], offloaded_bytes=0,
-            kept_bytes=part.region.program.kept_bytes(part.kept),
-            recompute_flops=part.passes(run.precision.gradient).recompute_flops,
-        )
-        for stage in choice.forecast.stages for chunk in stage.parts for part in chunk if part.is_layer
-    )  # fmt: skip
-    ordered = tuple(sorted(layers, key=lambda entry: run.model.layer_names.index(entry.layer)))
-    return ForecastPlan(model=model, choice=choice, layers=ordered, solver_seconds=seconds)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jettison.forecast.figures import Found, Seconds
-from jettison.forecast.hunt import REACH
-from jettison.forecast.journal import Journal
-from jettison.forecast.request import model_spec
-from jettison.forecast.search import Answer, More, NothingFits, search
-from jettison.forecast.search_request import SearchRequest
 from jettison.report.parts import facts_table, titled
-from jettison.spec.hardware import Hardware, hardware
+from jettison.search.figures import Found, Seconds
+from jettison.search.hunt import REACH
+from jettison.search.search import Answer, More, NothingFits
+from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.run import Mode
-from jettison.units import format_bytes, format_count, format_percent, format_ratio, format_seconds, parse_bytes
+from jettison.units import format_bytes, format_count, format_percent, format_ratio, format_seconds
 
 SCHEMA: Final = "jettison.search/1"
 SHOWN_ON_FRONT: Final = 12
@@ -83,39 +77,6 @@ class SearchReport:
         ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked)
         front = _table("Less memory costs time", _thinned(answer.front))
         return Group(facts_table(facts), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
-
-
-def search_report(
-    model: str,
-    request: SearchRequest,
-    *,
-    gpus: int,
-    gpu: str,
-    global_batch: int,
-    budget: str | None = None,
-    top: int = 10,
-    jobs: int = 1,
-    state: Path | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> SearchReport:
-    """Search for the fastest way to train a preset or a config.json.
-
-    Args:
-        state: a file to go on from and to write to.
-
-    Raises:
-        NothingFits: no candidate fits.
-        UsageError: no such model or GPU, or a request that makes no sense.
-    """
-    device = hardware(gpu)
-    space = request.space(model_spec(model), device, gpus=gpus, global_batch=global_batch)
-    begin = time.perf_counter()
-    with nullcontext() if state is None else Journal(state) as journal:
-        answer = search(
-            space, device, budget_bytes=None if budget is None else parse_bytes(budget), top=top, jobs=jobs,
-            journal=journal, progress=progress,
-        )  # fmt: skip
-    return SearchReport(model=model, hardware=device, answer=answer, seconds=time.perf_counter() - begin)
 
 
 def nothing_document(model: str, gpus: int, gpu: str, error: NothingFits) -> dict[str, Any]:

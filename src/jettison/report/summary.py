@@ -7,22 +7,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from jettison.errors import DoesNotFit
-from jettison.forecast.allowance import Allowance
-from jettison.forecast.limit import Limit
-from jettison.forecast.request import Resolved
-from jettison.ledger.record import ENTRY_FIELDS, Ledger, Placement, SavedTensor
+from jettison.errors import DoesNotFit, ProofFailed
+from jettison.ledger.compare import Difference
+from jettison.ledger.ledger import Ledger
+from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
+from jettison.predict.allowance import Allowance
+from jettison.predict.limit import Limit
+from jettison.predict.run_request import Resolved
 
 if TYPE_CHECKING:
-    from jettison.forecast.auto import AutoForecast
-    from jettison.forecast.explanation import Explanation
-    from jettison.forecast.fit import FitAnswer
+    from jettison.predict.auto import AutoForecast
+    from jettison.predict.explanation import Explanation
+    from jettison.predict.largest import FitAnswer
 
 SCHEMA = "jettison.ledger/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerBytes:
+class LayerRow:
     """What one layer saves for backward in one micro-batch on one rank, in how many tensors."""
 
     layer: str
@@ -53,7 +55,7 @@ class StageBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Phase:
+class PhaseRow:
     """Peak bytes of one phase of a step, or of one region in it."""
 
     phase: str
@@ -65,8 +67,31 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How the ledger of a file differs from this one.
+
+    Args:
+        path: of the file.
+    """
+
+    path: str
+    differences: tuple[Difference, ...]
+
+    def document(self) -> dict[str, Any]:
+        """For programs: one entry for each tensor that the two do not have alike."""
+        return {
+            "with": self.path,
+            "equal": not self.differences,
+            "differences": [
+                {"layer": d.layer, "kind": str(d.kind), "delta_bytes": d.delta_bytes, "text": str(d)}
+                for d in self.differences
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
 class LedgerReport:
-    """A ledger, and the step that it belongs to, rehearsed or forecast.
+    """A ledger, and the step that it belongs to, dry-run or forecast.
 
     Args:
         rows: what each layer saves; empty: as the ledger's entries say.
@@ -76,6 +101,7 @@ class LedgerReport:
         allowance: what the worst rank's device holds beside the peak's tensors.
         limit: what the peak is held against.
         choice: a planner's, where recompute was left to it.
+        comparison: with another ledger's document.
     """
 
     model: str
@@ -83,9 +109,9 @@ class LedgerReport:
     parameters: int
     ledger: Ledger
     stages: tuple[StageBytes, ...]
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseRow, ...]
     warnings: tuple[str, ...] = ()
-    rows: tuple[LayerBytes, ...] = ()
+    rows: tuple[LayerRow, ...] = ()
     mesh_sizes: Mapping[str, int] = field(default_factory=dict)
     asked: Resolved | None = None
     allowance: Allowance | None = None
@@ -93,6 +119,7 @@ class LedgerReport:
     choice: AutoForecast | None = None
     fit: FitAnswer | None = None
     explanation: Explanation | None = None
+    comparison: Comparison | None = None
 
     @property
     def worst(self) -> StageBytes:
@@ -110,11 +137,15 @@ class LedgerReport:
         return self.limit is None or self.peak_bytes <= self.limit.nbytes
 
     def require(self) -> None:
-        """Nothing where the peak fits.
+        """Nothing where the peak fits, and where another ledger that was given is this one.
 
         Raises:
             DoesNotFit: it does not.
+            ProofFailed: the other ledger differs.
         """
+        if self.comparison is not None and self.comparison.differences:
+            count = len(self.comparison.differences)
+            raise ProofFailed(f"{self.comparison.path} differs in {count} saved tensor{'s' if count > 1 else ''}")
         if self.limit is not None and not self.fits:
             advice = "--recompute, --zero and more ranks lower it, and --fit says what would fit" if self.asked else ""
             raise DoesNotFit(
@@ -122,13 +153,13 @@ class LedgerReport:
             )
 
     @property
-    def layers(self) -> tuple[LayerBytes, ...]:
+    def layers(self) -> tuple[LayerRow, ...]:
         """What each layer saves, in order."""
         if self.rows:
             return self.rows
         tensors = Counter(entry.layer for entry in self.ledger)
         by_layer = self.ledger.by_layer()
-        return tuple(LayerBytes(layer=name, bytes=n, tensors=tensors[name]) for name, n in by_layer.items())
+        return tuple(LayerRow(layer=name, bytes=n, tensors=tensors[name]) for name, n in by_layer.items())
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.ledger/1``, with the keys about the step in front of the entries."""
@@ -148,6 +179,7 @@ class LedgerReport:
             **self._choice(),
             **({"fit": self.fit.document()} if self.fit else {}),
             **({"explain": self.explanation.document()} if self.explanation else {}),
+            **({"compare": self.comparison.document()} if self.comparison else {}),
             "warnings": list(self.warnings),
             "entries": [self._entry(entry) for entry in self.ledger],
         }
@@ -214,7 +246,7 @@ def _allowance(stated: Allowance) -> dict[str, int]:
     return {"low_bytes": stated.low, "expected_bytes": stated.expected, "high_bytes": stated.high}
 
 
-def _stated(row: LayerBytes | StageBytes | Phase) -> dict[str, Any]:
+def _stated(row: LayerRow | StageBytes | PhaseRow) -> dict[str, Any]:
     """Its fields, without those that say nothing."""
     return {name: value for name, value in asdict(row).items() if value is not None and value != ""}
 

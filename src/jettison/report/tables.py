@@ -13,8 +13,8 @@ from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_flops, format_percent, format_ratio, format_seconds
 
 if TYPE_CHECKING:  # reading plans and proofs takes libraries that most commands can do without
-    from jettison.plan.artefact import LayerPlan, Plan
     from jettison.report.proof import LayerProof, Proof
+    from jettison.solve.artefact import LayerPlan, Plan
 
 ROOT_NAME = "embedding, head and loss"
 

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from jettison.capture.recorder import CaptureMode, TensorRef
+from jettison.capture.streams import Streams
+from jettison.capture.trees import tree_leaves
+from jettison.capture.wrapped import plain, wrapping
 from jettison.errors import TraceError, WrongValue
 from jettison.runtime.callers import of_a_region
+from jettison.runtime.checked import SequenceCheck
 from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
 from jettison.runtime.graphprint import next_sequence_number
 from jettison.runtime.recipe import Recipe, SlotAction
-from jettison.runtime.verify import SequenceCheck
 from jettison.runtime.witness import Witness
-from jettison.trace.capture import CaptureMode, TensorRef
-from jettison.trace.streams import Streams
-from jettison.trace.trees import tree_leaves
-from jettison.trace.wrapped import plain, wrapping
 
 _running = threading.local()
 

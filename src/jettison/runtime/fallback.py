@@ -20,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jettison.capture.opinfo import hollow_results
+from jettison.capture.reach import Reach
+from jettison.capture.signature import as_signed, global_signature
+from jettison.capture.streams import Streams
+from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.capture.wrapped import arrived, desugars, plain, storage_of
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again
 from jettison.runtime.witness import Check, Rounded, Witness, compare, is_same, spots_of
-from jettison.trace.opinfo import hollow_results
-from jettison.trace.reach import Reach
-from jettison.trace.signature import as_signed, global_signature
-from jettison.trace.streams import Streams
-from jettison.trace.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.trace.wrapped import arrived, desugars, plain, storage_of
 
 Forward = Callable[..., Any]
 RAN_BACKWARD = "its forward runs a backward of its own"

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.recorder import TensorRef, layout, layout_of
+from jettison.capture.sharded import whole_now
+from jettison.capture.signature import kernel_switches, switched
+from jettison.capture.wrapped import arrived, plain, storage_of, wrapping
 from jettison.errors import StaleTensor, WrongValue
-from jettison.runtime.recipe import Recipe, SlotAction, Step, get_state, in_a_copy, run_step, set_state, view_of
+from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction, get_state, in_a_copy, run_step, set_state, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
-from jettison.trace.capture import TensorRef, layout, layout_of
-from jettison.trace.sharded import whole_now
-from jettison.trace.signature import kernel_switches, switched
-from jettison.trace.wrapped import arrived, plain, storage_of, wrapping
 
 
 class Diverged(Exception):
@@ -255,7 +255,7 @@ class Frame:
             waiting.pop()
             self._run(step, handle)
 
-    def _run(self, step: Step, handle: Handle) -> None:
+    def _run(self, step: RecipeStep, handle: Handle) -> None:
         leaves = step.leaves.copy()
         for position, buffer, ref in step.tensors:
             tensor = self._pull(buffer, handle)

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from jettison.plan.treatment import Treatment, treatment
+from jettison.capture.blocks import REGION_MARK
 from jettison.runtime.active import is_inside
-from jettison.runtime.region import PlannedForward
+from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
-from jettison.trace.blocks import REGION_MARK
+from jettison.solve.policy import CheckpointPolicy, policy_named
 
 Class = TypeVar("Class", bound=type[nn.Module])
 
@@ -41,13 +41,13 @@ _ownerless = _Regions()
 
 
 def checkpoint(
-    function: Callable[..., Any], *args: Any, policy: str | Treatment = "full", check: str | Check = Check.ALWAYS,
-    **kwargs: Any,
+    function: Callable[..., Any], *args: Any, policy: str | CheckpointPolicy = "full",
+    check: str | Check = Check.ALWAYS, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Call ``function(*args, **kwargs)``; what it saves for backward is treated by ``policy``.
 
     Args:
-        policy: ``none``, ``selective``, ``selective-op``, ``full``, or a `Treatment`.
+        policy: ``none``, ``selective``, ``selective-op``, ``full``, or a `CheckpointPolicy`.
         check: how closely what is computed again is held against what forward had, as in `jettison.apply`.
 
     Inside a region that is treated already (another function's, or a planned block) this is a plain call: the outermost
@@ -56,7 +56,7 @@ def checkpoint(
     Raises:
         UsageError: an unknown word.
     """
-    how = treatment(policy) if isinstance(policy, str) else policy
+    how = policy_named(policy) if isinstance(policy, str) else policy
     closely = check_of(check)
     if not torch.is_grad_enabled() or is_inside():
         return function(*args, **kwargs)
@@ -108,10 +108,10 @@ class _Body(nn.Module):
 
 class _FunctionRegion:
     def __init__(
-        self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...], how: Treatment, closely: Check
+        self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...], how: CheckpointPolicy, closely: Check
     ) -> None:
         self.body = _Body(found, parameters)
-        self.planned = PlannedForward(self.body, "a checkpointed function", how, twin=False, how=closely)
+        self.planned = PlannedForward(self.body, "a checkpointed function", how, fake_model=False, how=closely)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.body.current.stack.append(function)

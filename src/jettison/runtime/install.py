@@ -7,18 +7,18 @@ from itertools import pairwise
 
 from torch import nn
 
-from jettison.plan.treatment import Treatment
-from jettison.runtime.region import Link, PlannedForward
+from jettison.capture.traced import ModelTrace
+from jettison.runtime.planned import InputLink, PlannedForward
 from jettison.runtime.structure import Structure
 from jettison.runtime.witness import Check
-from jettison.trace.model import ModelTrace
+from jettison.solve.policy import CheckpointPolicy
 
 
 def install(
     model: nn.Module,
     traced: ModelTrace,
-    treatments: Mapping[str, Treatment],
-    root: Treatment,
+    policies: Mapping[str, CheckpointPolicy],
+    root: CheckpointPolicy,
     segments: Iterable[list[str]] = (),
     *,
     checked: bool = False,
@@ -27,14 +27,14 @@ def install(
     """Wrap the blocks and the model, with the programs that were traced. Remove in reverse order.
 
     Args:
-        treatments: by block name.
+        policies: by block name.
         segments: runs of block names; within a run only the first block holds its input.
         checked: the programs ran on these very tensors, so that the first run need not be compared with them.
         how: how closely what is computed again is held against what forward had.
     """
     regions = {
-        name: PlannedForward(model.get_submodule(name), name, treatment, model=model, how=how)
-        for name, treatment in treatments.items()
+        name: PlannedForward(model.get_submodule(name), name, policy, model=model, how=how)
+        for name, policy in policies.items()
     }
     _link(regions, traced, segments)
     for call in traced.calls:
@@ -44,7 +44,7 @@ def install(
             regions[call.name].give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
             regions[call.name].adopt(call.signature, cls.trace, checked=checked)
-    outer = PlannedForward(model, "", root, blocks=tuple(treatments), how=how)
+    outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
     for region in regions.values():
         region.outer = outer
     if traced.root.problem:
@@ -53,7 +53,7 @@ def install(
         outer.adopt(traced.root_signature, traced.root, checked=checked)
     installed = [*regions.values(), outer]
     for region in installed:
-        region.rehearsed = checked
+        region.in_dry_run = checked
     outer.structure = Structure(outer, installed)
     return installed
 
@@ -64,8 +64,8 @@ def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: I
         for first, second in pairwise(run):
             inputs = links.get(second, ())
             if inputs:
-                regions[second].link = Link(before=regions[first], inputs=inputs)
-                earlier = regions[first].link or Link()
-                regions[first].link = Link(
+                regions[second].link = InputLink(before=regions[first], inputs=inputs)
+                earlier = regions[first].link or InputLink()
+                regions[first].link = InputLink(
                     before=earlier.before, inputs=earlier.inputs, outputs=tuple(out for _, out in inputs)
                 )

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from jettison.capture.recorder import Call, Read, RegionTrace, TensorRef
+from jettison.capture.wrapped import plain
 from jettison.runtime.recipe import view_of, whole_copy, within
-from jettison.trace.capture import Call, Read, RegionTrace, TensorRef
-from jettison.trace.wrapped import plain
 
 
 def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:

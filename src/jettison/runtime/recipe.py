@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from jettison.capture.opinfo import is_collective, sees_modes
+from jettison.capture.recorder import RegionTrace, Tap, TensorRef
+from jettison.capture.signature import Switches, switched
 from jettison.errors import TraceError
 from jettison.ledger.program import Source
 from jettison.runtime.states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
-from jettison.trace.capture import RegionTrace, Tap, TensorRef
-from jettison.trace.opinfo import is_collective, sees_modes
-from jettison.trace.signature import Switches, switched
 
 
 @dataclass(slots=True)
-class Step:
+class RecipeStep:
     """One op to run again. ``plain`` lists positions of tensors among the flat arguments with how to view them."""
 
     func: Callable[..., Any]
@@ -80,7 +80,7 @@ class Recipe:
     trace: RegionTrace
     kept: frozenset[int]
     slots: list[SlotAction]
-    steps: dict[int, Step]  # by op index
+    steps: dict[int, RecipeStep]  # by op index
     makers: dict[int, int]  # recomputed buffer -> op index
     counts: dict[int, int]
     boxes: list[int]  # box number -> buffer
@@ -102,7 +102,7 @@ class Recipe:
 
     @cached_property
     def sees_modes(self) -> bool:
-        """See `jettison.trace.opinfo.sees_modes`."""
+        """See `jettison.capture.opinfo.sees_modes`."""
         return any(sees_modes(call.func) for call in self.trace.calls)
 
     @property
@@ -234,7 +234,7 @@ def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, Tensor
 
 def _step(
     trace: RegionTrace, index: int, source_refs: dict[int, TensorRef], makers: dict[int, int], counts: dict[int, int]
-) -> Step:
+) -> RecipeStep:
     call = trace.calls[index]
     leaves, spec = tree_flatten((call.args, call.kwargs))
     tensors = []
@@ -253,7 +253,7 @@ def _step(
     consumes = tuple(b for b in trace.program.ops[index].inputs if b in counts)
     simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
     state_out = call.state_out if call.state_out is not None and makers.get(call.state_out) == index else None
-    return Step(
+    return RecipeStep(
         call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, state_out, call.device,
         simple, is_collective(call.func), call.under,
         tuple(dict.fromkeys([b for _, b, _ in tensors] + ([] if call.state_in is None else [call.state_in]))),
@@ -327,7 +327,7 @@ def whole_copy(tensor: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def run_step(step: Step, leaves: list[Any]) -> list[Any]:
+def run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
     """Call the op on its flat arguments; flat outputs."""
     if step.under is None:
         return _run_step(step, leaves)
@@ -335,7 +335,7 @@ def run_step(step: Step, leaves: list[Any]) -> list[Any]:
         return _run_step(step, leaves)
 
 
-def _run_step(step: Step, leaves: list[Any]) -> list[Any]:
+def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
     if step.simple:
         out = step.func(*leaves)
     else:
@@ -350,7 +350,7 @@ def _run_step(step: Step, leaves: list[Any]) -> list[Any]:
 
 def get_state(device: str) -> Tensor:
     """State of the default generator."""
-    # detach() is an op that a rehearsal's allocation counter sees; reading the state is not
+    # detach() is an op that a dry run's allocation counter sees; reading the state is not
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state().detach()
 
 

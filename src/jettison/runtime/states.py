@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jettison.trace.capture import RegionTrace
-from jettison.trace.randomness import ADVANCE
+from jettison.capture.randomness import ADVANCE
+from jettison.capture.recorder import RegionTrace
 
 
 def without_idle_moves(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from jettison.runtime.region import PlannedForward
+from jettison.runtime.planned import PlannedForward
 from jettison.units import format_bytes
 
 MOST_WORDS = 4
@@ -123,7 +123,7 @@ class Structure:
                 yield f"{region.name} is another {type(module).__name__}"
 
     def _add(self, old: PlannedForward, module: nn.Module) -> None:
-        new = PlannedForward(module, old.name, old.treatment, model=old.model, how=old.how)
+        new = PlannedForward(module, old.name, old.policy, model=old.model, how=old.how)
         new.outer = self.root
         self.regions.insert(len(self.regions) - 1, new)
 

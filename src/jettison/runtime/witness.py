@@ -130,7 +130,7 @@ def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
     Args:
         salt: moves the place of the elements; the same for both looks at one tensor.
     """
-    if isinstance(tensor, FakeTensor):  # a rehearsal: only the bytes matter
+    if isinstance(tensor, FakeTensor):  # a dry run: only the bytes matter
         return tensor.detach().new_empty(spots.count)  # of it: a mode above may take a bare `empty` for real
     return _strided(tensor.detach(), spots, salt).clone()
 
@@ -265,10 +265,10 @@ def compare(witness: Witness, tensor: Tensor, rounded: Rounded | None, describe:
     Raises:
         WrongValue: they differ.
     """
-    rehearsed = isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor)  # only the bytes matter
+    dry = isinstance(tensor, FakeTensor) or isinstance(witness.seen, FakeTensor)  # only the bytes matter
     task = torch._C._current_graph_task_id()
     if task == -1 or isinstance(witness.seen, bytes):
-        if rehearsed:
+        if dry:
             witness.again(tensor)  # what it takes
         elif not witness.agrees(tensor):
             raise describe()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.units import parse_bytes
+from jettison.quantities import parse_bytes
 
 _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")

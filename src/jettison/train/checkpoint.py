@@ -30,11 +30,11 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
+from jettison.progress import Progress
 from jettison.train.folders import PARTIAL, remove, sync_folder, write_durably
 from jettison.train.reading import DAMAGE, load_tensors, require_checksums
 from jettison.train.recipe import CheckpointSection
 from jettison.train.state import RUN, RunState, digest_of, read_state
-from jettison.train.tools import Say
 from jettison.train.world import World, agreed
 
 _LATEST: Final = "latest"
@@ -57,7 +57,7 @@ class _Pending:
 class Checkpoints:
     """The checkpoints of one run. Every method is called by all ranks together, in a folder that is claimed."""
 
-    def __init__(self, section: CheckpointSection, world: World, warn: Say) -> None:
+    def __init__(self, section: CheckpointSection, world: World, warn: Progress) -> None:
         assert section.folder is not None
         require_checksums()
         self.folder = Path(section.folder)

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from jettison.capture.traced import LossFn, call_model, loss_of
 from jettison.errors import TraceError, UsageError
-from jettison.trace.model import LossFn, call_model, loss_of
+from jettison.train.build import Built
 from jettison.train.places import Places
-from jettison.train.tools import Built, Part
+from jettison.train.planning import RankModule
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Opens a named part of the step, for its peak of memory."""
@@ -44,7 +45,7 @@ class Engine(Protocol):
         """A parameter's name in the whole model, from its name in a part."""
         ...
 
-    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[Part]:
+    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """Each part, called with token rows like these, in a step of so many micro-batches."""
         ...
 
@@ -60,11 +61,11 @@ class Engine(Protocol):
         """
         ...
 
-    def imagined(self, twins: Sequence[nn.Module], places: Places) -> Engine:
-        """The same over twins of the parts on fake tensors, where nothing is sent."""
+    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Engine:
+        """The same over fake copies of the parts on fake tensors, where nothing is sent."""
         ...
 
-    def rehearsed(self, micro_batches: int) -> tuple[int, ...]:
+    def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """How many micro-batches show the peak of a step of so many. Two numbers: the peak grows evenly from there."""
         ...
 
@@ -107,9 +108,9 @@ class WholeModel:
         """The part is the whole."""
         return name
 
-    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[Part]:
+    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """One part."""
-        yield Part(model=self._built.model, batch=self._built.call(rows), loss_fn=self._built.loss_fn)
+        yield RankModule(model=self._built.model, batch=self._built.call(rows), loss_fn=self._built.loss_fn)
 
     def start(self, micro_batches: int) -> None:
         """Have DistributedDataParallel average, where it is to."""
@@ -120,12 +121,12 @@ class WholeModel:
             )
             _fill_buckets(run)
 
-    def imagined(self, twins: Sequence[nn.Module], places: Places) -> WholeModel:
+    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> WholeModel:
         """See `Engine`."""
-        (twin,) = twins
-        return WholeModel(replace(self._built, model=twin), places, autocast=self._autocast, device=self._device)
+        (fake_model,) = fake_modules
+        return WholeModel(replace(self._built, model=fake_model), places, autocast=self._autocast, device=self._device)
 
-    def rehearsed(self, micro_batches: int) -> tuple[int, ...]:
+    def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """In the second one gradients are there already, and it may be the last, after which they are averaged."""
         return (min(micro_batches, 2),)
 

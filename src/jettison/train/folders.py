@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.train.tools import Say
+from jettison.progress import Progress
 
 LOCK: Final = "run.lock"
 PARTIAL: Final = ".partial"
@@ -28,7 +28,7 @@ _NO_LOCKS: Final = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 
 @contextmanager
-def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Say) -> Iterator[None]:
+def claimed(folders: dict[str, Path], *, leads: bool, rank: int, warn: Progress) -> Iterator[None]:
     """Folders by the key that names them, for this run alone; every rank can write to them. Empty ones go again.
 
     Raises:
@@ -100,7 +100,7 @@ def _try(folder: Path, rank: int) -> None:
 
 
 @contextmanager
-def _locked(key: str, folder: Path, warn: Say) -> Iterator[None]:
+def _locked(key: str, folder: Path, warn: Progress) -> Iterator[None]:
     """See NOTE [ One run in a folder ]."""
     path = folder / LOCK
     descriptor = _taken(key, path, warn)
@@ -117,7 +117,7 @@ def _locked(key: str, folder: Path, warn: Say) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _taken(key: str, path: Path, warn: Say) -> int:
+def _taken(key: str, path: Path, warn: Progress) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

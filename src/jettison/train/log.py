@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.solve.artefact import Plan
 
 SCHEMA: Final = "jettison.train/1"
 _FILE: Final = "log.jsonl"
@@ -46,11 +47,11 @@ class RunLog:
         self._failed = False
         self._board = _board(folder, resumed_step, warn) if tensorboard else None
 
-    def keep_plans(self, texts: Sequence[str]) -> None:
+    def keep_plans(self, plans: Sequence[Plan]) -> None:
         """Leave them beside the log, for the next run and for whoever wants to know: one, or one for each stage."""
-        for number, text in enumerate(texts):
-            name = plan_name(None if len(texts) == 1 else number)
-            self._attempt(partial((self.path.parent / name).write_text, text, encoding="utf-8"))
+        for number, plan in enumerate(plans):
+            name = plan_name(None if len(plans) == 1 else number)
+            self._attempt(partial((self.path.parent / name).write_text, plan.to_json(), encoding="utf-8"))
 
     def write(self, event: str, **values: Any) -> None:
         """One line. A disk that is full does not end a run: it is said once."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,8 @@ from typing import Any, Final
 
 import torch
 
+from jettison.progress import Progress, silent
+from jettison.quantities import parse_seconds
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.engine import MicroBatch
 from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
@@ -26,10 +27,8 @@ from jettison.train.recipe import TrainRecipe
 from jettison.train.result import TrainResult
 from jettison.train.setup import Session, prepare
 from jettison.train.signals import StopRequest
-from jettison.train.tools import Say, Tools, silent
 from jettison.train.watch import Watch
 from jettison.train.world import World, agreed, joined, waiting_for
-from jettison.units import parse_seconds
 
 _SKIPPED_IN_A_ROW: Final = 10
 """After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""
@@ -37,11 +36,10 @@ _SKIPPED_IN_A_ROW: Final = 10
 
 def train(
     make: Callable[[], TrainRecipe],
-    tools: Tools,
     *,
     must_resume: bool = False,
-    say: Say = silent,
-    warn: Say = silent,
+    say: Progress = silent,
+    warn: Progress = silent,
 ) -> TrainResult:
     """Run a recipe to its end, to a signal, or from where its checkpoint folder says.
 
@@ -63,7 +61,7 @@ def train(
             say = warn = silent
         recipe = world.together(make)
         same_everywhere(recipe, world)
-        session = prepare(recipe, world, tools, held, must_resume=must_resume, say=say, warn=warn)
+        session = prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
         seconds = parse_seconds(recipe.timeout)
         held.enter_context(waiting_for(seconds))
         watch = held.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
@@ -102,7 +100,7 @@ class _Seen:
 class _Run:
     """One process's way through the steps."""
 
-    def __init__(self, session: Session, watch: Watch, stop: StopRequest, say: Say, warn: Say) -> None:
+    def __init__(self, session: Session, watch: Watch, stop: StopRequest, say: Progress, warn: Progress) -> None:
         self.session = session
         self.world: World = session.world
         self.watch = watch
@@ -312,7 +310,7 @@ class _Run:
             "accumulation": session.accumulation,
             "data": session.text.digest,
             "parameters": sum(p.numel() for p in session.parameters),
-            "plans": [] if planned is None else [json.loads(text)["hash"] for text in planned.plans],
+            "plans": [] if planned is None else [plan.hash for plan in planned.plans],
             "predicted_peak_bytes": None if planned is None else planned.predicted_peak_bytes,
             "torch": torch.__version__,
         }

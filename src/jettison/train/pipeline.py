@@ -27,9 +27,9 @@ from jettison.spec.layout import Schedule
 from jettison.train.engine import MicroBatch, Phase
 from jettison.train.order import derived_seed
 from jettison.train.places import Places
+from jettison.train.planning import RankModule
 from jettison.train.recipe import BatchSection
-from jettison.train.stages import Stage, cut
-from jettison.train.tools import Part
+from jettison.train.stages import StageModule, cut
 
 TIED = ("tokens.weight", "head.weight")
 """Names of a weight that the first and the last stage of a GPT have in common; checkpoints know the first."""
@@ -42,13 +42,13 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[StageModule],
         places: Places,
         batch: BatchSection,
         device: torch.device,
         ends: dist.ProcessGroup | None = None,
     ) -> None:
-        """Over stages as they are cut, or twins of them. Plan and shard them next, then call `start`.
+        """Over stages as they are cut, or fake copies of them. Plan and shard them next, then call `start`.
 
         Args:
             ends: the first and the last rank, if their stages have a weight in common.
@@ -80,11 +80,11 @@ class Pipeline:
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
 
-    def imagined(self, twins: Sequence[nn.Module], places: Places) -> Pipeline:
+    def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Pipeline:
         """See `Engine`."""
-        return _ImaginedPipeline([cast(Stage, twin) for twin in twins], places, self._batch, self._device)
+        return _ImaginedPipeline([cast(StageModule, m) for m in fake_modules], places, self._batch, self._device)
 
-    def rehearsed(self, micro_batches: int) -> tuple[int, ...]:
+    def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
         layout = self._places.layout
         if layout.schedule is Schedule.GPIPE:
@@ -103,7 +103,7 @@ class Pipeline:
         """A parameter's name in the whole model."""
         return TIED[0] if self._ends is not None and name == TIED[1] else name
 
-    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[Part]:
+    def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """Each stage, and tensors like those that come to it; its loss for planning is a stand-in."""
         layout = self._places.layout
         work = order(
@@ -114,7 +114,7 @@ class Pipeline:
         for stage, number, whole, half in zip(self.stages, self._numbers, held.forward, held.weight, strict=True):
             stream = torch.zeros_like(self._stream(stage), device=self._device)
             batch = (rows[:, :-1],) if stage.is_first else received(stream)
-            yield Part(
+            yield RankModule(
                 model=stage, batch=batch, loss_fn=stand_in_loss, regions=blocks_of(stage),
                 in_flight=min(whole + half, micro_batches), number=number,
             )  # fmt: skip
@@ -187,20 +187,20 @@ class Pipeline:
         self._calls[chunk] += 1
         self._places.seed(derived_seed(seed, "stage", self._numbers[chunk]))
 
-    def _dtype(self, stage: Stage) -> torch.dtype:
+    def _dtype(self, stage: StageModule) -> torch.dtype:
         return torch.bfloat16 if self._places.mixed else next(stage.parameters()).dtype
 
-    def _stream(self, stage: Stage) -> Tensor:
+    def _stream(self, stage: StageModule) -> Tensor:
         layout = self._places.layout
         seq = self._batch.seq // (layout.tp if layout.sp else 1)
         return stage.stream(self._batch.micro_batch, seq, self._dtype(stage))
 
-    def _input(self, stage: Stage) -> Tensor:
+    def _input(self, stage: StageModule) -> Tensor:
         if not stage.is_first:
             return self._stream(stage)
         return torch.empty(self._batch.micro_batch, self._batch.seq, dtype=torch.int64, device="meta")
 
-    def _output(self, stage: Stage) -> Tensor:
+    def _output(self, stage: StageModule) -> Tensor:
         if not stage.is_last:
             return self._stream(stage)
         return stage.logits(self._batch.micro_batch, self._dtype(stage))
@@ -230,7 +230,7 @@ class _SendingStage(PipelineStage):
 
 
 class _ImaginedPipeline(Pipeline):
-    """Over twins of stages on fake tensors, and groups that send nothing."""
+    """Over fake copies of stages on fake tensors, and groups that send nothing."""
 
     stage_class = _SendingStage
 

@@ -77,7 +77,7 @@ class Places:
         return self.mesh["pp"].get_local_rank()
 
     def imagined(self) -> ImaginedPlaces:
-        """The same places for a rehearsal on fake tensors. All ranks call it."""
+        """The same places for a dry run on fake tensors. All ranks call it."""
         importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
         device, sizes = self.mesh.device_type, tuple(self.mesh.shape)
         nothing = dict.fromkeys(_AXES, "fake")

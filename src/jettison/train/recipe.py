@@ -13,8 +13,8 @@ from typing import ClassVar, Final, Literal
 from pydantic import ConfigDict
 
 from jettison.errors import UsageError
+from jettison.quantities import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
-from jettison.units import parse_bytes, parse_seconds
 
 _STRICT: Final = ConfigDict(extra="forbid")
 """A key that no section has is an error."""

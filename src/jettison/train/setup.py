@@ -11,24 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
-from jettison.measure.rehearse import Scene
+from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
+from jettison.train.build import Built, build
 from jettison.train.checkpoint import Checkpoints
 from jettison.train.data import Batches, Survey, open_corpus
+from jettison.train.dry_step import LoopScene, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
-from jettison.train.flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
 from jettison.train.folders import claimed
 from jettison.train.memory import MemoryMeter
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.order import Order, derived_seed
 from jettison.train.pipeline import Pipeline
 from jettison.train.places import Places
+from jettison.train.planning import Decision, Planned, RankModule, carry_out, decide
 from jettison.train.recipe import TrainRecipe
-from jettison.train.scene import LoopScene, alive
 from jettison.train.state import RunState, described_model, optimizer_state, schedule
 from jettison.train.survey import surveyed, vocabulary
-from jettison.train.tools import Built, Decision, Part, Planned, Say, Tools
+from jettison.train.work import StepWork, peak_flops_per_second, spec_flops, traced_flops
 from jettison.train.world import World, agreed
 
 
@@ -73,7 +75,7 @@ class Session:
 
 
 def prepare(
-    recipe: TrainRecipe, world: World, tools: Tools, held: ExitStack, *, must_resume: bool, say: Say, warn: Say
+    recipe: TrainRecipe, world: World, held: ExitStack, *, must_resume: bool, say: Progress, warn: Progress
 ) -> Session:
     """Build, spread, plan and perhaps resume.
 
@@ -91,10 +93,10 @@ def prepare(
     text = surveyed(batches.corpus, world)
     say("building the model")
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
-    built = world.together(lambda: tools.build(recipe.model, seq=recipe.batch.seq, device=world.device))
+    built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
     model = described_model(recipe.model, built.model)
-    work = _work(recipe, layout, accumulation, built, tools, batches)
+    work = _work(recipe, layout, accumulation, built, batches)
     places = Places.of(layout, world, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
     engine = world.together(lambda: _engine(recipe, built, places, world.device))
@@ -107,7 +109,7 @@ def prepare(
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
     parts = [replace(part, mode=None if scene is None else scene.mode) for part in calls]
     with engine.context():
-        planned = _plan(recipe, world, places, tools, parts, scene, say)
+        planned = _plan(recipe, world, places, parts, scene, say)
     del scene
     work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0)[0] * accumulation)
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
@@ -124,7 +126,7 @@ def prepare(
     return session
 
 
-def _folders(recipe: TrainRecipe, world: World, warn: Say) -> AbstractContextManager[None]:
+def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractContextManager[None]:
     wanted = {"log.folder": Path(recipe.log.folder)} if world.leads else {}  # nobody else writes a log
     if recipe.checkpoint.folder is not None:
         wanted["checkpoint.folder"] = Path(recipe.checkpoint.folder)
@@ -157,7 +159,7 @@ def _batches(recipe: TrainRecipe) -> Batches:
 
 
 def _plan(
-    recipe: TrainRecipe, world: World, places: Places, tools: Tools, parts: list[Part], scene: Scene | None, say: Say
+    recipe: TrainRecipe, world: World, places: Places, parts: list[RankModule], scene: DryStep | None, say: Progress
 ) -> Planned | None:
     """One rank decides for all that run the same stage: prices are timed, and two ranks would not time alike.
 
@@ -167,9 +169,9 @@ def _plan(
     if not recipe.plan.given or recipe.plan.policy == "none":
         return None
 
-    def decide() -> Decision | Infeasible | None:
+    def decided() -> Decision | Infeasible | None:
         try:
-            return tools.decide(parts, recipe.plan, scene, say) if places.plans else None
+            return decide(parts, recipe.plan, scene, say) if places.plans else None
         except Infeasible as error:
             if places.layout.pp == 1:
                 return error
@@ -178,12 +180,12 @@ def _plan(
                 minimum_budget_bytes=error.minimum_budget_bytes, budget_bytes=error.budget_bytes, reason=where
             )
 
-    decisions = world.gather(world.together(decide))
+    decisions = world.gather(world.together(decided))
     failed = [found for found in decisions if isinstance(found, Infeasible)]
     if failed:
         raise agreed(max(failed, key=lambda error: error.minimum_budget_bytes))
     decision: Decision = decisions[places.planner]
-    flops = world.together(lambda: tools.apply(parts, decision))
+    flops = world.together(lambda: carry_out(parts, decision))
     made = [found for found in decisions if found is not None]
     rounds = range(len(decision.plans))  # chunks go round the stages
     return Planned(
@@ -192,9 +194,7 @@ def _plan(
     )  # fmt: skip
 
 
-def _work(
-    recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, tools: Tools, batches: Batches
-) -> StepWork:
+def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, batches: Batches) -> StepWork:
     """Of the whole model, before ranks share it."""
     peak = peak_flops_per_second(recipe.log, recipe.precision)
     flops: float | None = None
@@ -202,12 +202,12 @@ def _work(
         flops = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
     elif peak is not None:
         device = next(built.model.parameters()).device
-        forward = tools.forward_flops(built, built.call(batches.rows(0, 0).to(device)))
-        flops = None if forward is None else traced_flops(forward, micro_batches=accumulation * layout.dp)
+        batch = built.call(batches.rows(0, 0).to(device))
+        flops = traced_flops(built, batch, micro_batches=accumulation * layout.dp)
     return StepWork(model_flops=flops, devices=layout.world, peak_flops_per_second=peak)
 
 
-def _resume(session: Session, *, must_resume: bool, say: Say) -> None:
+def _resume(session: Session, *, must_resume: bool, say: Progress) -> None:
     checkpoints = session.checkpoints
     found = session.world.together(lambda: _found(checkpoints, session.recipe, must_resume=must_resume))
     if found is None or checkpoints is None:

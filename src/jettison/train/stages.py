@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from jettison.errors import UsageError
-from jettison.parallel.reference import Gpt, Llama, LlamaConfig, causal_mask, mean_loss, rotary_tables
+from jettison.models.reference import Gpt, Llama, LlamaConfig, causal_mask, mean_loss, rotary_tables
 from jettison.spec.layout import Layout
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """A run of layers; the first one starts from ids [b, s], the last one ends in logits."""
 
     def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int) -> None:
@@ -65,7 +65,7 @@ class Stage(nn.Module):
         return summed
 
 
-def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[Stage]:
+def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageModule]:
     """The stages of one pipeline rank, in the order of the model: chunk c of it is on rank c mod pp.
 
     Raises:
@@ -77,7 +77,7 @@ def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[Stage]
             'model.architecture with code = "reference"'
         )
     return [
-        Stage(whole, layers, seq=seq)
+        StageModule(whole, layers, seq=seq)
         for chunk, layers in enumerate(_chunks(whole, layout))
         if chunk % layout.pp == rank
     ]

@@ -13,8 +13,8 @@ from typing import Any, Final
 from torch import nn
 
 from jettison.errors import UsageError
+from jettison.train.build import Built
 from jettison.train.data import Block, Corpus, Survey
-from jettison.train.tools import Built
 from jettison.train.world import World, agreed
 
 _SMALL: Final = 16  # blocks

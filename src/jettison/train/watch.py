@@ -151,7 +151,7 @@ def _where(before: Beat, now: Beat) -> str:
 
 
 def _counts(group: dist.ProcessGroup) -> bool:
-    """Groups of rehearsals count nothing."""
+    """Groups of dry runs count nothing."""
     try:
         group._get_sequence_number_for_group()
     except RuntimeError:

@@ -146,7 +146,7 @@ def _initialize(device: torch.device) -> None:
 
 
 def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
-    """Those that wait. A group of a rehearsal has none."""
+    """Those that wait. A group of a dry run has none."""
     kinds = [getattr(c10d, name) for name in ("ProcessGroupGloo", "ProcessGroupNCCL") if hasattr(c10d, name)]
     for device in group._device_types:
         backend = group._get_backend(device)

@@ -1,0 +1,230 @@
+"""From seconds to the figures that an estimate takes: a rate, and the share of it that the cost model should count on.
+
+NOTE [ Shares ]
+On a device of many multiprocessors a product's seconds are those of the cost model's tiles at some share of a rate. The
+rate is the best that was seen, and the share is such that half of the products take longer than the model says and half
+less. Further dtypes have the same share, and their rate is adjusted. A model that is too careful would need a share
+above one; then the rate is raised instead. The same goes for memory: what a large copy reaches, and the share that
+ordinary ops reach in a step.
+
+NOTE [ A curve ]
+On a CPU the rate and the three `Edges` of each dtype are what describes its products best: seconds for each FLOP are a
+sum of four terms, 1, 1/m, 1/n and 1/k, of which none is negative. The sum of relative errors is made small, not that of
+their squares, so that one product that was disturbed changes next to nothing. The share is one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Final
+
+import torch
+
+from jettison.cost.launches import FLASH_BACKWARD, Product
+from jettison.cost.matmul import product_seconds
+from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
+
+_NAMES: Final = {"float32": "fp32", "bfloat16": "bf16", "tf32": "tf32"}
+ABOVE_BEST: Final = 1.5
+"""A curve's full rate is at most so many times that of the best product seen: what lies beyond was not measured."""
+REWEIGHTED: Final = 30
+NEVER = 1e-9
+"""Seconds of a delay that there is not: a hardware file takes numbers above zero."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the probes gave, in seconds.
+
+    Args:
+        products: by dtype; the first dtype decides on the share.
+        attention: (FLOPs of a forward that are not masked, seconds forward, seconds of both passes).
+        stream: (bytes, seconds) of a large copy.
+        tiny: (kernels, seconds) of a step whose tensors are next to nothing.
+        block: (kernels, bytes, seconds) of one whose tensors are of ordinary size.
+        hooks: (tensors saved, seconds, seconds with hooks) of a step of layers.
+        gap: between kernels on the device itself; None on a CPU, which runs an op as it is handed over.
+        host: (bytes, seconds to the device, seconds from it).
+        collectives: what `collectives.measure` gave.
+    """
+
+    products: Mapping[str, tuple[tuple[Product, float], ...]]
+    attention: tuple[tuple[float, float, float], ...]
+    stream: tuple[int, float]
+    tiny: tuple[int, float]
+    block: tuple[int, int, float]
+    hooks: tuple[int, float, float]
+    gap: float | None = None
+    host: tuple[int, float, float] | None = None
+    link: LinkFit | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkFit:
+    """Between ranks of this machine: bytes a second of a ring at each rank, and seconds of one of its steps."""
+
+    ranks: int
+    bytes_per_second: float
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One product: what it took, and what an estimate with the calibrated figures would say."""
+
+    product: Product
+    seconds: float
+    estimated_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A machine's figures, and how well they describe what was measured."""
+
+    hardware: Hardware
+    comparisons: tuple[Comparison, ...]
+    took_seconds: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """Of products, the median of how far the estimate is off."""
+        return statistics.median(abs(c.estimated_seconds / c.seconds - 1) for c in self.comparisons)
+
+
+def fit(measured: Measured, bare: Hardware) -> Calibration:
+    """Figures for a machine of which ``bare`` has the name, the memory and the units."""
+    edges = EdgesOf()
+    if measured.gap is None:
+        rates, edges = _curves(measured)
+        share = 1.0
+    else:
+        rates, share = _products(measured, bare)
+    kernel, dispatch = _delays(measured)
+    memory, streamed = _memory(measured, kernel)
+    first = next(iter(measured.products))
+    forward, backward = _attention(measured, rates[first], kernel)
+    found = replace(
+        bare, flops_per_second=_throughput(rates), edges=edges,
+        memory_bytes_per_second=round(memory),
+        reached=replace(
+            Reached(), matmul=share, matmul_fp8=share, memory=streamed, attention=forward, attention_backward=backward,
+        ),
+        delays=replace(Delays(), kernel=kernel, dispatch=dispatch, hook=_hook(measured)),
+    )  # fmt: skip
+    if measured.host is not None:
+        nbytes, *ways = measured.host
+        found = replace(
+            found, host_bytes_per_second=round(nbytes / max(ways)), reached=replace(found.reached, host=1.0)
+        )  # fmt: skip
+    if measured.link is not None:
+        found = _linked(found, measured.link)
+    return Calibration(hardware=found, comparisons=_compared(measured, found))
+
+
+def _linked(found: Hardware, link: LinkFit) -> Hardware:
+    return replace(
+        found, node=link.ranks, link_bytes_per_second=round(link.bytes_per_second),
+        reached=replace(found.reached, link=1.0), delays=replace(found.delays, link=max(NEVER, link.step_seconds)),
+    )  # fmt: skip
+
+
+def _products(measured: Measured, bare: Hardware) -> tuple[dict[str, float], float]:
+    """FLOP/s by dtype, and the share of them: see NOTE [ Shares ]."""
+    rates: dict[str, float] = {}
+    share = 0.0
+    for dtype, samples in measured.products.items():
+        best = max(product.flops / seconds for product, seconds in samples)
+        given = replace(bare, flops_per_second=_throughput({dtype: best}), reached=replace(Reached(), matmul=1.0))
+        fitted = statistics.median(product_seconds(product, given) / seconds for product, seconds in samples)
+        if not share:
+            share = min(1.0, fitted)
+        rates[dtype] = best * max(1.0, fitted) if not rates else best * fitted / share
+    return rates, share
+
+
+def _curves(measured: Measured) -> tuple[dict[str, float], EdgesOf]:
+    """FLOP/s and edges by dtype: see NOTE [ A curve ]."""
+    rates, edges = {}, {}
+    for dtype, samples in measured.products.items():
+        least = min(seconds / product.flops for product, seconds in samples) / ABOVE_BEST
+        terms = torch.tensor([[1.0, 1 / p.m, 1 / p.n, 1 / p.k] for p, _ in samples], dtype=torch.float64)
+        terms *= torch.tensor([[product.flops / seconds] for product, seconds in samples], dtype=torch.float64)
+        more, *rest = map(float, least_absolute(terms, 1 - least * terms[:, 0]))
+        rates[dtype] = 1 / (least + more)
+        edges[_NAMES[dtype]] = Edges(*(each * rates[dtype] for each in rest))
+    return rates, EdgesOf(**edges)
+
+
+def least_absolute(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Coefficients of zero or more that bring the products of rows as near to what is wanted as can be.
+
+    Nearness is the sum of absolute errors: squares, weighted anew by what was left of each row.
+    """
+    weights = torch.ones_like(wanted)
+    found = torch.zeros(matrix.shape[1], dtype=matrix.dtype)
+    for _ in range(REWEIGHTED):
+        found = _least_squares(matrix, wanted, weights)
+        weights = 1 / (matrix @ found - wanted).abs().clamp(min=1e-3)
+    return found
+
+
+def _least_squares(matrix: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Without negative coefficients: the best of all choices of those that are not zero."""
+    width = matrix.shape[1]
+    best, least = torch.zeros(width, dtype=matrix.dtype), float((weights * wanted.square()).sum())
+    root = weights.sqrt().unsqueeze(1)
+    for chosen in (list(c) for size in range(1, width + 1) for c in combinations(range(width), size)):
+        solved = torch.linalg.lstsq(matrix[:, chosen] * root, wanted.unsqueeze(1) * root).solution.squeeze(1)
+        left = float((weights * (matrix[:, chosen] @ solved - wanted).square()).sum())
+        if left < least and bool((solved >= 0).all()):
+            best, least = torch.zeros_like(best).index_put((torch.tensor(chosen),), solved), left
+    return best
+
+
+def _throughput(rates: Mapping[str, float]) -> Throughput:
+    return Throughput(**{_NAMES[dtype]: round(rate) for dtype, rate in rates.items()})
+
+
+def _delays(measured: Measured) -> tuple[float, float]:
+    """Of a kernel, and of handing it over. A CPU does nothing meanwhile, so that all of it is the kernel's."""
+    kernels, seconds = measured.tiny
+    if measured.gap is None:
+        return seconds / kernels, NEVER
+    return max(NEVER, measured.gap), seconds / kernels
+
+
+def _hook(measured: Measured) -> float:
+    """Of one saved tensor, on the host."""
+    slots, plain, hooked = measured.hooks
+    return max(NEVER, (hooked - plain) / slots)
+
+
+def _memory(measured: Measured, kernel: float) -> tuple[float, float]:
+    """Bytes a second of a large copy, and the share of it in a step."""
+    nbytes, seconds = measured.stream
+    kernels, moved, took = measured.block
+    stream, ordinary = nbytes / seconds, moved / max(took - kernels * kernel, 0.1 * took)
+    return max(stream, ordinary), min(1.0, ordinary / stream)
+
+
+def _attention(measured: Measured, rate: float, kernel: float) -> tuple[float, float]:
+    """Shares of a rate, forward and backward."""
+    forward = [flops / max(seconds - kernel, 0.1 * seconds) for flops, seconds, _ in measured.attention]
+    backward = [
+        FLASH_BACKWARD * flops / max(both - seconds - 2 * kernel, 0.1 * both)
+        for flops, seconds, both in measured.attention
+    ]
+    if not forward:
+        return Reached().attention, Reached().attention_backward
+    return min(1.0, statistics.median(forward) / rate), min(1.0, statistics.median(backward) / rate)
+
+
+def _compared(measured: Measured, found: Hardware) -> tuple[Comparison, ...]:
+    return tuple(
+        Comparison(product=product, seconds=seconds, estimated_seconds=product_seconds(product, found))
+        for samples in measured.products.values()
+        for product, seconds in samples
+    )

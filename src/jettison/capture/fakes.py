@@ -1,0 +1,329 @@
+"""Fake copies: a model's and a batch's structure on fake tensors, for tracing without memory.
+
+A fake copy shares no storage with its model and allocates none: each parameter, buffer and plain tensor attribute
+becomes a fake tensor of the same shape, stride, dtype and device. Tensors that share a storage still share one; tied
+parameters stay one object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from jettison.capture.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
+from jettison.capture.trees import tree_map
+from jettison.capture.wrapped import plain, wrapping
+from jettison.errors import TraceError
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None
+_CTC = (torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor)
+_CTC_BACKWARD = (torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor)
+_LENGTHS_ELSEWHERE = (
+    "ctc_loss is given lengths on the CPU and log-probabilities on another device: torch takes that, and fails "
+    "where anything watches the ops; move the lengths to the device (`.to(log_probs.device)`), or give lists"
+)
+_CUDNN_RNN = (
+    torch.ops.aten._cudnn_rnn.default, torch.ops.aten._cudnn_init_dropout_state.default,
+    torch.ops.aten._cudnn_rnn_flatten_weight.default, torch.ops.aten.miopen_rnn.default,
+)  # fmt: skip
+_LEAVES_TERMS = (
+    torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+)  # fmt: skip
+_SELECT, _NONZERO = torch.ops.aten.masked_select.default, torch.ops.aten.nonzero.default
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_INDEX = torch.ops.aten.index.Tensor
+_NUMBER, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
+_BINCOUNT = torch.ops.aten.bincount.default
+_BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+
+
+class StepFakeMode(FakeTensorMode):
+    """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts.
+
+    `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's
+    real one takes float32 and float16 too.
+    `_c10d_functional.wait_tensor`: the real one returns its argument.
+    `aten._ctc_loss`: the fake kernel has no shape for it, which hangs on the targets' lengths. Its backward: the fake
+    one wants the lengths on the device, the real one takes them from the CPU.
+    `aten._cudnn_rnn`: no fake kernel; torch keeps the state of its dropout for ever, and must not get a fake one. It is
+    refused, and what calls it is observed on real tensors.
+    `aten.masked_select`: the fake kernel has no shape for it, which is known where the mask is real.
+    `aten.index`: likewise.
+    `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
+    input's strides.
+    `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
+    has room for all terms.
+    `aten.mkldnn_rnn_layer`: the fake kernel leaves out the workspace, which backward reads. Its backward: the fake one
+    gives both biases one gradient.
+    `aten.col2im`: the CPU's real kernel returns a result on a storage that has room for its argument.
+    `aten.native_layer_norm`: the CPU's real kernel gives statistics of the weight's type, the fake one of the input's.
+    """
+
+    guesses = False
+    """Whether a value that is asked for is made up (true, 1, all rows) instead of being an error."""
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _BY_VALUES:
+            found = _by_values(func, args, self.guesses)
+            if found is not None:
+                return found
+        if func is _INDEX:
+            args = (args[0], _places(args[1]), *args[2:])
+        if func is _WAIT:
+            return args[0]  # as the real one does; the fake kernel makes a new tensor
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            return _grouped_mm(*args, **kwargs)
+        if func in _CTC:
+            if any(isinstance(n, Tensor) and n.device.type == "cpu" != args[0].device.type for n in args[2:4]):
+                raise TraceError(_LENGTHS_ELSEWHERE)
+            return _ctc_loss(*args, **kwargs)
+        if func in _CTC_BACKWARD:
+            return torch.empty_like(args[1])
+        if func in _CUDNN_RNN:
+            raise UnsupportedOperatorException(func)
+        out = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
+            return (_contiguous_like(args[0]), *out[1:])
+        if func in _LEAVES_TERMS and out.dim() == 0:
+            return _on_its_terms(out, args[0], args[1])
+        if func is torch.ops.aten.col2im.default and args[0].device.type == "cpu" and args[0].numel() > out.numel():
+            return args[0].new_empty(args[0].numel()).as_strided(out.shape, out.stride())
+        if func is _RNN and args[0].device.type == "cpu":
+            return (*out[:3], args[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
+        if func is _RNN_BACKWARD and out[4] is out[3]:
+            return (*out[:4], torch.empty_like(out[3]), *out[5:])
+        weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
+        if weight is not None and weight.dtype is not args[0].dtype and weight.device.type == "cpu":
+            return (out[0], *(statistic.new_empty(statistic.shape, dtype=weight.dtype) for statistic in out[1:]))
+        return out
+
+
+def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
+    """A fresh mode for one trace. Enter it outside (before) any recording or counting dispatch mode."""
+    return StepFakeMode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+@contextlib.contextmanager
+def exactly(mode: FakeTensorMode) -> Iterator[None]:
+    """No value is made up meanwhile."""
+    if not isinstance(mode, StepFakeMode):
+        yield
+        return
+    guesses, mode.guesses = mode.guesses, False
+    try:
+        yield
+    finally:
+        mode.guesses = guesses
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None = None) -> nn.Module:
+    """A deep copy of `model` whose every tensor is fake. `device` overrides the device (needed for a meta model).
+
+    Modules under FSDP2 are copied as they are during a forward: with whole parameters, and without FSDP.
+    """
+    faker = _Faker(mode, None if device is None else torch.device(device))
+    memo: dict[int, Any] = {id(state): state for state in states(model)}
+    copies: list[tuple[nn.Module, nn.Module]] = []
+    for module in sharded_modules(model):
+        memo.update((id(held), whole) for held, whole in whole_parameters(module, faker.of_meta))
+        kind: Any = plain_class(module)
+        copies.append((module, kind.__new__(kind)))
+        memo[id(module)] = copies[-1][1]
+    for tensor in _tensors_of(model):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = faker.like(tensor)
+    for module, fake_model in copies:
+        fake_model.__setstate__(copy.deepcopy(vars(module), memo))
+        leave_casts(module, fake_model)
+    return copy.deepcopy(model, memo)
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None = None) -> Any:
+    """The same tree with each tensor faked; other leaves as they are."""
+    faker = _Faker(mode, None if device is None else torch.device(device))
+    return tree_map(lambda leaf: faker.like(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+class _Faker:
+    """Fakes tensors of one model, keeping storages shared that were."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device | None) -> None:
+        self._mode = mode
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A fake leaf in the place of `tensor`, of the same Python class if that is a kind of parameter."""
+        wrap = wrapping(tensor)
+        if wrap is not None:
+            wrapped = wrap.wrap(self.like(plain(tensor)))
+            if isinstance(tensor, nn.Parameter):
+                return _as_parameter(tensor, wrapped)
+            return wrapped.requires_grad_(tensor.requires_grad)
+        if is_traceable_wrapper_subclass(tensor):  # other wrappers fake their parts
+            wrapped = self._mode.from_tensor(tensor)
+            return wrapped
+        device = self._device or tensor.device
+        fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)
+        if isinstance(tensor, nn.Parameter):
+            return _as_parameter(tensor, fake)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def of_meta(self, meta: Tensor, device: torch.device) -> Tensor:
+        """A fake tensor of a meta tensor's shape."""
+        fake: Tensor = FakeTensor(self._mode, meta, self._device or device)
+        return fake
+
+    def _meta(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        shared = self._storages[storage._cdata]
+        return meta.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _as_parameter(parameter: nn.Parameter, fake: Tensor) -> nn.Parameter:
+    fake_model = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        fake_model.__dict__.setdefault(name, value)
+    return fake_model
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, gradients aside, and tensors held by plain attributes, containers in them included."""
+    yield from model.parameters()
+    yield from model.buffers()
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _tensors_in(value, seen)
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, seen)
+
+
+LARGEST_RNN_BYTES = 2**28
+
+
+def _rnn_workspace(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Bytes of what an LSTM layer of oneDNN keeps for backward: only its kernel knows, so that it is run, once a shape.
+
+    Where that would take much memory they are bounded: by gates, states and their gradients, with pages to spare.
+    """
+    tensors = tuple((tuple(t.shape), t.dtype) for t in args[:7])
+    steps, rows, inputs = args[0].shape
+    hidden = args[2].shape[1]
+    most = 4 * (steps + 1) * rows * (16 * hidden + 4 * max(inputs, hidden)) + 2**16
+    if most > LARGEST_RNN_BYTES:
+        return int(most)
+    return _rnn_workspace_of(tensors, (args[7], tuple(args[8]), *args[9:], *kwargs.values()))
+
+
+@functools.lru_cache(maxsize=256)
+def _rnn_workspace_of(tensors: tuple[Any, ...], more: tuple[Any, ...]) -> int:
+    with _disable_current_modes(), torch.enable_grad():  # without, it keeps nothing
+        made = [torch.zeros(shape, dtype=dtype) for shape, dtype in tensors]
+        workspace = _RNN(*made, more[0], list(more[1]), *more[2:])[3]
+        return 0 if workspace is None else int(workspace.numel())  # none where nothing is trained
+
+
+def _places(indices: Sequence[Any]) -> list[Any]:
+    """The same, but real masks as the places where they are true."""
+    found: list[Any] = []
+    for index in indices:
+        if isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
+            with unset_fake_temporarily():
+                found.extend(index.nonzero().unbind(1))
+        else:
+            found.append(index)
+    return found
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Shape and stride of `aten._grouped_mm`: rows padded to 16 bytes, as its kernel allocates them."""
+    groups = offs.shape[0] if offs is not None else 0
+    if a.dim() == 2:
+        shape = (groups, a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[2])
+    else:
+        shape = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[2])
+    dtype = out_dtype or a.dtype
+    align = 16 // dtype.itemsize
+    row = -(-shape[-1] // align) * align
+    stride = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return a.new_empty_strided(shape, stride, dtype=dtype)
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Shapes of `aten._ctc_loss`: the loss of each row [n], and its alphas [n, t, 2 * longest target + 1].
+
+    Raises:
+        DynamicOutputShapeException: the lengths are not known.
+    """
+    if isinstance(target_lengths, FakeTensor):
+        raise DynamicOutputShapeException(torch.ops.aten._ctc_loss.Tensor)
+    longest = max(target_lengths.tolist() if isinstance(target_lengths, Tensor) else target_lengths, default=0)
+    rows, steps = (log_probs.shape[1], log_probs.shape[0]) if log_probs.dim() == 3 else (1, log_probs.shape[0])
+    return log_probs.new_empty(rows), log_probs.new_empty(rows, steps, 2 * longest + 1)
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=suggest_memory_format(tensor), requires_grad=False)
+
+
+def _on_its_terms(loss: Tensor, prediction: Tensor, target: Tensor) -> Tensor:
+    if loss.device.type != "cpu":
+        return loss
+    return loss.new_empty(torch.broadcast_shapes(prediction.shape, target.shape)).as_strided((), ())
+
+
+def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
+    """What an op returns that hangs on values; None where nobody knows."""
+    if func is _SELECT:
+        values, mask = args
+        if not isinstance(mask, FakeTensor):
+            return values.new_empty(int(mask.expand(torch.broadcast_shapes(values.shape, mask.shape)).sum()))
+        return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()) if guesses else None
+    if not guesses:
+        return None
+    if func is _NONZERO:
+        return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64).t()
+    if func is _EQUAL:
+        return True
+    if func is _BINCOUNT:
+        weights = args[1] if len(args) > 1 else None
+        dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)
+        return args[0].new_empty(max(1, *args[2:3]), dtype=dtype)
+    dtype = args[0].dtype
+    return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1

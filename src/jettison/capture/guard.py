@@ -1,0 +1,294 @@
+"""Settings of a module, as they were when it was recorded.
+
+A guard does not keep the promise; witnesses do (NOTE [ The promise ] in runtime/witness.py). It notices early, and at
+the cost of a comparison, what would otherwise be noticed by a tensor that came back wrong.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.reach import HOOK_TABLES, function_reach, globals_of, is_ours
+
+DEEPEST = 4
+MOST_SETTINGS = 20_000
+Setting = tuple[int, Any]
+"""(id of the table, key)."""
+
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_LENGTH = "number of entries"
+_LOOK_ON = ("transformers.utils.output_capturing", "torch.distributed.fsdp._fully_shard._fsdp_state")
+"""Modules whose hooks do not change what is computed: they collect outputs, or gather parameters. What FSDP casts is
+compared on its own (`precision_of`).
+"""
+_MISSING = object()
+_PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class ModuleGuard:
+    """Notices that a module would run differently than when it was recorded.
+
+    Watches train/eval, which parameters want gradients, replaced submodules and parameters, hooks, every plain setting
+    (numbers, strings, functions) on the modules, in containers and in objects that they hold, and the plain globals
+    that their methods name, directly or in a function of the same file.
+
+    Args:
+        ignored: settings that were seen to change without changing what is computed.
+    """
+
+    def __init__(self, module: nn.Module, ignored: frozenset[Setting] = frozenset()) -> None:
+        self.settings: list[tuple[dict[str, Any], str, Any]] = []
+        self.sequences: list[tuple[Any, tuple[Any, ...]]] = []
+        self.sizes: list[tuple[dict[Any, Any], int]] = []
+        self.cells: list[tuple[Any, Any]] = []
+        self.parameters: list[tuple[dict[str, Any], str, bool]] = []
+        self.hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = []
+        self.forwards: list[tuple[dict[str, Any], Any]] = []
+        self.children: set[int] = set()  # tables of submodules
+        self._seen: set[int] = set()
+        for sub in module.modules():
+            self._attributes(vars(sub), 0)
+            self._class_settings(sub)
+            if sub is not module:
+                self.forwards.append((vars(sub), own_forward(vars(sub))))
+            self.children.add(id(sub._modules))
+            for name, child in sub._modules.items():
+                self.settings.append((sub._modules, name, child))
+            self.sizes.append((sub._modules, len(sub._modules)))
+            for name, parameter in sub._parameters.items():
+                if parameter is not None:
+                    self.parameters.append((sub._parameters, name, parameter.requires_grad))
+            self.hooks.extend((table := vars(sub)[kind], foreign(table)) for kind in _HOOKS)
+        for cls in {cls for sub in module.modules() for cls in own_classes(sub)}:
+            for function in vars(cls).values():
+                if isinstance(function, types.FunctionType):
+                    self._globals(function)
+        if ignored:
+            self.settings = [s for s in self.settings if (id(s[0]), s[1]) not in ignored]
+            self.sequences = [s for s in self.sequences if (id(s[0]), _LENGTH) not in ignored]
+            self.sizes = [s for s in self.sizes if (id(s[0]), _LENGTH) not in ignored]
+            self.cells = [c for c in self.cells if (id(c[0]), _LENGTH) not in ignored]
+            self.forwards = [f for f in self.forwards if (id(f[0]), "forward") not in ignored]
+
+    # what is watched -------------------------------------------------------------------------------------------------
+
+    def _attributes(self, table: dict[Any, Any], depth: int) -> None:
+        if id(table) in self._seen:
+            return
+        self._seen.add(id(table))
+        for key, value in table.items():
+            if key not in _PRIVATE:
+                self._value(table, key, value, depth)
+
+    def _value(self, table: dict[Any, Any], key: Any, value: Any, depth: int) -> None:
+        if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
+            self.settings.append((table, key, value))
+        if not isinstance(value, (*_SCALARS, Tensor, nn.Module)):
+            self._within(value, depth)
+
+    def _within(self, value: Any, depth: int) -> None:
+        if depth > DEEPEST or id(value) in self._seen or len(self.settings) > MOST_SETTINGS or is_ours(value):
+            return
+        if isinstance(value, types.FunctionType):
+            self._seen.add(id(value))
+            self._closure(value, depth)
+        elif isinstance(value, dict):
+            self.sizes.append((value, len(value)))
+            self._attributes(value, depth + 1)
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            self._seen.add(id(value))
+            if not isinstance(value, tuple | frozenset):
+                self.sequences.append((value, tuple(value)))
+            for inside in value:
+                if not isinstance(inside, (*_SCALARS, Tensor, nn.Module)):
+                    self._within(inside, depth + 1)
+        elif isinstance(value, functools.partial):
+            self._seen.add(id(value))
+            self._within((value.func, *value.args, *value.keywords.values()), depth + 1)
+        elif isinstance(value, types.MethodType):
+            self._within((value.__func__, value.__self__), depth + 1)
+        elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module | Tensor):
+            self._attributes(vars(value), depth + 1)
+
+    def _closure(self, function: types.FunctionType, depth: int) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            self.cells.append((cell, content))
+            if not isinstance(content, (*_SCALARS, Tensor, nn.Module)):
+                self._within(content, depth + 1)
+
+    def _globals(self, function: types.FunctionType, *, nested: bool = False) -> None:
+        code = function.__code__
+        if id(code) in self._seen:
+            return
+        self._seen.add(id(code))
+        for table, name, value in globals_of(function, everywhere=True):
+            if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
+                self.settings.append((table, name, value))
+            if isinstance(value, types.FunctionType) and not nested and value.__globals__ is function.__globals__:
+                self._globals(value, nested=True)
+            elif not callable(value) and not isinstance(value, (types.ModuleType, nn.Module, Tensor, *_SCALARS)):
+                self._within(value, DEEPEST - 1)
+        for value in function_reach(function):
+            if isinstance(value, dict | list | set | deque):
+                self._within(value, DEEPEST - 1)
+
+    def _class_settings(self, module: nn.Module) -> None:
+        """Settings that live on the class: there they may change, and on the module they may be covered."""
+        for cls in own_classes(module):
+            for key, value in vars(cls).items():
+                if (isinstance(value, _SCALARS) or _is_plain(value)) and key[:2] != "__":
+                    self.settings.append((vars(cls), key, value))  # type: ignore[arg-type]
+                    if key not in vars(module):
+                        self.settings.append((vars(module), key, _MISSING))
+                elif key == "forward" and id(value) not in self._seen:
+                    self._seen.add(id(value))
+                    self.settings.append((vars(cls), key, value))  # type: ignore[arg-type]
+
+    # comparing -------------------------------------------------------------------------------------------------------
+
+    def holds(self) -> bool:
+        """Whether everything watched is as it was."""
+        for table, key, value in self.settings:
+            now = _in(table, key)
+            if now is not value and not _alike(now, value):
+                return False
+        for size, count in self.sizes:
+            if len(size) != count:
+                return False
+        for sequence, before in self.sequences:
+            if not _same_items(sequence, before):
+                return False
+        for cell, content in self.cells:
+            if not _same_cell(cell, content):
+                return False
+        for hooks, before_hooks in self.hooks:
+            if (hooks or before_hooks) and foreign(hooks) != before_hooks:
+                return False
+        for attributes, forward in self.forwards:
+            if ("forward" in attributes or forward is not None) and own_forward(attributes) is not forward:
+                return False
+        for table, key, wants in self.parameters:
+            parameter = table.get(key)
+            if parameter is None or parameter.requires_grad is not wants:
+                return False
+        return True
+
+    def changed(self) -> frozenset[Setting]:
+        """The settings that are not as they were."""
+        return frozenset(setting for setting, _ in self._changes())
+
+    def structure_words(self) -> str:
+        """Names of submodules that are not as they were."""
+        return ", ".join(sorted({str(name) for (table, _), name in self._changes() if table in self.children}))
+
+    def values(self, settings: frozenset[Setting]) -> list[Any]:
+        """What is at those settings now."""
+        found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (id(table), key) in settings]
+        found += [tuple(s) for s, _ in self.sequences if (id(s), _LENGTH) in settings]
+        found += [len(s) for s, _ in self.sizes if (id(s), _LENGTH) in settings]
+        found += [id(own_forward(a)) for a, _ in self.forwards if (id(a), "forward") in settings]
+        return found + [repr(cell) for cell, _ in self.cells if (id(cell), _LENGTH) in settings]
+
+    def words(self) -> str:
+        """The same for people."""
+        return ", ".join(sorted({str(name) for _, name in self._changes()}))
+
+    def _changes(self) -> Iterator[tuple[Setting, Any]]:
+        for table, key, value in self.settings:
+            now = _in(table, key)
+            if now is not value and not _alike(now, value):
+                yield (id(table), key), key
+        for size, count in self.sizes:
+            if len(size) != count:
+                yield (id(size), _LENGTH), "the entries of a dict"
+        for sequence, before in self.sequences:
+            if not _same_items(sequence, before):
+                yield (id(sequence), _LENGTH), f"the items of a {type(sequence).__name__}"
+        for cell, content in self.cells:
+            if not _same_cell(cell, content):
+                yield (id(cell), _LENGTH), "a variable that a function closes over"
+        for attributes, forward in self.forwards:
+            if own_forward(attributes) is not forward:
+                yield (id(attributes), "forward"), "the forward of a module"
+
+
+def own_forward(attributes: dict[str, Any]) -> Any:
+    """What stands on an instance in the place of its class's forward, and is not a plan's or a recording's."""
+    forward = attributes.get("forward")
+    return None if is_ours(forward) else forward
+
+
+def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:
+    """Numbers of the hooks that may change what a module computes: not a planned region's own, and not those that only
+    look on, which transformers puts on in a model's first forward, and FSDP when it shards.
+    """
+    return tuple([number for number, hook in hooks.items() if not _only_looks(hook)])
+
+
+def _only_looks(hook: Any) -> bool:
+    return getattr(hook, "of_a_region", False) or getattr(hook, "__module__", "") in _LOOK_ON
+
+
+def own_classes(module: nn.Module) -> tuple[type, ...]:
+    """The classes of a module below `nn.Module`."""
+    return type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+
+
+def same_values(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Whether two looks at some settings found the same; of tensors and other objects, the very same ones."""
+    return len(now) == len(before) and all(
+        a is b or (isinstance(b, _SCALARS) and _alike(a, b)) for a, b in zip(now, before, strict=True)
+    )
+
+
+def _alike(now: Any, value: Any) -> bool:
+    if now.__class__ is not value.__class__ or isinstance(value, nn.Module):
+        return False
+    if _is_array(value):
+        return bool(now.tobytes() == value.tobytes())
+    return bool(now == value)
+
+
+def _same_items(sequence: Any, before: tuple[Any, ...]) -> bool:
+    return same_values(list(sequence), before)
+
+
+def _same_cell(cell: Any, content: Any) -> bool:
+    try:
+        now = cell.cell_contents
+    except ValueError:
+        return False
+    return now is content or (isinstance(content, _SCALARS) and _alike(now, content))
+
+
+def _is_plain(value: Any) -> bool:
+    """A tuple of plain values, which can be compared."""
+    return isinstance(value, tuple | frozenset) and all(isinstance(v, _SCALARS) or _is_plain(v) for v in value)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic | numpy.ndarray) and value.nbytes <= 4096
+
+
+def _in(table: Any, key: Any) -> Any:
+    """What a table has under a key; other people's kinds of dicts may look up in ways of their own."""
+    return table.get(key, _MISSING) if type(table) in _TABLES else dict.get(table, key, _MISSING)
+
+
+_TABLES = (dict, types.MappingProxyType)

@@ -1,0 +1,96 @@
+"""Running a forward on fake tensors so that nothing of it stays behind.
+
+The module is a copy, and so are the objects among its arguments. What a copy does not cover are tables that the code
+reaches by name or closure (side stores, functions with a cache) and the random streams of Python and numpy: they are
+put back, and a recording that drew from such a stream is refused, since it cannot hold what was drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from jettison.capture.reach import Reach
+from jettison.capture.streams import OutsideTorch
+from jettison.errors import TraceError
+
+
+class Isolation:
+    """What a run on fake tensors changes outside of them."""
+
+    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any], *, copies: bool = False) -> None:
+        self.reach = Reach(modules, values, copies=copies)
+        self.streams = OutsideTorch.now()
+
+    def effects(self) -> str:
+        """What of Python's state has changed so far, in words; empty where nothing has.
+
+        Raises:
+            TraceError: numbers were drawn from a stream that no recording holds.
+        """
+        moved = self.streams.moved()
+        if moved:
+            raise TraceError(f"it draws from {' and '.join(moved)}")
+        changes = self.reach.changes()
+        drawn = next((change for change in changes if change.endswith("was drawn from")), None)
+        if drawn is not None:
+            raise TraceError(f"{drawn}: a generator of its own")
+        return "; ".join(changes[:3])
+
+    def undo_draws(self) -> None:
+        """Put random streams back."""
+        self.streams.restore()
+        self.reach.restore_streams()
+
+    def undo(self) -> None:
+        """Put everything back."""
+        self.streams.restore()
+        self.reach.restore()
+
+
+@contextlib.contextmanager
+def leaving_nothing(
+    modules: Iterable[nn.Module], values: Iterable[Any] = (), *, copies: bool = False
+) -> Iterator[Isolation]:
+    """Python's state is as it was when this ends.
+
+    Args:
+        copies: so are tensors in its hands, which a run on real ones may write to.
+    """
+    state = Isolation(modules, values, copies=copies)
+    try:
+        yield state
+    finally:
+        state.undo()
+
+
+@contextlib.contextmanager
+def without_our_hooks() -> Iterator[None]:
+    """Autograd saves as it does without a plan or a recording: `torch.func` refuses to run under saved-tensor hooks."""
+    autograd: Any = torch._C._autograd
+    taken = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if not str(getattr(top[0], "__module__", "")).startswith("jettison."):
+            break
+        taken.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def forward_of(module: nn.Module, fake_model: nn.Module) -> Callable[..., Any]:
+    """The fake copy's own forward: its class's, or what stands in the place of the class's on the instance."""
+    own: Any = vars(fake_model).get("forward")
+    if own is not None:  # a planned region's stand-in hands on to what it stands in for
+        forward: Callable[..., Any] = own.forward if getattr(own, "of_a_region", False) else own
+        return forward
+    kind: Any = type(module)
+    return types.MethodType(kind.forward, fake_model)

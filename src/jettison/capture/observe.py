@@ -1,0 +1,101 @@
+"""What cannot be recorded on fake tensors is observed on real ones: one call of one block, without a graph.
+
+A forward whose shapes depend on values (a loop over the experts that got a token) or that launches kernels past the
+dispatcher has no program. Its outputs' shapes are all that the model around it needs; its memory is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from jettison.capture.isolation import forward_of, leaving_nothing, without_our_hooks
+from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.signature import opaque_copy
+from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.wrapped import has_gradients, plain
+from jettison.ledger.program import Buffer, Program, Source
+
+
+def is_real(module: nn.Module) -> bool:
+    """Whether a module's tensors have values."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return all(not isinstance(plain(t), FakeTensor) and t.device.type != "meta" for t in tensors)
+
+
+def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
+    """A trace without ops: inputs, and outputs as one real call returned them.
+
+    Args:
+        module: on real tensors. Its buffers and the random generators are left as they were.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    with (
+        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), torch.no_grad(),
+    ):  # fmt: skip
+        given = [stand_in(leaf) for leaf in leaves]
+        real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
+        output = forward_of(module, module)(*real_args, **real_kwargs)
+    return _trace_of(given, output)
+
+
+def stand_in(leaf: Any) -> Any:
+    """A real tensor for a fake one: random floats, and zeros for integers, which index anything."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    with _disable_current_modes():
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        made = made.normal_() if has_gradients(leaf.dtype) else made.zero_()
+        return made.requires_grad_(leaf.requires_grad)
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
+    """Buffers, random generators and Python's state come out as they went in."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), leaving_nothing([module], values, copies=True):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _trace_of(given: list[Any], output: Any) -> RegionTrace:
+    buffers: list[Buffer] = []
+    inputs: dict[int, int] = {}
+    known: dict[int, int] = {}
+    for position, leaf in enumerate(given):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+            known[leaf.untyped_storage()._cdata] = inputs_index = len(buffers)
+            inputs[inputs_index] = position
+            buffers.append(_buffer(inputs_index, leaf, Source.INPUT, str(position)))
+    leaves, spec = tree_flatten(output)
+    refs: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            refs.append(leaf)
+            continue
+        index = known.setdefault(leaf.untyped_storage()._cdata, len(buffers))
+        if index == len(buffers):
+            buffers.append(_buffer(index, leaf, Source.OUTER, ""))
+        refs.append(TensorRef(index, tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype))
+    outputs = tuple(r.buffer for r in refs if isinstance(r, TensorRef))
+    return RegionTrace(
+        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs), calls=[], slots=[],
+        taps={}, inputs=inputs, names={}, output_leaves=refs, output_spec=spec,
+    )  # fmt: skip
+
+
+def _buffer(index: int, tensor: Tensor, source: Source, name: str) -> Buffer:
+    return Buffer(
+        index=index, nbytes=tensor.untyped_storage().nbytes(), source=source, name=name, keepable=source is Source.INPUT
+    )

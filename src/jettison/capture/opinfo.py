@@ -1,0 +1,234 @@
+"""What an ATen op means to a recorder: does it write, does it draw, may it run twice, what does it cost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from jettison.capture.randomness import MOVES_BY_NUMBER, is_private, op_name
+from jettison.capture.trees import op_leaves
+from jettison.ledger.program import Anchor
+
+aten = torch.ops.aten
+
+# Answers that a second run may give differently (ties, thread order): they are kept.
+DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian",
+            "mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
+
+# What `torch.use_deterministic_algorithms` lists for CUDA, as far as it is an op of a forward and not `DISCRETE`.
+_ADDS_IN_ANY_ORDER = {"index_add", "scatter_add", "scatter_reduce", "_scatter_reduce", "index_reduce", "cumsum", "put",
+                      "histc", "bincount", "nll_loss2d_forward"}  # fmt: skip
+_WRITES_IN_ANY_ORDER = {"index_copy", "scatter", "put", "index_put", "_index_put_impl"}
+
+
+def is_nondeterministic(name: str, device: str, *, floats: bool, values: bool, deterministic: bool) -> bool:
+    """Whether a second run of a kernel may give other bits, by torch's own account.
+
+    Args:
+        name: of the op, without its namespace; in-place ones count as the others.
+        device: its type.
+        floats: the result is of floating point: sums of whole numbers are the same in any order.
+        values: several values are written: where two meet, either may stay.
+        deterministic: torch was told to use deterministic algorithms, or to fail.
+    """
+    if device in ("cpu", "meta") or deterministic:
+        return False
+    name = name.removesuffix("_")
+    return (floats and name in _ADDS_IN_ANY_ORDER) or (values and name in _WRITES_IN_ANY_ORDER)
+
+
+_ATTENTION = {f"_scaled_dot_product_{kind}" for kind in (
+    "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
+)}  # fmt: skip
+
+_BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
+                "aten::sym_storage_offset", "aten::_is_zerotensor",
+                "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
+
+# They write running statistics in training, and their schemas do not say it.
+_MOVE_STATISTICS = {f"aten::{name}" for name in (
+    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
+)}  # fmt: skip
+
+# ctc_loss leaves what lies past the lengths as it was, oneDNN's LSTM the padding of its workspace (which it fills in
+# another way, besides, where no gradients are recorded)
+_WRITE_IN_PART = {"_ctc_loss", "mkldnn_rnn_layer"}
+
+_COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
+
+# Collectives that return a new tensor and may run again: every rank of a group does so if all have the same plan.
+_COLLECTIVES = {f"_c10d_functional::{name}" for name in (
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+)} | {"_dtensor::shard_dim_alltoall"}  # fmt: skip
+
+
+def is_bookkeeping(func: Any) -> bool:
+    """Calls that ask about a tensor, or wait for it, and compute nothing."""
+    return func._schema.name in _BOOKKEEPING
+
+
+def is_communication(func: Any) -> bool:
+    """Whether a call talks to other ranks."""
+    return is_collective(func) or _full_name(func).split("::")[0] in _COMMUNICATION
+
+
+def sees_modes(func: Any) -> bool:
+    """Whether torch puts this op in the place of another where a dispatch mode is active, as while recording. It saves
+    more than that: a run saves what was recorded only under some mode.
+    """
+    return func is aten._ctc_loss.Tensor
+
+
+def is_collective(func: Any) -> bool:
+    """Whether a call talks to other ranks and can do so again; its result must be waited for."""
+    return _full_name(func) in _COLLECTIVES
+
+
+def _full_name(func: Any) -> str:
+    schema = getattr(func, "_schema", None)  # what moves a random state has none
+    return "" if schema is None else str(schema.name)
+
+
+def computes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether a call makes new memory or writes to old; a call that only makes views does neither."""
+    if _written(func):
+        return True
+    given = {t.untyped_storage()._cdata for t in op_leaves(args, kwargs) if isinstance(t, Tensor)}
+    return any(isinstance(t, Tensor) and t.untyped_storage()._cdata not in given for t in op_leaves(out))
+
+
+def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call overwrites, by its schema; several may be pieces of one memory."""
+    found: list[Tensor] = []
+    for i, name, kwarg_only in _written(func):
+        value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
+        found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))
+    if not found and func._schema.name in _MOVE_STATISTICS:
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        if named.get("training", True):  # the schema does not say so
+            running = named.get("running_mean"), named.get("running_var")
+            found.extend(t for t in running if isinstance(t, Tensor))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _written(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    """Place, name and whether it is given by name alone, of each argument that a call writes to, by its schema."""
+    return tuple(
+        (i, arg.name, arg.kwarg_only)
+        for i, arg in enumerate(func._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+def without_statistics(func: Any, args: Sequence[Any]) -> list[Any] | None:
+    """Arguments with which a batch norm in training gives the same results and moves no running statistics, which it
+    does not read; None for every other call.
+    """
+    if func is not aten.native_batch_norm.default or not args[5]:
+        return None
+    return [*args[:3], None, None, *args[5:]]
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call takes numbers from a random generator: tagged so, and not with a dropout probability of zero."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for i, arg in enumerate(func._schema.arguments):
+        if arg.name == "dropout_p":
+            value = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name, arg.default_value)
+            return bool(value)
+    return True
+
+
+def anchor_of(func: Any, kwargs: dict[str, Any], spec_args: Any, device: str = "cpu") -> Anchor | None:
+    """Why this call may not run again, before its surroundings are known.
+
+    Args:
+        device: the type of the one that it runs on.
+    """
+    name = func._schema.name.split("::")[1]
+    if name in DISCRETE:
+        return Anchor.DISCRETE
+    if any(isinstance(v, torch.Generator) and is_private(v) for v in op_leaves(spec_args, kwargs)):
+        return Anchor.GENERATOR
+    if is_communication(func) and not is_collective(func):
+        return Anchor.COLLECTIVE
+    if name in ("lift_fresh", "lift", "lift_fresh_copy", "_local_scalar_dense", "set_", "resize_"):
+        return Anchor.OPAQUE
+    if device != "cpu" and _gives_other_bits(func, name, device, kwargs, spec_args):
+        return Anchor.NONDETERMINISTIC
+    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in op_leaves(spec_args, kwargs)):
+        return Anchor.OPAQUE
+    if name in _WRITE_IN_PART:
+        return Anchor.UNWRITTEN
+    return None
+
+
+def _gives_other_bits(func: Any, name: str, device: str, kwargs: Any, spec_args: Any) -> bool:
+    named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | kwargs
+    source = next((named[key] for key in ("source", "src", "values") if key in named), None)
+    target = next((v for v in op_leaves(spec_args) if hasattr(v, "dtype")), None)
+    return is_nondeterministic(
+        name, device, floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
+        values=source is not None and hasattr(source, "size") and prod(source.size) > 1,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+
+
+def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call gets a plain number to compute with, and not as a dim or a size."""
+    if func._schema.name.split("::")[1] in MOVES_BY_NUMBER:
+        return True  # whole numbers, of a range
+    given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(func._schema.arguments)]
+    return any(isinstance(v, int | float) and str(a.type) not in ("int", "bool", "Optional[int]") for a, v in given)
+
+
+def price_key(func: Any, spec_args: Any, spec_kwargs: Any) -> str:
+    """Equal for calls that cost the same: op, shapes, strides, dtypes and constants."""
+
+    def text(leaf: Any) -> str:
+        if hasattr(leaf, "buffer"):
+            return f"{str(leaf.dtype)[6:]}{list(leaf.size)}{list(leaf.stride)}"
+        return repr(leaf)
+
+    if is_collective(func):  # groups of one size cost the same, and their names differ from rank to rank
+        named = dict(zip((a.name for a in func._schema.arguments), spec_args, strict=False)) | spec_kwargs
+        spec_args, spec_kwargs = [v for name, v in named.items() if name != "group_name"], {}
+
+    return f"{func}({', '.join(text(leaf) for leaf in op_leaves(spec_args, spec_kwargs))})"
+
+
+def op_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
+    """FLOPs (a multiply-add is 2) and bytes read plus written of one call."""
+    tensors = [t for t in op_leaves(args, kwargs, out) if isinstance(t, Tensor)]
+    moved = sum(_touched_bytes(t) for t in tensors)
+    if func.namespace == "aten" and op_name(func) in _ATTENTION:  # torch's formula wants as many keys as query heads
+        query, key, value = args[:3]
+        b, a, s, d = query.shape
+        return 2 * b * a * s * key.shape[-2] * (d + value.shape[-1]), moved
+    formula = flop_registry.get(func.overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0, moved
+
+
+def hollow_results(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
+    """Results that no kernel writes: attention returns a place for the random state that its mask was drawn from, and
+    without dropout there is none. What stands there is chance, and nobody reads it.
+    """
+    if func.namespace != "aten" or op_name(func) not in _ATTENTION or not isinstance(out, tuple):
+        return []
+    names = {"unused"} if draws(func, args, kwargs) else {"unused", "rng_state", "philox_seed", "philox_offset"}
+    named = zip(func._schema.returns, out, strict=True)
+    return [leaf for result, leaf in named if result.name in names and isinstance(leaf, Tensor)]
+
+
+def _touched_bytes(tensor: Tensor) -> int:
+    # a broadcast dim has stride 0: its elements are the same memory
+    return prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.element_size()

@@ -1,0 +1,87 @@
+"""Memory that somebody writes to after a block has used it, and before its backward.
+
+Autograd holds memory, not values. Where an op counts a write, plain autograd refuses to use what it saved; a write past
+the counter (``.data``, a piece that is counted apart) changes what backward gets; a write to memory that nobody saved
+changes nothing. A recording has to know of all: what is written to later is not what an op of the block gives again,
+and is not there any more to compute with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from jettison.capture.recorder import Place, Recorder
+from jettison.capture.wrapped import storage_of
+
+
+@dataclass(kw_only=True)
+class Late:
+    """Of one call of a block: arguments and outputs that are written to later, and buffers of its recording."""
+
+    places: set[Place] = field(default_factory=set)
+    inside: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trail:
+    """What a recording leaves of its memory. Storages are known by their addresses, and fake ones cost nothing to keep;
+    real ones (masks, positions) would add up over the blocks, and are forgotten.
+    """
+
+    versions: dict[int, list[int]]
+    writes: frozenset[int]
+    alive: list[FakeTensor]
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> Trail:
+        """Of a recording that is over."""
+        alive = [tensor for tensor in recorder.tensors() if isinstance(tensor, FakeTensor)]
+        known = {storage_of(tensor) for tensor in alive}
+        return cls(
+            versions={storage: found for storage, found in recorder.versions.items() if storage in known},
+            writes=frozenset(storage for storage, _ in recorder.writes if storage in known), alive=alive,
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Memory:
+    """Who had which memory, call by call."""
+
+    given: list[dict[int, int]] = field(default_factory=list)  # leaf position of an argument -> storage
+    made: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # storage -> (call, output leaf)
+    trails: list[Trail | None] = field(default_factory=list)  # None: nothing is known of what it did
+
+    def late(self, root: Recorder) -> list[Late]:
+        """What of each call is written to later, by the root or by another block."""
+        found = [Late() for _ in self.given]
+        for storage, before in self._writes(root):
+            for call in range(before):
+                self._mark(found[call], call, storage)
+            for call, leaf in self.made.get(storage, ()):
+                if call < before:
+                    found[call].places.add((True, leaf))
+        return found
+
+    def in_the_root(self, root: Recorder) -> dict[int, int]:
+        """Buffers of the root's recording that blocks write to, and the number of its ops before the first of them."""
+        found: dict[int, int] = {}
+        for call, trail in enumerate(self.trails):
+            for storage in trail.writes if trail else ():
+                for b in root.versions.get(storage, ()):
+                    found.setdefault(b, root.nested_at[call])
+        return found
+
+    def _writes(self, root: Recorder) -> Iterable[tuple[int, int]]:
+        """Storages, and the number of calls that were there before."""
+        events = dict.fromkeys(root.writes)
+        for call, trail in enumerate(self.trails):
+            events.update(dict.fromkeys((storage, call) for storage in (trail.writes if trail else ())))
+        return events
+
+    def _mark(self, late: Late, call: int, storage: int) -> None:
+        late.places.update((False, position) for position, found in self.given[call].items() if found == storage)
+        trail = self.trails[call]
+        late.inside.update(trail.versions.get(storage, ()) if trail else ())

@@ -1,0 +1,147 @@
+"""The state of a random generator, apart from what is drawn from it: how an op moves it, and how that is done again.
+
+NOTE [ The state moves by shape ]
+An op that draws reads the state and leaves another one. How far it moves follows, for most of them, from the shapes,
+strides and dtypes of their tensors: so many numbers are drawn, whatever is made of them. The state that the next op
+starts from is then had without the values of the first: the op runs once more on scratch memory, which goes at once.
+A recording holds this as an op of its own between states (`Advance`), and the op that draws has the state before it as
+an input and none as an output. Nothing hangs on what an earlier op computed only because it drew.
+
+`MOVES_BY_SHAPE` lists these ops; `tests/capture/test_randomness.py` holds each that runs on a CPU against itself on
+other values. On CUDA an op reserves its share of the Philox stream on the host, before any value is there to be read.
+Ops that draw until a value fits (`poisson`, `binomial`, `_standard_gamma`) or for some elements only
+(`rrelu_with_noise`) are not on the list: who needs the state after them runs them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+
+ADVANCE = "jettison.advance_random_state"
+"""Name of the recorded op between two states."""
+
+MOVES_BY_SHAPE = frozenset({
+    "native_dropout", "_fused_dropout",
+    "bernoulli", "bernoulli_", "uniform", "uniform_", "normal", "normal_", "normal_functional",
+    "exponential", "exponential_", "geometric", "geometric_", "cauchy", "cauchy_", "log_normal", "log_normal_",
+    "rand", "rand_like", "randn", "randn_like",
+    "random", "random_", "randint", "randint_like", "randperm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+})  # fmt: skip
+"""Ops of aten, by name."""
+
+MOVES_BY_NUMBER = frozenset({"random", "random_", "randint", "randint_like", "randperm"})
+"""Of these: a range above 2^32 takes two words for a number."""
+
+_READS_VALUES = frozenset({"bernoulli", "bernoulli_", "normal"})
+"""Of these: probabilities and deviations are looked at, and zero is a valid one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory to draw into: of this shape, with these strides, and without values."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return prod(self.size) * self.dtype.itemsize
+
+    def make(self, *, zeros: bool) -> Tensor:
+        """Allocate it."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return made.zero_() if zeros else made
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Moves the default generator's state as ``func`` would on arguments like these. Gives nothing back.
+
+    Where a state can be counted on instead of drawn on (Philox: an offset that each call adds to), that belongs here.
+    """
+
+    func: Any
+
+    def __str__(self) -> str:
+        return f"{ADVANCE}[{self.func}]"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        zeros = op_name(self.func) in _READS_VALUES
+        args, kwargs = tree_map(lambda v: v.make(zeros=zeros) if isinstance(v, Scratch) else v, (args, kwargs))
+        self.func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What is run to move the state: `Advance` or anything that is called with these arguments."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes written on the way."""
+        return sum(v.nbytes for v in tree_leaves((self.args, dict(self.kwargs))) if isinstance(v, Scratch))
+
+    @property
+    def price_key(self) -> str:
+        """Equal for movements that cost the same."""
+        return f"{self.func}({', '.join(map(str, tree_leaves((self.args, dict(self.kwargs)))))})"
+
+
+def movement_of(func: Any, args: Any, kwargs: Any, out: Any, device: str, *, numbers_known: bool) -> Movement | None:
+    """How to move the state as this call did, without its values; None where they decide, or may.
+
+    Args:
+        numbers_known: plain numbers among the arguments are the same in every step.
+    """
+    name = op_name(func)
+    leaves = tree_leaves((args, kwargs, out))
+    if func.namespace != "aten" or name not in MOVES_BY_SHAPE:
+        return None
+    if name == "randint_like" and func._overloadname.startswith("Tensor"):
+        return None  # reads its range out of a tensor
+    if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in leaves) or not all(
+        isinstance(n, int) for v in leaves if isinstance(v, Tensor) for n in (*v.shape, *v.stride())
+    ):
+        return None
+    if name in MOVES_BY_NUMBER and not numbers_known:
+        return None
+
+    def scratch(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return Scratch(tuple(leaf.shape), tuple(leaf.stride()), dtype or leaf.dtype, leaf.device.type)
+
+    if func is aten.native_dropout.default and device == "cpu" and args[2] is not False:
+        # what it does there, without the product; its result is larger than the mask
+        return Movement(Advance(aten.bernoulli_.float), (scratch(out[1]), 1 - args[1]))
+    args, kwargs = tree_map(scratch, (tuple(args), dict(kwargs)))
+    return Movement(Advance(func), args, tuple(kwargs.items()))
+
+
+def is_private(generator: torch.Generator) -> bool:
+    """Whether a generator is none of the default ones, which are handed around in wrappers of their own."""
+    defaults = (torch.default_generator, *torch.cuda.default_generators)
+    return all(generator._cdata != default._cdata for default in defaults)
+
+
+def op_name(func: Any) -> str:
+    """Of an operator, without its namespace and overload."""
+    name: str = func._schema.name.split("::")[1]
+    return name

@@ -1,0 +1,203 @@
+"""Models under FSDP2 (`torch.distributed.fsdp.fully_shard`): what their modules compute on, and when it is there.
+
+Outside of their forward and backward, FSDP's modules hold parts of their parameters. Inside, they hold whole ones in
+the type of its mixed precision policy; FSDP's hooks gather them, and cast the arguments. A fake copy is made of the
+whole ones: it has no memory, so that nothing needs to be gathered, and of the hooks only the casts are left.
+
+Where a recipe wants a parameter that is not whole at that moment (a block computed again during the backward of the
+block after), FSDP is asked for it: what is gathered early is not gathered again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from jettison.errors import TraceError
+
+_FORMS = ("sharded_param", "_sharded_post_forward_param", "_unsharded_param")
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that `fully_shard` was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters under FSDP as the optimizer knows them, whatever the modules hold at this moment."""
+    for module in sharded_modules(model):
+        yield from (sharded.sharded_param for sharded in _parameters(module))
+
+
+def plain_class(module: Any) -> type:
+    """The class of a module before `fully_shard` changed it."""
+    found: type = type(module).__mro__[type(module)._orig_cls_mro_index]
+    return found
+
+
+def whole_parameters(
+    module: Any, fake: Callable[[Tensor, torch.device], Tensor]
+) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    """For every form in which a module of FSDP's holds a parameter, the whole one that its forward sees.
+
+    Args:
+        fake: makes a tensor without memory, for a device, like the given one, which is on ``meta``.
+
+    Raises:
+        TraceError: a parameter gathers in a way of its own, as quantised ones do.
+    """
+    for sharded in _parameters(module):
+        if hasattr(sharded._sharded_local_tensor, "fsdp_post_all_gather"):
+            raise TraceError(f"{type(sharded._sharded_local_tensor).__name__} gathers in a way of its own under FSDP")
+        dtype = sharded.sharded_param.dtype
+        if dtype.is_floating_point:
+            dtype = sharded.mp_policy.param_dtype or dtype
+        whole = fake(torch.empty(sharded._orig_size, dtype=dtype, device="meta"), sharded.device)
+        if sharded._unsharded_dtensor_spec is not None:  # tensor parallel inside
+            from torch.distributed.tensor import DTensor
+
+            whole = DTensor(whole, sharded._get_unsharded_dtensor_spec(whole), requires_grad=False)
+        parameter = nn.Parameter(whole, requires_grad=sharded.sharded_param.requires_grad)
+        for form in _FORMS:
+            held = getattr(sharded, form, None)
+            if held is not None:
+                yield held, parameter
+
+
+def states(model: nn.Module) -> list[Any]:
+    """FSDP's own objects behind the modules of a model, each once."""
+    return list({id(state): state for m in sharded_modules(model) if (state := m._get_fsdp_state())}.values())
+
+
+def leave_casts(module: Any, fake_model: nn.Module) -> None:
+    """Replace FSDP's hooks on the copy of a module by what they do to arguments and results."""
+    state = module._get_fsdp_state()
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return state._cast_forward_inputs(args, kwargs)
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return state._cast_output_dtype(output)
+
+    for number in _hooks(state):
+        if number in fake_model._forward_pre_hooks:
+            fake_model._forward_pre_hooks[number] = Unwatched(before)
+        if number in fake_model._forward_hooks:
+            fake_model._forward_hooks[number] = Unwatched(after)
+
+
+def precision_of(model: nn.Module) -> tuple[Any, ...]:
+    """What FSDP casts in a model: its types by module. Empty where it casts nothing, as without FSDP."""
+    found = []
+    for module in sharded_modules(model):
+        policy = module._get_fsdp_state()._mp_policy
+        if policy.param_dtype is not None or policy.output_dtype is not None:
+            found.append((id(module), policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs))
+    return tuple(found)
+
+
+def cast_batch(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as the model's own forward gets it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(model, fsdp.FSDPModule):
+        return args, kwargs
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = model._get_fsdp_state()._cast_forward_inputs(args, kwargs)
+    return cast
+
+
+def whole_now(model: nn.Module, table: dict[str, Any], leaf: str, seen: Tensor) -> Tensor:
+    """The parameter at ``table[leaf]`` as a forward sees it, gathered if it is not there.
+
+    Args:
+        model: where FSDP's modules are looked for.
+        seen: what was in the table when the forward began; it is the answer if FSDP does not manage the parameter.
+    """
+    if seen not in _managers:
+        _managers[seen] = _manager(model, seen)
+    found = _managers[seen]
+    module, sharded = (found[0](), found[1]()) if found is not None else (None, None)
+    if module is None or sharded is None:
+        return seen
+    if table[leaf] is not getattr(sharded, "_unsharded_param", None):
+        module.unshard()
+    whole: Tensor = sharded._unsharded_param
+    return whole
+
+
+_managers: Any = WeakTensorKeyDictionary()
+"""By parameter: weak references to the module that gathers it and to FSDP's own object for it, or None."""
+
+
+def _manager(model: nn.Module, parameter: Tensor) -> Any:
+    for module in sharded_modules(model):
+        for sharded in _parameters(module):
+            if any(getattr(sharded, form, None) is parameter for form in _FORMS):
+                return weakref.ref(module), weakref.ref(sharded)
+    return None
+
+
+@contextlib.contextmanager
+def unwatched(model: nn.Module, watcher: Any) -> Iterator[None]:
+    """What FSDP's hooks on the modules below ``model`` do is hidden from ``watcher`` (its ``paused`` is set)."""
+    changed: list[tuple[Any, int, Any]] = []
+    for module in sharded_modules(model):
+        for number in _hooks(module._get_fsdp_state()):
+            for table in (module._forward_pre_hooks, module._forward_hooks):
+                if number in table:
+                    changed.append((table, number, table[number]))
+                    table[number] = Unwatched(table[number], watcher)
+    try:
+        yield
+    finally:
+        for table, number, hook in changed:
+            table[number] = hook
+
+
+class Unwatched:
+    """A module hook during which a watcher is paused; without one, every recorder that is listening."""
+
+    of_a_region = True
+
+    def __init__(self, hook: Callable[..., Any], watcher: Any = None) -> None:
+        self.hook = hook
+        self.watcher = watcher
+
+    def __call__(self, *args: Any) -> Any:
+        watchers = [self.watcher] if self.watcher is not None else _recorders()
+        before = [watcher.paused for watcher in watchers]
+        for watcher in watchers:
+            watcher.paused = True
+        try:
+            return self.hook(*args)
+        finally:
+            for watcher, was in zip(watchers, before, strict=True):
+                watcher.paused = was
+
+
+def _recorders() -> list[Any]:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "paused")]
+
+
+def _parameters(module: Any) -> Iterator[Any]:
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def _hooks(state: Any) -> list[int]:
+    """Numbers of the module hooks that FSDP has registered."""
+    handles: list[Any] = []
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handles.extend(getattr(handle, "handles", (handle,)))
+    return [handle.id for handle in handles]

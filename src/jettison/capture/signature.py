@@ -1,0 +1,166 @@
+"""What must be the same for a recorded program to stand for a call: arguments, modes, settings."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.described import described
+from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.wrapped import plain
+from jettison.errors import TraceError
+
+_SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def leaf_signature(leaf: Any) -> Any:
+    """A tensor by its metadata, a value by itself, an object by its type and what it holds."""
+    if isinstance(leaf, _SCALARS):
+        return type(leaf), leaf
+    return described(leaf)
+
+
+def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The flat leaves of a call, and its hashable signature (positional and keyword structure included).
+
+    Where in its memory an argument lies does not matter (micro-batches are parts of one batch), but how those that
+    share memory lie to each other does.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, (spec, tuple(map(leaf_signature, leaves)), _sharing(leaves))
+
+
+def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
+    """(position, position of the first argument in the same memory, bytes between the two)."""
+    first: dict[int, tuple[int, int]] = {}
+    found = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            inner = plain(leaf)
+            at = inner.storage_offset() * inner.element_size()
+            other, start = first.setdefault(inner.untyped_storage()._cdata, (position, at))
+            if other != position:
+                found.append((position, other, at - start))
+    return tuple(found)
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+
+
+def _set_determinism(value: tuple[bool, bool]) -> None:
+    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_SMALLEST, _HALF = sys.float_info.min, 0.5
+
+
+def _flushes_denormals() -> bool:
+    return _SMALLEST * _HALF == 0.0  # torch has no way to ask; the flag is the thread's, Python's numbers included
+
+
+KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (_determinism, _set_determinism),
+    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_flushes_denormals, torch.set_flush_denormal),
+)  # fmt: skip
+"""How to read and how to set what chooses kernels, their precision, or the order of their sums."""
+_READ = tuple(read for read, _ in KERNEL_SWITCHES)
+
+Switches = tuple[Any, ...]
+
+
+def kernel_switches() -> Switches:
+    """Where the `KERNEL_SWITCHES` stand. Read for every tensor that is computed again: a microsecond."""
+    return tuple([read() for read in _READ])
+
+
+@contextlib.contextmanager
+def switched(wanted: Switches) -> Iterator[None]:
+    """The switches stand like this meanwhile."""
+    before = kernel_switches()
+    try:
+        _switch(before, wanted)
+        yield
+    finally:
+        _switch(wanted, before)
+
+
+def _switch(before: Switches, wanted: Switches) -> None:
+    for (_, switch), was, value in zip(KERNEL_SWITCHES, before, wanted, strict=True):
+        if was != value:
+            switch(value)
+
+
+def global_signature() -> tuple[Any, ...]:
+    """Process-wide switches that choose kernels or cast arguments."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        *kernel_switches(),
+    )
+
+
+@contextlib.contextmanager
+def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
+    """The autocast state and the choice of kernels that a `global_signature` was taken under."""
+    if signature == global_signature():
+        yield
+        return
+    cpu, cpu_dtype, cuda, cuda_dtype, *kernels = signature
+    with (
+        torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu), torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda),
+        switched(tuple(kernels)),
+    ):  # fmt: skip
+        yield
+
+
+def opaque_copy(call: Any, tensors: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """The arguments of a call with objects that a forward may change (caches, side lists) copied.
+
+    Args:
+        tensors: what becomes of the tensors inside such objects; by default they are shared.
+
+    Raises:
+        TraceError: an object cannot be copied.
+    """
+    leaves, spec = tree_flatten(call)
+    memo: dict[int, Any] = {}
+    return tree_unflatten([_copied(leaf, tensors, memo) for leaf in leaves], spec)
+
+
+def _copied(leaf: Any, tensors: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> Any:
+    if isinstance(leaf, (Tensor, nn.Module, *_SCALARS)) or callable(leaf):
+        return leaf
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(tensor), tensors(tensor))
+
+    original = Tensor.__deepcopy__
+    Tensor.__deepcopy__ = copied
+    try:
+        return copy.deepcopy(leaf, memo)
+    except Exception as error:  # a copy method of somebody else's class may fail in any way it likes
+        raise TraceError(
+            f"an argument of type {type(leaf).__name__} cannot be copied ({type(error).__name__}), and a recording "
+            "must not change the real one"
+        ) from error
+    finally:
+        Tensor.__deepcopy__ = original

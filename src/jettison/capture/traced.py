@@ -1,0 +1,147 @@
+"""The record of a whole model: its classes of blocks, the calls of them in order, and what is around them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jettison.capture.isolation import leaving_nothing
+from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.signature import as_signed
+from jettison.capture.values import tracing
+from jettison.errors import TraceError
+from jettison.ledger.program import Program
+
+LossFn = Callable[[Any], Tensor]
+
+
+@dataclass(kw_only=True)
+class BlockCall:
+    """One call of a block in the forward, in call order. ``problem`` says why it could not be recorded."""
+
+    name: str
+    class_key: str
+    shared: frozenset[int] = frozenset()  # leaf positions of arguments that other blocks get as well
+    links: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the call before) that are one tensor
+    problem: str = ""
+    signature: Any = None  # of this call; those of a class may differ in what its forward does not look at
+
+
+@dataclass(kw_only=True)
+class BlockClass:
+    """Blocks that compute the same thing on tensors of the same shape."""
+
+    key: str
+    trace: RegionTrace
+    example: str  # name of the block that was recorded
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    signature: Any = None
+    problem: str = ""  # why it has no program; its trace then knows inputs and outputs only
+    verdict: Any = None  # whether its Python may run again, where that was tried
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the block can only be kept or checkpointed whole."""
+        return bool(self.problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What memory hangs on beside the model: how the training loop goes about a step.
+
+    Args:
+        holds_output: it still has the model's output to the end of the step.
+        gradients_held: parameters have gradients already when the forward starts.
+        check: how closely the runtime will compare what it computes again with what the forward had.
+        elsewhere_bytes: on the device, and none of the step's: other models, workspaces that libraries keep.
+    """
+
+    holds_output: bool = True
+    gradients_held: bool = False
+    check: str = "always"
+    elsewhere_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class ModelTrace:
+    """The record of one training forward of a model, and the fake copy that it was taken from."""
+
+    calls: list[BlockCall]
+    classes: dict[str, BlockClass]
+    root: RegionTrace
+    fake_model: nn.Module
+    mode: FakeTensorMode
+    batch: Any  # fake or real, as the fake copy takes it
+    loss_fn: LossFn | None
+    values_known: bool
+    real: nn.Module | None  # the model itself, where its tensors have values
+    seconds: float
+    root_signature: Any = None
+    loop: Loop = field(default_factory=Loop)
+    outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
+    warnings: list[str] = field(default_factory=list)
+
+    @functools.cached_property
+    def device_type(self) -> str | None:
+        """Where memory counts: the accelerator that something of the model is on; None where everything counts."""
+        types = {t.device.type for t in (*self.fake_model.parameters(), *self.fake_model.buffers())}
+        return min(types - {"cpu", "meta"}, default=None)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Everything run on the fake copy belongs into this context; autocast is as it was when the trace was taken."""
+        with (
+            as_signed(self.root_signature[1]), leaving_nothing([self.fake_model]),
+            tracing(self.mode, values_known=self.values_known),
+        ):  # fmt: skip
+            yield
+
+    def program(self, call: BlockCall) -> Program:
+        """The program of a block call; without ops where it could not be recorded."""
+        return self.classes[call.class_key].trace.program
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple or list, ``model(batch)`` otherwise."""
+    args, kwargs = as_call(batch)
+    return model(*args, **kwargs)
+
+
+def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
+    """The scalar to differentiate: ``loss_fn(output)``, ``output.loss``, or the output itself.
+
+    Raises:
+        TraceError: none of the three gives a scalar tensor.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output)
+    elif isinstance(output, Tensor):
+        loss = output
+    else:
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise TraceError(
+            f"no scalar loss: got {got}; expected output.loss, a scalar output, or loss_fn=... that makes one of it"
+        )
+    return loss
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and keyword arguments of the model."""
+    if isinstance(batch, dict) or hasattr(batch, "keys"):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs if kwargs else args

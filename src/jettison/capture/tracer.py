@@ -1,0 +1,429 @@
+"""Trace a whole model: one program per class of blocks, one for the root around them, and the order of the calls."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from jettison.capture.blocks import find_blocks, structural_keys
+from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy, fake_mode
+from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
+from jettison.capture.observe import is_real, observed_trace
+from jettison.capture.overwritten import Late, Memory, Trail
+from jettison.capture.recorder import CaptureMode, Recorder, RegionTrace, TensorRef
+from jettison.capture.sharded import cast_batch, sharded_modules
+from jettison.capture.signature import call_signature, global_signature, opaque_copy
+from jettison.capture.streams import default_stream
+from jettison.capture.stub import stub_outputs
+from jettison.capture.traced import (
+    BlockCall,
+    BlockClass,
+    Loop,
+    LossFn,
+    ModelTrace,
+    as_batch,
+    as_call,
+    loss_of,
+)
+from jettison.capture.trees import tree_leaves
+from jettison.capture.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
+from jettison.capture.values import tracing
+from jettison.capture.wrapped import plain, storage_of
+from jettison.errors import TraceError
+from jettison.ledger.program import Anchor, Op
+
+MOST_CHANGES = 32  # of what is a region, before a model is given up
+
+
+def trace_model(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+    values_known: bool = True,
+    mode: FakeTensorMode | None = None,
+    loop: Loop | None = None,
+) -> ModelTrace:
+    """Record one training forward without allocating model memory.
+
+    Args:
+        model: any module; its tensors may be real, fake (then ``mode`` is theirs) or on ``meta``.
+        values_known: the batch holds real values that the forward may look at.
+        loop: that the model trains in.
+
+    Raises:
+        TraceError: the root itself cannot be recorded, or there is no scalar loss.
+    """
+    mode = mode or fake_mode(allow_non_fake_inputs=True)
+    changes: list[str] = []
+    for _ in range(MOST_CHANGES):
+        try:
+            trace = _traced(model, batch, loss_fn, regions, values_known, mode, loop or Loop())
+        except OtherRegions as other:
+            regions = other.regions
+            changes.append(str(other))
+            if other.guesses and isinstance(mode, StepFakeMode):
+                mode.guesses = True
+        else:
+            trace.warnings[:0] = changes
+            return trace
+    raise TraceError(f"no way to divide {type(model).__name__} into regions was found: {'; '.join(changes[-2:])}")
+
+
+def _traced(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None, regions: Iterable[str] | None, values_known: bool,
+    mode: FakeTensorMode, loop: Loop,
+) -> ModelTrace:  # fmt: skip
+    """See `trace_model`.
+
+    Raises:
+        OtherRegions: it can be traced with others.
+    """
+    started = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        fake_model = fake_copy(model, mode)
+        held = batch if values_known else fake_batch(batch, mode)
+        if sharded_modules(model):
+            held = as_batch(*cast_batch(model, *as_call(held)))
+    watchable = values_known and is_real(model) and not sharded_modules(model)
+    tracer = Tracer(fake_model, mode, regions, model if watchable else None)
+    root_signature = (call_signature(*as_call(held))[1], global_signature())
+    given = as_batch(*opaque_copy(as_call(held)))
+    with (
+        tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad(),
+        leaving_nothing([fake_model], tree_leaves(given)) as state,
+    ):  # fmt: skip
+        with unseen_outputs(tracer.classes):
+            root, outside = tracer.run(given, loss_fn)
+        _note_effects(root, state)
+    trace = ModelTrace(
+        calls=tracer.calls, classes=tracer.classes, root=root, fake_model=fake_model, mode=mode, batch=held,
+        loss_fn=loss_fn, values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started,
+        root_signature=root_signature, outside=outside, loop=loop,
+    )  # fmt: skip
+    if root.problem:
+        trace.warnings.append(
+            f"what {type(model).__name__} does around its blocks is kept as plain autograd keeps it: {root.problem}"
+        )
+    for cls in trace.classes.values():
+        if cls.problem:
+            trace.warnings.append(
+                f"blocks like {cls.example} cannot be recorded: they are checkpointed whole where a second run of "
+                f"their Python gives the same values, and kept where not: {cls.problem}"
+            )
+    _mark_shared(trace, tracer)
+    _mark_overwritten(trace, tracer)
+    return trace
+
+
+@contextlib.contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """Every use of a weight under autocast casts it anew, as far as a recording is concerned."""
+    # with the cache on, the second use of a weight would find a cast copy that no recorded op made
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Iterable[str]) -> RegionTrace:
+    """Record what a model does around its blocks, for arguments like these.
+
+    Raises:
+        TraceError: it cannot run on tensors without values.
+    """
+    mode = mode_of(module, args, kwargs)
+    fake_model = fake_copy(module, mode)
+    tracer = Tracer(fake_model, mode, blocks, module if is_real(module) and not sharded_modules(module) else None)
+    args, kwargs = opaque_copy((args, kwargs))
+    with (
+        warnings.catch_warnings(),
+        recording_errors(),
+        tracing(mode, values_known=True),
+        tracer.installed(),
+        uncached_autocast(),
+        torch.enable_grad(),
+        leaving_nothing([fake_model], tree_leaves((args, kwargs))) as state,
+    ):
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
+        output, root = tracer.forward(args, kwargs)
+        trace = root.finish(output)
+        _anchor_root(trace, tracer)
+        _note_effects(trace, state)
+    return trace
+
+
+@contextlib.contextmanager
+def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
+    """A block that was only observed leaves nothing but its outputs: code that wants more than that fails.
+
+    Raises:
+        TraceError: there is such a block, and the code around it failed.
+    """
+    try:
+        yield
+    except (LookupError, AttributeError, TypeError) as error:
+        cls = next((cls for cls in classes.values() if cls.opaque), None)
+        if cls is None:
+            raise
+        raise TraceError(
+            f"blocks like {cls.example} cannot be recorded ({cls.problem}), and the code around them failed without "
+            f"what they do besides returning their outputs ({type(error).__name__}: {error}); switch that off (outputs "
+            "that hooks collect, auxiliary losses), or train this model without a plan"
+        ) from error
+
+
+def _note_effects(root: RegionTrace, state: Isolation) -> None:
+    """What the root changes of Python's state; it is never run twice, so that drawing there is no reason to refuse."""
+    try:
+        root.effects = state.effects()
+    except TraceError as error:
+        root.problem = root.problem or str(error)
+
+
+def mode_of(module: nn.Module, args: Any, kwargs: Any) -> FakeTensorMode:
+    """The fake mode that these tensors belong to, or a new one."""
+    tensors = map(plain, [*tree_leaves((args, kwargs)), *module.parameters()])
+    found = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+    return found or fake_mode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def recording_errors() -> Iterator[None]:
+    """What goes wrong while a forward runs on fake tensors is a `TraceError`."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except (
+        RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AssertionError,
+        *VALUES_WANTED,
+    ) as error:  # fmt: skip
+        first = str(error).splitlines()[0][:200] if str(error) else ""
+        raise TraceError(f"{type(error).__name__}: {first}") from error
+
+
+class Tracer:
+    """Runs the fake copy once: blocks are recorded on the first call of their class, later calls are stubbed."""
+
+    def __init__(
+        self, fake_model: nn.Module, mode: FakeTensorMode, regions: Iterable[str] | None, real: nn.Module | None = None
+    ) -> None:
+        self.fake_model = fake_model
+        self.mode = mode
+        self.real = real  # the model itself, where it has values
+        self.names = find_blocks(fake_model, regions)
+        self.capture = CaptureMode()
+        self.calls: list[BlockCall] = []
+        self.classes: dict[str, BlockClass] = {}
+        self.root: Recorder | None = None
+        self.uses: dict[int, set[int]] = {}  # storage -> block calls that got it as an argument
+        self.memory = Memory()
+        self._keys: dict[str, Any] = {}
+        self.stream = default_stream()  # nobody draws while a trace lasts
+        self._likenesses: dict[Any, BlockClass] = {}
+        self._held: list[Any] = []
+        self._last_output: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        modules = dict(self.fake_model.named_modules())
+        self._keys = structural_keys({name: modules[name] for name in self.names})
+        own = {name: vars(modules[name])["forward"] for name in self.names if "forward" in vars(modules[name])}
+        for name in self.names:
+            module = modules[name]
+            module.forward = self._wrap(name, module, module.forward)
+        try:
+            yield
+        finally:
+            for name in self.names:
+                modules[name].__dict__.pop("forward", None)
+                if name in own:
+                    modules[name].forward = own[name]
+
+    def _wrap(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            return self._block(name, module, forward, args, kwargs)
+
+        return traced
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recorder]:
+        leaves, _ = call_signature(args, kwargs)
+        self.root = root = Recorder(self.fake_model, leaves, strict=False, stream=self.stream)
+        with self._values_wanted(root), self.capture, self.capture.recording(root):
+            output = forward_of(self.fake_model, self.fake_model)(*args, **kwargs)
+        return output, root
+
+    def _values_wanted(self, root: Recorder) -> contextlib.AbstractContextManager[None]:
+        guesses = isinstance(self.mode, StepFakeMode) and self.mode.guesses
+        return values_wanted(root, self.names, real=self.real is not None, guesses=guesses)
+
+    def run(self, batch: Any, loss_fn: LossFn | None) -> tuple[RegionTrace, list[TensorRef]]:
+        output, root = self.forward(*as_call(batch))
+        inside, calls = len(root.slots), len(root.sequence)
+        with self._values_wanted(root), self.capture, self.capture.recording(root):
+            loss = loss_of(output, loss_fn)
+        if not loss.requires_grad:
+            raise TraceError(
+                "the loss does not require gradients; expected a training forward with trainable parameters"
+            )
+        outside = root.slots[inside:]
+        del root.slots[inside:], root.slot_info[inside:], root.sequence[calls:]
+        return root.finish(output), outside
+
+    def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self.root is None:
+            return forward(*args, **kwargs)
+        leaves, signature = call_signature(args, kwargs)
+        call, depth = len(self.calls), len(self.root.path)
+        cls = self._class_of(name, module, forward, args, kwargs, leaves, (signature, global_signature()))
+        del self.root.path[depth:]  # where it was broken off, its modules have not been left
+        links = tuple(
+            (position, self._last_output[id(leaf)])
+            for position, leaf in enumerate(leaves)
+            if id(leaf) in self._last_output and position not in cls.trace.asked
+        )
+        self.calls.append(
+            BlockCall(
+                name=name, class_key=cls.key, links=links, problem=cls.problem,
+                signature=(signature, global_signature()),
+            )
+        )  # fmt: skip
+        storages = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self._held.append(plain(leaf).untyped_storage())
+                storages[position] = storage_of(leaf)
+                self.uses.setdefault(storages[position], set()).add(call)
+        self.memory.given.append(storages)
+        output = self._stub(cls, leaves)
+        self.root.nested_at.append(len(self.root.ops))
+        self._last_output = {}
+        for position, leaf in enumerate(tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                self.root.block_output(leaf, call, position)
+                self._last_output[id(leaf)] = position
+                self._held.append(leaf)
+                self.memory.made.setdefault(storage_of(leaf), []).append((call, position))
+        return output
+
+    def _class_of(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any],
+        signature: Any,
+    ) -> BlockClass:  # fmt: skip
+        """Every call is recorded; two are of one class if their programs are equal."""
+        found = self._record(name, module, forward, args, kwargs, leaves)
+        if found.problem:
+            likeness: Any = (type(module), signature, found.problem, self._keys[name])
+        else:
+            likeness = found.trace.likeness()
+        known = self._likenesses.get(likeness)
+        if known is not None:
+            return known
+        kind = type(module)
+        alike = [n for n in self.names if type(self.fake_model.get_submodule(n)) is kind]
+        refuse_unfit(name, found.trace, alike, self.names)
+        found.key = f"{type(module).__name__}.{len(self.classes)}"
+        found.signature = signature
+        self.classes[found.key] = self._likenesses[likeness] = found
+        return found
+
+    def _record(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
+    ) -> BlockClass:
+        recorder = Recorder(module, leaves, stream=self.stream)
+        problem = ""
+        before = (args, kwargs)
+        state = Isolation([module], leaves)
+        try:
+            before = opaque_copy((args, kwargs))
+            with recording_errors(), exactly(self.mode), self.capture.recording(recorder):
+                output = forward(*args, **kwargs)
+            trace = recorder.finish(output)
+            trace.effects = state.effects()
+            self.memory.trails.append(Trail.of(recorder))
+        except TraceError as error:
+            state.undo_draws()
+            problem = str(error)
+            trace = self._observe(name, problem, *before)
+            self.memory.trails.append(None)
+        return BlockClass(key="", trace=trace, example=name, args=before[0], kwargs=before[1], problem=problem)
+
+    def _observe(self, name: str, problem: str, args: Any, kwargs: Any) -> RegionTrace:
+        """The block's outputs as a real call of the real block gives them."""
+        if self.real is None:
+            raise TraceError(
+                f"block {name!r} cannot be recorded ({problem}), and there is no real model here to watch instead; "
+                "trace a model with real weights and a real batch, or leave the block out with regions=[...]"
+            )
+        return observed_trace(self.real.get_submodule(name), args, kwargs)
+
+    def _stub(self, cls: BlockClass, leaves: list[Any]) -> Any:
+        """Outputs like the block's own, tied to its inputs in the graph, without its memory."""
+        recorders, self.capture.recorders = self.capture.recorders, []
+        try:
+            return stub_outputs(cls.trace, leaves)
+        finally:
+            self.capture.recorders = recorders
+
+
+def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
+    """Arguments that several blocks get (rotary tables, masks, encoder output) cost no single block a byte."""
+    shared: dict[str, set[int]] = {}
+    for call, storages in zip(trace.calls, tracer.memory.given, strict=True):
+        call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
+        shared.setdefault(call.class_key, set()).update(call.shared)
+    for key, positions in shared.items():
+        region = trace.classes[key].trace
+        free = {b for b, position in region.inputs.items() if position in positions}
+        buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
+        region.program = replace(region.program, buffers=buffers)
+
+
+def _mark_overwritten(trace: ModelTrace, tracer: Tracer) -> None:
+    """What a block had, and somebody else writes to before backward."""
+    assert tracer.root is not None
+    late: dict[str, Late] = {}
+    for call, found in zip(trace.calls, tracer.memory.late(tracer.root), strict=True):
+        of_class = late.setdefault(call.class_key, Late())
+        of_class.places |= found.places
+        of_class.inside |= found.inside
+    for key, found in late.items():
+        if found.places or found.inside:
+            trace.classes[key].trace.anchor(frozenset(found.places), frozenset(found.inside))
+    for before, call in zip([None, *trace.calls], trace.calls, strict=False):
+        made = late[before.class_key].places if before is not None else set()
+        given = late[call.class_key].places
+        call.links = tuple(
+            (position, leaf) for position, leaf in call.links
+            if (False, position) not in given and (True, leaf) not in made
+        )  # fmt: skip
+    _anchor_root(trace.root, tracer)
+
+
+def _anchor_root(root: RegionTrace, tracer: Tracer) -> None:
+    """What the root saved, and a block writes to: nobody computes it again, or with it. What the root reads after a
+    block has written to it is not what the root made.
+    """
+    assert tracer.root is not None
+    written = tracer.memory.in_the_root(tracer.root)
+    saved = root.program.needed_buffers() & written.keys()
+
+    def is_other(op: Op) -> bool:
+        return bool(saved.intersection((*op.inputs, *op.outputs))) or any(
+            op.index >= written.get(b, len(root.program.ops)) for b in op.inputs
+        )
+
+    ops = tuple(replace(op, anchor=op.anchor or Anchor.MUTATED) if is_other(op) else op for op in root.program.ops)
+    root.program = replace(root.program, ops=ops)

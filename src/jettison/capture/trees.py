@@ -1,0 +1,111 @@
+"""Trees of arguments and results, as torch's pytree sees them, and dataclasses that hold tensors taken apart too.
+
+torch's pytree takes a dataclass for one leaf, unless its author has registered it. A block that returns one would then
+have no tensors. Nothing is registered for classes of other people: other code would see them in another way.
+A `torch.Size` is a leaf here: torch registers it once some of its parts are imported, and puts a tuple back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+tree_unflatten = pytree.tree_unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A dataclass by its attributes."""
+
+    kind: type
+    values: dict[str, Any]
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves, and what `tree_unflatten` needs to put them back."""
+    leaves, spec = pytree.tree_flatten(tree, _is_size)
+    if not any(map(_is_closed, leaves)):
+        return leaves, spec
+    return pytree.tree_flatten(_opened(tree, ()), _is_size)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Leaves alone."""
+    leaves = pytree.tree_leaves(tree, _is_size)
+    return pytree.tree_leaves(_opened(tree, ()), _is_size) if any(map(_is_closed, leaves)) else leaves
+
+
+def tree_map(change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with something else in the place of each leaf; dataclasses stay closed."""
+    return pytree.tree_map(change, tree, is_leaf=_is_size)
+
+
+def op_leaves(*values: Any) -> list[Any]:
+    """What an operator was given or returned: they come in lists, tuples and dicts alone."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, list | tuple):
+            found.extend(op_leaves(*value))
+        elif isinstance(value, dict):
+            found.extend(op_leaves(*value.values()))
+        else:
+            found.append(value)
+    return found
+
+
+def op_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """`op_leaves` with something else in the place of each."""
+    if isinstance(value, list | tuple):
+        return type(value)([op_map(change, inside) for inside in value])
+    if isinstance(value, dict):
+        return {key: op_map(change, inside) for key, inside in value.items()}
+    return change(value)
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node, torch.Size)
+
+
+def _is_closed(leaf: Any) -> bool:
+    return hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type | Tensor | nn.Module)
+
+
+def _opened(tree: Any, above: tuple[int, ...]) -> Any:
+    """The tree with dataclasses opened.
+
+    Args:
+        above: ids of the dataclasses around it, one of which may refer to another.
+    """
+    leaves, spec = pytree.tree_flatten(tree, _is_size)
+    return pytree.tree_unflatten([_open(leaf, above) if _is_closed(leaf) else leaf for leaf in leaves], spec)
+
+
+def _open(leaf: Any, above: tuple[int, ...]) -> Any:
+    if id(leaf) in above:
+        return leaf
+    names = dict.fromkeys((*(f.name for f in fields(leaf)), *getattr(leaf, "__dict__", {})))
+    above = (*above, id(leaf))
+    values = {name: _opened(getattr(leaf, name), above) for name in names if hasattr(leaf, name)}
+    if not any(isinstance(inside, Tensor) for inside in pytree.tree_leaves(values, _is_size)):
+        return leaf  # a configuration
+    return _Opened(type(leaf), values)
+
+
+def _flatten(opened: _Opened) -> tuple[list[Any], Any]:
+    return list(opened.values.values()), (opened.kind, tuple(opened.values))
+
+
+def _unflatten(values: Iterable[Any], context: Any) -> Any:
+    kind, names = context
+    made = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+pytree.register_pytree_node(_Opened, _flatten, _unflatten, serialized_type_name="jettison.capture.trees._Opened")

@@ -1,0 +1,139 @@
+"""Fake tensors for everything large, real values for everything that a forward may look at.
+
+A model may read its inputs ("is any token masked?") and take another path. Fake tensors have no values to read, so a
+purely fake trace can take a path that training never takes. `RealUntilFake` keeps ops whose arguments are all real on
+real tensors (ids, masks, position tables), and lets everything that meets a fake tensor (weights, hidden states) be
+fake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from jettison.capture.opinfo import writes
+from jettison.capture.trees import op_leaves
+from jettison.capture.wrapped import desugars, has_gradients
+
+WHICH_DEVICE = torch.ops.prim.device.default
+"""Every other call of a dry run is this question; it is worth answering first."""
+
+
+class RealUntilFake(TorchDispatchMode):
+    """Runs an op on real tensors where every tensor argument is real; stands above a `FakeTensorMode`.
+
+    A real tensor that fake values are written into is fake from then on, in every view of it: it stays the same object,
+    and a fake one on a shadow of its storage goes in its place wherever it is computed with.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+        self.shadows: dict[int, tuple[Any, torch.UntypedStorage]] = {}  # storage -> weak reference, what stands for it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is WHICH_DEVICE:
+            return func(*args)
+        if desugars(types):
+            return NotImplemented
+        has_real = has_fake = False
+        for leaf in op_leaves(args, kwargs):
+            if isinstance(leaf, FakeTensor):
+                has_fake = True
+            elif isinstance(leaf, torch.Tensor):
+                has_real = True
+        if has_fake and has_real and func._schema.is_mutable:
+            for tensor in writes(func, args, kwargs):
+                self._overshadow(tensor)
+        if self.shadows and has_real and not func.is_view:
+            given, instead = (args, kwargs), tree_map(self._instead, (args, kwargs))
+            changed = zip(tree_leaves(given), tree_leaves(instead), strict=True)
+            if back := {id(new): old for old, new in changed if new is not old}:
+                out = func(*instead[0], **instead[1])
+                return tree_map(lambda leaf: back.get(id(leaf), leaf), out)
+        if has_fake:
+            return func(*args, **kwargs)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if not has_real and seeded:
+            return _drawn(func, args, kwargs)
+        # not yet written: no forward decides anything by such values, and they may be as large as activations
+        if not has_real and _is_empty_float(func, kwargs):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily(), _unmoved_stream() if seeded else contextlib.nullcontext():
+            return func(*args, **kwargs)
+
+    def _overshadow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, FakeTensor) and self._shadow(storage) is None:
+            shadow = torch.UntypedStorage(storage.nbytes(), device="meta")
+            self.shadows[storage._cdata] = weakref.ref(storage), shadow
+
+    def _shadow(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        known = self.shadows.get(storage._cdata)
+        return known[1] if known is not None and known[0]() is storage else None
+
+    def _instead(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        shadow = self._shadow(leaf.untyped_storage())
+        if shadow is None:
+            return leaf
+        with unset_fake_temporarily():
+            meta = torch.empty(0, dtype=leaf.dtype, device="meta")
+            meta = meta.set_(shadow, leaf.storage_offset(), leaf.shape, leaf.stride())
+        return FakeTensor(self.mode, meta, leaf.device)
+
+
+FEW = 16  # elements of a draw that a forward may decide by
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random numbers: fake where they are many; where a forward may decide by them, real, and as large as they get.
+
+    What is skipped with some probability is skipped where a draw is below it: so everything runs, which takes most.
+    """
+    out = func(*args, **kwargs)
+    if not isinstance(out, FakeTensor) or out.numel() > FEW or not out.is_floating_point():
+        return out
+    with unset_fake_temporarily():
+        return torch.full(out.shape, 1 - torch.finfo(out.dtype).eps, dtype=out.dtype, device=out.device)
+
+
+@contextlib.contextmanager
+def _unmoved_stream() -> Iterator[None]:
+    """A recording draws nothing, also where its tensors are real. So a draw that is repeated gives the same numbers."""
+    with torch.random.fork_rng(devices=_cuda_devices()):
+        yield
+
+
+def _is_empty_float(func: Any, kwargs: dict[str, Any]) -> bool:
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return func._schema.name in ("aten::empty", "aten::empty_strided") and has_gradients(dtype)
+
+
+@contextlib.contextmanager
+def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
+    """Everything inside allocates no model memory and leaves every random generator as it was.
+
+    Args:
+        values_known: the batch is real, so that what depends on it alone is computed for real.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
+        stack.enter_context(mode)
+        if values_known:
+            stack.enter_context(RealUntilFake(mode))
+        yield
+
+
+def _cuda_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []

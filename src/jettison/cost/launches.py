@@ -1,0 +1,402 @@
+"""What a region launches on the device: kernels with their FLOPs and the bytes that they move, in both passes.
+
+NOTE [ Fusion ]
+A tape lists ops as PyTorch has them. An op joins the kernel of an op whose result it reads if both may be fused, the
+results are of one size, and nothing that it also reads is made by another kernel in between. Elementwise ops may be
+fused; compiled code fuses reductions over rows as well. A fused kernel reads what comes from outside once, and writes
+what others read, what is saved for backward and nothing else. Its backward reads the gradients of what it wrote and
+what its ops saved, and writes the gradients of what it read; a gradient that is the incoming one, as that of a sum is,
+costs nothing. Where a value has several readers its gradients are added up: two reads and a write each.
+
+NOTE [ Products ]
+y = x W^T with x of m × k and W of n × k is a product of (m, n, k); the gradient of x is one of (m, k, n), that of W one
+of (n, k, m). A bias costs one pass over the gradient of y.
+
+NOTE [ Quantising ]
+Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
+one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
+kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from math import prod
+
+from jettison.cost.execution import Fusion
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.region import Region
+from jettison.formula.tape import Tape, TapeOp, Value
+
+POINTWISE = frozenset(
+    (
+        "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.neg.default",
+        "aten.cat.default", "aten.pow.Tensor_Scalar", "aten.rsqrt.default", "aten.tanh.default", "aten.sigmoid.default",
+        "aten.gelu.default", "aten.silu.default", "aten.relu.default", "aten.clamp.default",
+        "aten.native_dropout.default", "aten.bernoulli.p", "aten._to_copy.default", "aten.where.ScalarOther",
+        "aten.masked_fill.Scalar", "gated_activation", "rotary", "quantise.fp8",
+    )
+)  # fmt: skip
+"""Ops whose result depends on one element of each input, or nearly so."""
+REDUCTIONS = frozenset(
+    (
+        "aten.native_layer_norm.default", "aten._fused_rms_norm.default", "aten._softmax.default",
+        "aten._safe_softmax.default", "aten._log_softmax.default", "aten.mean.dim", "aten.sum.dim_IntList",
+        "aten.max.dim",
+    )
+)  # fmt: skip
+"""Ops along rows."""
+LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default"))
+"""Ops that read as much of their first input as they write."""
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
+FLASH = "aten._scaled_dot_product_flash_attention.default"
+PICKED = "aten.nll_loss_forward.default"
+"""Reads one number of each row."""
+LOSSES = frozenset(("chunked_cross_entropy", "fused_linear_cross_entropy"))
+TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"
+FLASH_BACKWARD = 2.5
+"""Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
+LOSS_PASSES = 3
+"""Over fp32 logits, in one direction: written, read, written as gradients."""
+
+
+class Half(StrEnum):
+    """Which gradients a backward kernel makes; a zero-bubble schedule runs them apart."""
+
+    INPUTS = "inputs"
+    WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``batch`` products of m × k and k × n, in the dtype of their inputs."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add is two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One launch.
+
+    Args:
+        steps: of the tape, whose forward or backward it is.
+        nbytes: read and written.
+        attention_flops: of a fused attention, masked ones included.
+        launches: kernels that it stands for.
+    """
+
+    steps: tuple[int, ...]
+    nbytes: int
+    product: Product | None = None
+    attention_flops: float = 0.0
+    half: Half | None = None
+    launches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelWork:
+    """Both passes of a region."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+
+
+@lru_cache(maxsize=4096)
+def work(
+    region: Region, fusion: Fusion, gradient: str, product: str | None, *, delayed_scaling: bool = False
+) -> KernelWork:
+    """Everything that a region launches.
+
+    Args:
+        delayed_scaling: see NOTE [ Quantising ].
+        gradient: dtype of weight gradients.
+        product: dtype of the inputs of products with weights, where they are quantised.
+    """
+    return _Listing(
+        region=region, fusion=fusion, gradient_bytes=DTYPE_BYTES[gradient], product=product,
+        delayed_scaling=delayed_scaling,
+    ).work()  # fmt: skip
+
+
+def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
+    """Steps that are one kernel, as in NOTE [ Fusion ] and NOTE [ Quantising ]."""
+    fusable = {Fusion.NONE: frozenset(), Fusion.POINTWISE: POINTWISE, Fusion.COMPILED: POINTWISE | REDUCTIONS}[fusion]
+    made: list[list[int]] = []
+    group_of: dict[int, int] = {}
+    maker: dict[int, int] = {}
+    for index, step in enumerate(steps):
+        chosen = None
+        late = delayed_scaling and step.name == QUANTISE
+        if step.name in fusable or late:
+            leaders = POINTWISE | REDUCTIONS if late else fusable
+            chosen = _joined(step, steps, made, group_of, maker, fusion, leaders)
+        if chosen is None:
+            chosen = len(made)
+            made.append([])
+        made[chosen].append(index)
+        group_of[index] = chosen
+        for out in step.outputs:
+            maker[out.storage] = index
+    return made
+
+
+def _joined(
+    step: TapeOp, steps: Sequence[TapeOp], made: list[list[int]], group_of: dict[int, int], maker: dict[int, int],
+    fusion: Fusion, leaders: frozenset[str],
+) -> int | None:  # fmt: skip
+    """The group that a step may join: the last of those whose results it reads, if one of ``leaders`` starts it."""
+    makers = [maker[v.storage] for v in step.inputs if v.storage in maker]
+    if not makers:
+        return None
+    chosen = group_of[max(makers)]
+    first = made[chosen][0]
+    if steps[first].name not in leaders or any(group_of[i] != chosen and i > first for i in makers):
+        return None
+    size, other = _size(step), max(_size(steps[i]) for i in made[chosen])
+    return chosen if size == other or (fusion is Fusion.COMPILED and size < other) else None
+
+
+def _size(step: TapeOp) -> int:
+    return max((prod(v.local_shape) for v in step.outputs), default=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Listing:
+    """Writes down the kernels of one region."""
+
+    region: Region
+    fusion: Fusion
+    gradient_bytes: int
+    product: str | None
+    delayed_scaling: bool
+
+    @property
+    def tape(self) -> Tape:
+        return self.region.tape
+
+    def work(self) -> KernelWork:
+        steps = self.tape.steps
+        members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
+        readers: defaultdict[int, set[int]] = defaultdict(set)
+        narrow_only: defaultdict[int, set[int]] = defaultdict(set)  # readers that take the copy in fp8
+        narrowed = {step.inputs[0].index for step in steps if step.name == QUANTISE and self.delayed_scaling}
+        for number, group in enumerate(members):
+            for i in group:
+                for v in steps[i].inputs:
+                    readers[v.storage].add(number)
+                    if v.index in narrowed and self._quantises(steps[i]):
+                        narrow_only[v.storage].add(number)
+        for i, step in enumerate(steps):  # transfers and what is held for others read, too
+            if self._is_free(step):
+                for v in step.inputs:
+                    readers[v.storage].add(-1 - i)
+        saved = {s.value.storage for step in steps for s in step.saved} | {self.region.output.storage}
+        forward: list[Kernel] = []
+        backward: list[Kernel] = []
+        for number, group in enumerate(members):
+            own = [steps[i] for i in group]
+            leaving = [
+                v for step in own for v in step.outputs if v.storage in saved or readers[v.storage] - {number}
+            ]  # fmt: skip
+            written = [
+                v for v in leaving if v.storage in saved or readers[v.storage] - narrow_only[v.storage] - {number}
+            ]
+            forward += self._forward(group, own, written)
+            backward += self._backward(group, own, leaving)
+        backward += self._sums()
+        return KernelWork(forward=tuple(forward), backward=tuple(reversed(backward)))
+
+    def _groups(self, steps: Sequence[TapeOp]) -> list[list[int]]:
+        return groups(steps, self.fusion, delayed_scaling=self.delayed_scaling)
+
+    def _is_free(self, step: TapeOp) -> bool:
+        return step.name == HOLD or step.name.startswith(TRANSFER)
+
+    # forward ----------------------------------------------------------------------------------------------------------
+
+    def _forward(self, group: list[int], own: list[TapeOp], leaving: list[Value]) -> Iterator[Kernel]:
+        """Args: leaving: values that it writes."""
+        step, indices = own[0], tuple(group)
+        written = sum(v.nbytes for v in leaving)
+        if step.name == PICKED:
+            yield Kernel(steps=indices, nbytes=2 * step.inputs[-1].nbytes)
+            return
+        if step.name in LOOKUPS:
+            yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes)
+            return
+        nbytes = written + self._read(own) + sum(w.nbytes for s in own for w in s.weights)
+        if step.name in LOSSES:
+            yield from self._loss(step, indices, backward=False)
+        elif step.name == FLASH:
+            yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops)
+        else:
+            if self._quantises(step) and not self.delayed_scaling:  # see NOTE [ Quantising ]
+                weight, x = step.weights[0], step.inputs[0]
+                yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
+            yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step))
+
+    def _quantises(self, step: TapeOp) -> bool:
+        return self.product is not None and step.name in PRODUCTS
+
+    def _read(self, own: list[TapeOp]) -> int:
+        """Bytes that come from outside, each storage once."""
+        inside = {v.storage for step in own for v in step.outputs}
+        views: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for step in own:
+            for v in step.inputs:
+                if v.storage not in inside:
+                    views[v.storage][v.index] = v.nbytes
+        return sum(min(sum(sizes.values()), self._whole(storage)) for storage, sizes in views.items())
+
+    def _whole(self, storage: int) -> int:
+        return self.tape.sizes[storage]
+
+    def _product(self, step: TapeOp) -> Product | None:
+        """The sizes of a matrix product, which its FLOPs and its result tell; None where the op is none."""
+        if step.name not in PRODUCTS and step.name not in (BATCHED, GROUPED):
+            return None
+        shape = step.outputs[0].local_shape
+        k = step.flops // max(1, 2 * prod(shape))
+        dtype = step.inputs[0].dtype if self.product is None or step.name == BATCHED else self.product
+        if step.name == BATCHED:
+            return Product(prod(shape[:-2]), shape[-2], shape[-1], k, dtype)
+        rows, n = prod(shape[:-1]), shape[-1]
+        if step.name == GROUPED:
+            batch = max(1, step.weights[0].numel // (n * k))
+            return Product(batch, -(-rows // batch), n, k, dtype)
+        return Product(1, rows, n, k, dtype)
+
+    def _loss(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
+        """Head and loss in chunks. What makes gradients at once does all three products in the forward."""
+        x, weight = step.inputs[0], step.weights[0]
+        k = x.local_shape[-1]
+        m, n = prod(x.local_shape[:-1]), weight.numel // k
+        logits = LOSS_PASSES * m * n * 4
+        at_once = step.name != "chunked_cross_entropy"
+        ahead = Product(1, m, n, k, x.dtype)
+        if not (backward and at_once):
+            yield Kernel(steps=indices, nbytes=logits, product=ahead)
+        if backward != at_once:
+            back, half = Product(1, m, k, n, x.dtype), Half.INPUTS if backward else None
+            yield Kernel(steps=indices, nbytes=logits + x.nbytes, product=back, half=half)
+            moved = x.nbytes + weight.numel * self.gradient_bytes
+            half = Half.WEIGHTS if backward else None
+            yield Kernel(steps=indices, nbytes=moved, product=Product(1, n, k, m, x.dtype), half=half)
+
+    # backward ---------------------------------------------------------------------------------------------------------
+
+    def _backward(self, group: list[int], own: list[TapeOp], leaving: list[Value]) -> Iterator[Kernel]:
+        if not any(step.differentiable for step in own):
+            return
+        step, indices = own[0], tuple(group)
+        incoming = sum(v.nbytes for v in leaving if v.grad)
+        if step.name in LOSSES:
+            yield from self._loss(step, indices, backward=True)
+        elif step.name == FLASH:
+            moved = 2 * self._saved(own) + incoming
+            yield Kernel(
+                steps=indices, nbytes=moved, attention_flops=FLASH_BACKWARD * step.flops, half=Half.INPUTS, launches=2
+            )  # fmt: skip
+        elif step.name in LOOKUPS:
+            table = step.weights[0].numel * self.gradient_bytes if step.weights else self._gradients(own)
+            half = Half.WEIGHTS if step.weights else Half.INPUTS
+            yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2)
+        elif (product := self._product(step)) is not None:
+            yield from self._product_backward(step, indices, product, incoming)
+        else:
+            yield from self._memory_backward(indices, own, incoming)
+
+    def _product_backward(
+        self, step: TapeOp, indices: tuple[int, ...], p: Product, incoming: int
+    ) -> Iterator[Kernel]:  # fmt: skip
+        if step.weights:
+            weight, *bias = step.weights
+            if self._quantises(step):
+                narrow, reads = prod(step.outputs[0].local_shape), 1 if self.delayed_scaling else 2
+                yield Kernel(steps=indices, nbytes=reads * incoming + narrow, half=Half.INPUTS, launches=reads)
+            if any(v.grad for v in step.inputs):
+                moved = incoming + weight.nbytes + step.inputs[0].nbytes
+                dx = Product(p.batch, p.m, p.k, p.n, p.dtype)
+                yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
+            moved = incoming + step.inputs[0].nbytes + weight.numel * self.gradient_bytes
+            dw = Product(p.batch, p.n, p.k, p.m, p.dtype)
+            yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
+            if bias:
+                yield Kernel(steps=indices, nbytes=incoming, half=Half.WEIGHTS)
+            return
+        for v, other, sizes in (
+            (step.inputs[0], step.inputs[1], (p.m, p.k, p.n)),
+            (step.inputs[1], step.inputs[0], (p.n, p.k, p.m)),
+        ):
+            if v.grad:
+                moved = incoming + other.nbytes + v.nbytes
+                yield Kernel(
+                    steps=indices, nbytes=moved, product=Product(p.batch, *sizes, p.dtype), half=Half.INPUTS
+                )  # fmt: skip
+
+    def _memory_backward(self, indices: tuple[int, ...], own: list[TapeOp], incoming: int) -> Iterator[Kernel]:
+        made = self._made(own)
+        workspace = sum(step.workspace for step in own) if self.fusion is not Fusion.COMPILED else 0
+        if not made and not workspace and not any(step.weights for step in own):
+            return
+        launches = len(made) if len(own) == 1 and len(made) > 1 else 1
+        weights = sum(w.numel for step in own for w in step.weights) * self.gradient_bytes
+        nbytes = launches * incoming + self._saved(own) + sum(made) + 2 * workspace + weights
+        launches += any(step.weights for step in own)
+        yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches)
+
+    def _saved(self, own: list[TapeOp]) -> int:
+        """Bytes that backward reads of what the steps saved, each storage once."""
+        views: dict[int, int] = {}
+        for step in own:
+            for s in step.saved:
+                storage = s.value.storage
+                views[storage] = min(self._whole(storage), views.get(storage, 0) + s.value.nbytes)
+        return sum(views.values())
+
+    def _made(self, own: list[TapeOp]) -> list[int]:
+        """Bytes of the gradients that are written: of what comes from outside, unless it is the incoming one."""
+        inside = {v.storage for step in own for v in step.outputs}
+        passed = self._passed(own)
+        found: dict[int, int] = {}
+        for step in own:
+            for i, v in enumerate(step.inputs):
+                if v.grad and v.storage not in inside and not (step.passes and passed):
+                    size = v.nbytes if step.gradients is None else step.gradients[i]
+                    found[v.index] = size
+        return list(found.values())
+
+    def _passed(self, own: list[TapeOp]) -> bool:
+        """Do only sums stand between what a sum adds and what the group gives on? The last step tells."""
+        return own[-1].passes
+
+    def _gradients(self, own: list[TapeOp]) -> int:
+        return sum(v.nbytes for step in own for v in step.inputs if v.grad)
+
+    def _sums(self) -> Iterator[Kernel]:
+        """Gradients of values with several readers."""
+        contributions: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for i, step in enumerate(self.tape.steps):
+            if not step.differentiable:
+                continue
+            for v in {v.storage: v for v in step.inputs if v.grad}.values():
+                contributions[v.storage].append((i, v.nbytes))
+        each = 1 if self.fusion is Fusion.COMPILED else 3
+        for found in contributions.values():
+            for i, nbytes in found[1:]:
+                launches = 0 if self.fusion is Fusion.COMPILED else 1
+                yield Kernel(steps=(i,), nbytes=each * nbytes, half=Half.INPUTS, launches=launches)

@@ -1,0 +1,254 @@
+"""Seconds of a region: forward, what is computed again, and backward, with the transfers that are waited for.
+
+NOTE [ What hides behind what ]
+Within a layer every forward transfer is waited for: the next kernel needs it. In backward the gradient of a
+column-parallel product's input is reduced beside the product for its weight, and a saved shard is gathered beside the
+product for its input, where an execution does so. A gathering in backward that mirrors a forward reduce-scatter brings
+the gradient itself and is waited for. Where products are cut into t pieces, all of these hide behind products but for
+the first piece. What hides still takes `Reached.shared` of the device while it lasts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property, lru_cache
+
+from jettison.cost.collective import bandwidth, group, transfer_seconds
+from jettison.cost.execution import Execution
+from jettison.cost.launches import BATCHED, PRODUCTS, TRANSFER, Half, Kernel, KernelWork, work
+from jettison.cost.matmul import kernel_seconds
+from jettison.formula.region import Region
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Layout
+from jettison.spec.precision import Precision
+
+NOTHING_AGAIN: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Seconds of work on the device, of transfers waited for, and of waiting for the host to hand over kernels."""
+
+    compute: float = 0.0
+    transfers: float = 0.0
+    dispatch: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Altogether."""
+        return self.compute + self.transfers + self.dispatch
+
+    def __add__(self, other: Pass) -> Pass:
+        """One after the other."""
+        return Pass(
+            compute=self.compute + other.compute, transfers=self.transfers + other.transfers,
+            dispatch=self.dispatch + other.dispatch,
+        )  # fmt: skip
+
+    def __mul__(self, times: float) -> Pass:
+        """So many times."""
+        return Pass(compute=self.compute * times, transfers=self.transfers * times, dispatch=self.dispatch * times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSeconds:
+    """One micro-batch through one region on one rank. ``backward`` is both halves, without what is computed again."""
+
+    forward: Pass
+    again: Pass
+    inputs: Pass
+    weights: Pass
+
+    @property
+    def backward(self) -> Pass:
+        """All of it."""
+        return self.again + self.inputs + self.weights
+
+    def __add__(self, other: RegionSeconds) -> RegionSeconds:
+        """Both."""
+        return RegionSeconds(
+            forward=self.forward + other.forward, again=self.again + other.again, inputs=self.inputs + other.inputs,
+            weights=self.weights + other.weights,
+        )  # fmt: skip
+
+    def __mul__(self, times: float) -> RegionSeconds:
+        """So many alike."""
+        return RegionSeconds(
+            forward=self.forward * times, again=self.again * times, inputs=self.inputs * times,
+            weights=self.weights * times,
+        )  # fmt: skip
+
+
+NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
+
+
+def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
+    """Everything that a region launches when it is run like that."""
+    return work(
+        region, execution.fusion, precision.gradient, precision.product, delayed_scaling=execution.delayed_scaling
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16384)
+def region_seconds(
+    region: Region, again: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
+    layout: Layout, visible: float, planned: bool = False,
+) -> RegionSeconds:  # fmt: skip
+    """What a region takes.
+
+    Args:
+        again: steps of its tape that backward runs again.
+        visible: share of attention's scores that are not masked.
+        planned: somebody decides what it keeps, which costs the host time where an execution has hooks.
+    """
+    timer = _Timer(region, hardware, execution, precision, layout, visible)
+    return timer.seconds(again, hooked=planned and execution.hooks)
+
+
+class Class(StrEnum):
+    """Kinds of kernels, by what bounds them."""
+
+    PRODUCTS = "matrix products with weights"
+    ATTENTION = "attention"
+    MEMORY = "norms, activations, sums and losses"
+
+
+@lru_cache(maxsize=4096)
+def class_seconds(
+    region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
+) -> dict[Class, float]:
+    """A forward and a backward by kinds of kernels."""
+    timer = _Timer(region, hardware, execution, precision, layout, visible)
+    listed = timer.listed
+    found = dict.fromkeys(Class, 0.0)
+    for kernel in (*listed.forward, *listed.backward):
+        found[timer.kind(kernel)] += timer.kernel(kernel)
+    return found
+
+
+@lru_cache(maxsize=65536)
+def steps_seconds(
+    region: Region, steps: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
+    layout: Layout, visible: float,
+) -> float:  # fmt: skip
+    """Of running some steps of a region's forward once more, transfers included."""
+    return _Timer(region, hardware, execution, precision, layout, visible).seconds(steps).again.seconds
+
+
+class _Timer:
+    def __init__(
+        self, region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout,
+        visible: float,
+    ) -> None:  # fmt: skip
+        self.region, self.hardware, self.execution, self.layout = region, hardware, execution, layout
+        self.precision, self.visible = precision, visible
+
+    @cached_property
+    def listed(self) -> KernelWork:
+        """The kernels of both passes."""
+        return kernels_of(self.region, self.execution, self.precision)
+
+    def seconds(self, again: frozenset[int], *, hooked: bool = False) -> RegionSeconds:
+        listed = self.listed
+        repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
+        halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
+        return RegionSeconds(
+            forward=self._pass(
+                listed.forward,
+                self._forward_transfers(None, listed.forward) + self._ring(listed.forward),
+                host=len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0,
+            ),
+            again=self._pass(repeated, self._forward_transfers(again, repeated) + self._ring(tuple(repeated))),
+            inputs=self._pass(
+                halves[Half.INPUTS], self._backward_transfers(listed.backward) + self._ring(listed.backward)
+            ),
+            weights=self._pass(halves[Half.WEIGHTS], 0.0),
+        )
+
+    def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> Pass:
+        """Args: host: seconds of it beside handing kernels over."""
+        compute = sum(self.kernel(k) for k in kernels)
+        handed = sum(k.launches for k in kernels) * self.hardware.delays.dispatch
+        if self.hardware.synchronous:
+            return Pass(compute=compute, transfers=transfers, dispatch=handed + host)
+        return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
+
+    def kernel(self, kernel: Kernel) -> float:
+        """Of one kernel."""
+        return kernel_seconds(
+            kernel, self.hardware, visible=self.visible, dtype=self.precision.compute,
+            attention=self.execution.attention,
+        )  # fmt: skip
+
+    def kind(self, kernel: Kernel) -> Class:
+        """What a kernel is. The products of an eager attention belong to it."""
+        name = self.region.tape.steps[kernel.steps[0]].name
+        if kernel.attention_flops or name == BATCHED:
+            return Class.ATTENTION
+        if "softmax" in name and name != "aten._log_softmax.default":
+            return Class.ATTENTION
+        return Class.PRODUCTS if kernel.product is not None else Class.MEMORY
+
+    # transfers --------------------------------------------------------------------------------------------------------
+
+    def _collective(self, kind: str, axis: str, nbytes: int) -> float:
+        return transfer_seconds(kind, nbytes, group(self.layout, axis, self.hardware.node), self.hardware)
+
+    def _exposed(self, axis: str) -> float:
+        """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""
+        return self.execution.exposed(self.layout.tp) if axis == "tp" else 1.0
+
+    def _cost(self, waited: float, hidden: float, kernels: Sequence[Kernel]) -> float:
+        """Seconds waited for, and what those that hide behind products cost nevertheless."""
+        if not hidden:
+            return waited
+        steps = self.region.tape.steps
+        products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
+        out = max(0.0, hidden - products)
+        return waited + out + (hidden - out) * self.hardware.reached.shared
+
+    def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
+        """Those of a forward, or of the steps of it that run again, which are ``kernels``."""
+        forward = [c for c in self.region.collectives if not c.backward]
+        at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
+        waited = hidden = 0.0
+        for i, c in zip(at, forward, strict=True):
+            if steps is None or i in steps:
+                seconds, exposed = self._collective(c.kind, c.axis, c.nbytes), self._exposed(c.axis)
+                waited += seconds * exposed
+                hidden += seconds * (1 - exposed)
+        return self._cost(waited, hidden, kernels)
+
+    def _backward_transfers(self, kernels: Sequence[Kernel]) -> float:
+        waited = hidden = 0.0
+        mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
+        for c in self.region.collectives:
+            if not c.backward:
+                continue
+            seconds = self._collective(c.kind, c.axis, c.nbytes)
+            mirror = "gather" in c.kind and (c.axis, c.nbytes) in mirrored
+            if mirror:
+                mirrored.remove((c.axis, c.nbytes))
+            if mirror or c.axis != "tp" or not self.execution.hides_tensor:
+                waited += seconds * self._exposed(c.axis)
+                hidden += seconds * (1 - self._exposed(c.axis))
+            else:
+                hidden += seconds
+        return self._cost(waited, hidden, kernels)
+
+    def _ring(self, kernels: tuple[Kernel, ...]) -> float:
+        """Keys and values that go round under context parallelism, where attention does not cover it."""
+        if self.layout.cp == 1:
+            return 0.0
+        total = 0.0
+        ranks = group(self.layout, "cp", self.hardware.node)
+        for kernel in kernels:
+            if kernel.attention_flops:
+                inputs = self.region.tape.steps[kernel.steps[0]].inputs
+                moved = sum(v.nbytes for v in inputs[1:3]) * (ranks.size - 1) * (1 if kernel.half is None else 2)
+                around = moved / bandwidth(ranks, self.hardware)
+                over = max(0.0, around - self.kernel(kernel)) if self.execution.hides_data else around
+                total += over + (around - over) * self.hardware.reached.shared
+        return total

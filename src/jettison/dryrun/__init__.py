@@ -1,0 +1,1 @@
+"""The very step on fake tensors: its peak of allocated bytes."""

@@ -1,0 +1,158 @@
+"""Levels of one call of one module: what it leaves allocated, and how high its forward and its backward rise."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.recorder import TensorRef
+from jettison.capture.signature import opaque_copy
+from jettison.capture.stub import tensors_made
+from jettison.capture.traced import ModelTrace, call_model, loss_of
+from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.capture.wrapped import has_gradients, plain, storage_of, wrapping
+from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
+
+
+class BlockLevels(NamedTuple):
+    """Bytes of one call. ``lasting_bytes`` of the resident ones outlive its backward: what it put into a cache."""
+
+    resident_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    lasting_bytes: int
+
+
+def block_levels(
+    module: nn.Module, call: tuple[Any, Any], shared: set[int], workspace: Workspace | None, device: str | None
+) -> BlockLevels:
+    """Those of one call of a module, as it is now, on arguments like these. Leaves it without gradients."""
+    leaves, spec = tree_flatten(opaque_copy(call))
+    outer = [leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i in shared]
+    counter = AllocationCounter([*static_tensors(module), *outer], workspace=workspace, device=device)
+    with counter:
+        start = counter.live_bytes
+        held = sum(plain(p.grad).nbytes for p in module.parameters() if p.grad is not None)
+        counter.reset_peak()
+        given = _arguments(leaves, shared)
+        args, kwargs = tree_unflatten(given, spec)
+        del given
+        box = [(args, kwargs)]
+        del args, kwargs
+        loss, stored = _forward(module, box)
+        forward_peak = counter.peak_bytes - start
+        torch.clear_autocast_cache()
+        resident = counter.live_bytes - start
+        counter.reset_peak()
+        before = counter.live_bytes
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            loss.backward()
+        backward_peak = counter.peak_bytes - before
+        del loss  # but not what is stored: the caller has it
+        module.zero_grad(set_to_none=True)
+        lasting = max(0, counter.live_bytes - start + held)
+        del stored
+        return BlockLevels(resident, forward_peak, backward_peak, lasting)
+
+
+def _arguments(leaves: list[Any], shared: set[int]) -> list[Any]:
+    """Leaves like these, to be owned by the call alone but for the shared ones."""
+    given: list[Any] = []
+    together: dict[int, list[int]] = {}  # storage -> positions of what is made anew in it
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and (position in shared or not has_gradients(leaf.dtype)):
+            given.append(leaf.detach().requires_grad_(leaf.requires_grad))
+            continue
+        given.append(leaf)
+        if isinstance(leaf, Tensor):
+            together.setdefault(storage_of(leaf), []).append(position)
+    for storage, positions in together.items():
+        parts = [leaves[p] for p in positions]
+        refs = [_ref(storage, t) for t in parts]
+        trained = [t.requires_grad for t in parts]
+        seed = torch.zeros((), requires_grad=any(trained), device=parts[0].device)
+        for position, made in zip(positions, _Source.apply(seed, refs, trained, parts[0].device), strict=True):
+            given[position] = made
+    return given
+
+
+def _ref(storage: int, tensor: Tensor) -> TensorRef:
+    part = plain(tensor)
+    size, stride = tuple(part.shape), tuple(part.stride())
+    return TensorRef(storage, size, stride, part.storage_offset(), part.dtype, wrapping(tensor))
+
+
+class _Source(torch.autograd.Function):
+    """Tensors from nowhere, whose gradients go nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, refs: list[TensorRef], trained: list[bool], device: Any) -> tuple[Tensor, ...]:
+        made = tensors_made(refs, device)
+        for tensor in made:
+            plain(tensor).normal_()
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(made, trained, strict=True) if not wanted))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (None,) * 4
+
+
+def _forward(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
+    """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs, and what it
+    left in lists and dicts among its arguments.
+    """
+    args, kwargs = box.pop()
+    given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+    with torch.enable_grad():
+        output = module.forward(*args, **kwargs)  # as it was recorded: hooks have had their turn with the arguments
+        stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
+        return _Sink.apply(*(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad)), stored
+
+
+class _Sink(torch.autograd.Function):
+    """A scalar of some tensors that saves none of them; its backward makes gradients that only the engine owns."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.metas = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return tuple(torch.empty_strided(m[0], m[1], dtype=m[2], device=m[3]) for m in ctx.metas)
+
+
+def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
+    """Bytes of a block call's own inputs and outputs: they are the block's, not the root's."""
+    block = trace.calls[call]
+    region = trace.classes[block.class_key].trace
+    buffers = region.program.buffers
+    inputs = sum(buffers[b].nbytes for b, p in region.inputs.items() if p not in block.shared)
+    made = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and r.buffer not in region.inputs}
+    floating = {r.buffer for r in region.output_leaves if isinstance(r, TensorRef) and has_gradients(r.dtype)}
+    return inputs, sum(buffers[b].nbytes for b in made & floating)
+
+
+def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int, Any]:
+    """One forward and backward of a model; peak bytes of each, and the output if the training loop holds it."""
+    counter.reset_peak()
+    with torch.enable_grad():
+        output = call_model(model, trace.batch)
+        loss = loss_of(output, trace.loss_fn)
+    if not trace.loop.holds_output:
+        output = None
+    torch.clear_autocast_cache()
+    forward = counter.peak_bytes
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        loss.backward()
+    return forward, counter.peak_bytes, output
+
+
+def hold_gradients(trace: ModelTrace, module: nn.Module) -> None:
+    """Gradients where the loop has them when its forward starts. Call it in the trace's context."""
+    if trace.loop.gradients_held:
+        for parameter in module.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

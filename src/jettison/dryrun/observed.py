@@ -1,0 +1,130 @@
+"""Blocks that cannot run on fake tensors: observed on real ones, and stood in for when the step is dry-run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.observe import stand_in, undisturbed
+from jettison.capture.signature import call_signature, opaque_copy
+from jettison.capture.streams import seed_streams
+from jettison.capture.stub import stub_outputs
+from jettison.capture.traced import BlockClass, ModelTrace
+from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.wrapped import has_gradients
+from jettison.dryrun.block import BlockLevels, block_levels, chain_bytes
+from jettison.measure.memory import Workspace, quiet_gc
+from jettison.runtime.planned import PlannedForward
+from jettison.solve.policy import Full, KeepAll
+from jettison.solve.problem import RegionOption
+
+RANDOM_RUNS = 4
+
+
+def observe_block(
+    trace: ModelTrace, cls: BlockClass, workspace: Workspace | None = None
+) -> tuple[RegionOption, RegionOption]:
+    """Levels of a block that cannot be recorded, kept whole and checkpointed whole, on real tensors.
+
+    Its shapes may depend on values. So it runs on several random arguments, and on arguments whose every row is the
+    same, which a router sends all to the same experts; the levels are the highest, and as much more as they differ by.
+    The same block has the same levels whenever it is asked. Parameters, their gradients, buffers and random generators
+    are left as they were.
+    """
+    assert trace.real is not None
+    module = trace.real.get_submodule(cls.example)
+    leaves, spec = tree_flatten((cls.args, cls.kwargs))
+    shared = {p for c in trace.calls if c.class_key == cls.key for p in c.shared}
+    gradients = [(p, p.grad) for p in module.parameters()]
+    found = []
+    with undisturbed(module, leaves), quiet_gc():
+        seed_streams(0)
+        given = [[stand_in(leaf) for leaf in leaves] for _ in range(RANDOM_RUNS)]
+        given.append([_alike(leaf) for leaf in given[0]])
+        calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
+        started = time.perf_counter()
+        with torch.no_grad():
+            args, kwargs = opaque_copy(calls[0])
+            module(*args, **kwargs)
+        seconds = time.perf_counter() - started
+        for key, how in (("none", KeepAll()), ("full", Full())):
+            region = PlannedForward(module, cls.example, how)
+            region.never, region.quiet, region.late = cls.problem, True, cls.trace.late
+            try:
+                levels = []
+                for call in calls:
+                    for parameter, _ in gradients:
+                        parameter.grad = torch.empty_like(parameter) if _is_held(trace, parameter) else None
+                    levels.append(block_levels(module, call, shared, workspace, trace.device_type))
+                highest = BlockLevels(*(2 * max(n) - min(n) for n in zip(*levels, strict=True)))
+            finally:
+                region.remove()
+            found.append(RegionOption(key=key, seconds=seconds if key == "full" else 0.0, **highest._asdict()))
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    return found[0], found[1]
+
+
+def _is_held(trace: ModelTrace, parameter: Tensor) -> bool:
+    return trace.loop.gradients_held and parameter.requires_grad
+
+
+def _alike(leaf: Any) -> Any:
+    """The same argument with one row everywhere."""
+    if not isinstance(leaf, Tensor) or not has_gradients(leaf.dtype) or leaf.dim() < 2 or not leaf.numel():
+        return leaf
+    same = leaf.detach().clone(memory_format=torch.preserve_format)
+    return same.copy_(leaf.detach()[(0,) * (leaf.dim() - 1)]).requires_grad_(leaf.requires_grad)
+
+
+class StandIn:
+    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate."""
+
+    def __init__(self, trace: ModelTrace, name: str, levels: RegionOption, module: nn.Module) -> None:
+        self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
+        self.shared = next(c.shared for c in trace.calls if c.name == name)
+        self.module = module
+        self.levels = levels
+        self.device = trace.device_type
+        self.lasting: Tensor | None = None
+        self.own = next(chain_bytes(trace, i) for i, c in enumerate(trace.calls) if c.name == name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = call_signature(args, kwargs)
+        # its levels are what it has for itself; what others get as well is alive as long as any of them needs it
+        shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
+        self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
+        held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
+        self._blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
+        return stub_outputs(self.region, leaves, probe=self, held=(held, *shared))
+
+    def forward(self, call: int) -> None:
+        """Nothing to note."""
+
+    def backward(self, call: int) -> None:
+        gradients = [p for p in self.module.parameters() if p.requires_grad]
+        self._blob(self.levels.backward_peak_bytes - self.own[1])
+        for p in gradients:
+            p.grad = torch.empty_like(p) if p.grad is None else p.grad
+
+    def _blob(self, nbytes: int) -> Tensor:
+        return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
+
+
+def stand_in_for_opaque(
+    regions: Iterable[PlannedForward], trace: ModelTrace, levels: Mapping[str, RegionOption]
+) -> None:
+    """Blocks that cannot run on fake tensors allocate what they were seen to allocate instead.
+
+    Args:
+        levels: by block name; of others too.
+    """
+    opaque = {c.name for c in trace.calls if trace.classes[c.class_key].opaque}
+    for region in regions:
+        if region.name in opaque and region.name in levels:
+            region.forward = StandIn(trace, region.name, levels[region.name], region.module)
+            region.policy = KeepAll()

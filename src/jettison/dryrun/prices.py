@@ -1,0 +1,187 @@
+"""What one operator costs on this machine: seconds, and the bytes its kernel takes and gives back inside the call.
+
+Requests hold shapes, not data, so that a trace on fake tensors can ask for prices. Each distinct request is run on
+stand-in tensors (`kernels.py`): here if its kernel is known to be safe on made-up values, else in a process of its own
+(`worker.py`), which may die without harm.
+
+NOTE [ Every workspace is known ]
+Seconds may be estimated, bytes may not: a budget is a promise. So every distinct request runs once for its workspace,
+whatever that takes; the deadline bounds only the repetitions that make seconds precise. Where a kernel cannot be run
+its workspace is bounded by the bytes of what it reads and writes (for a convolution: by the unfolded columns), and
+`OpPrice.problem` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from jettison.capture.opinfo import is_communication
+from jettison.dryrun.safe import has_no_workspace, is_safe
+from jettison.dryrun.trial import KernelRun, OpRequest, least_seconds, workspaces
+from jettison.dryrun.worker import run_apart
+
+Figures = TypeVar("Figures")
+ROUNDS = 3  # of pricing what a dry run meets; calls that are new every time count as the dearest of their kind
+MEMORY_SHARE = 0.5  # of what the machine has free: a kernel whose arguments take more is not run
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpPrice:
+    """`seconds`: the least of a few runs, None where the operator could not be run. `workspace_bytes`: the allocator's
+    peak inside the call, less its outputs; a bound from above where ``problem`` says why it could not be run."""
+
+    seconds: float | None
+    workspace_bytes: int
+    problem: str = ""
+
+
+UNPRICED = OpPrice(seconds=None, workspace_bytes=0)
+
+
+_KNOWN: dict[tuple[int, str], OpPrice] = {}
+"""Of this process, by threads and key: kernels take other workspaces on another number of threads."""
+
+
+def measure_ops(requests: Iterable[OpRequest], *, total_seconds: float = 10.0) -> dict[str, OpPrice]:
+    """Prices by `OpRequest.key`. Distinct requests run once a process, in order of their keys; a cache has the rest.
+
+    See NOTE [ Every workspace is known ]. When ``total_seconds`` are spent, seconds are those of the one run that there
+    was. Every random generator is left as it was. The same request has the same price whenever it is asked for in one
+    process, so that what a plan said is the least to be had can be had.
+    """
+    threads = torch.get_num_threads()
+    distinct = {request.key: request for request in requests}
+    missing = [distinct[key] for key in sorted(distinct) if (threads, key) not in _KNOWN]
+    deadline = time.perf_counter() + total_seconds
+    for key, price in _priced(missing).items():
+        _KNOWN[threads, key] = price
+    for request in missing:
+        price = _KNOWN[threads, request.key]
+        if price.seconds is None or not is_safe(request.func) or time.perf_counter() > deadline:
+            continue
+        try:
+            seconds = least_seconds(request, price.seconds)
+        except Exception:  # ran once, and now there is no room for it: what was measured stands
+            continue
+        _KNOWN[threads, request.key] = OpPrice(seconds=seconds, workspace_bytes=price.workspace_bytes)
+    if any(request.device.startswith("cuda") for request in missing) and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the kernels took is not held on to
+    return {key: _KNOWN[threads, key] for key in distinct}
+
+
+def _priced(requests: list[OpRequest]) -> dict[str, OpPrice]:
+    prices: dict[str, OpPrice] = {}
+    here: list[OpRequest] = []
+    apart: list[OpRequest] = []
+    for request in requests:
+        if is_communication(request.func) or has_no_workspace(request.func) or request.device == "meta":
+            prices[request.key] = UNPRICED  # other ranks may not be asking; there is no kernel to time
+        elif sum(meta.nbytes for meta in request.metas) > MEMORY_SHARE * _free_bytes(request.device):
+            prices[request.key] = _bounded(request, "its arguments do not fit the memory that is free here")
+        else:
+            (here if is_safe(request.func) else apart).append(request)
+    found: dict[str, KernelRun | Exception | str] = {**workspaces(here), **run_apart(apart)}
+    for request in [*here, *apart]:
+        run = found[request.key]
+        if isinstance(run, KernelRun):
+            prices[request.key] = OpPrice(seconds=run.seconds, workspace_bytes=run.workspace_bytes)
+        else:
+            prices[request.key] = _bounded(request, run if isinstance(run, str) else _first_line(run))
+    return prices
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
+
+
+def _bounded(request: OpRequest, problem: str) -> OpPrice:
+    """What a kernel may take at the most, as far as shapes tell: a copy of all that it reads and writes."""
+    nbytes = 2 * sum(meta.nbytes for meta in request.metas)
+    if "conv" in str(request.func):
+        kernels = [meta.shape[2:] for meta in request.metas if len(meta.shape) > 2]
+        nbytes *= max(1, min((prod(kernel) for kernel in kernels), default=1))
+    return OpPrice(seconds=None, workspace_bytes=nbytes, problem=problem)
+
+
+def _free_bytes(device: str) -> float:
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else float("inf")
+    try:
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):  # another system
+        return float("inf")
+
+
+class MeasuredWorkspace:
+    """A `workspace` for `AllocationCounter` that looks measured prices up.
+
+    Calls without a price are listed in `unknown`, and count as the dearest call of their operator that has one. An
+    operator whose every priced call took nothing and whose kernel can take nothing else is not looked up again: a key
+    costs more than many a fake kernel.
+    """
+
+    def __init__(self, prices: Mapping[str, OpPrice]) -> None:
+        self._prices = prices
+        self._most: dict[str, int] = {}
+        for key, price in prices.items():
+            name = key.partition("(")[0]
+            self._most[name] = max(self._most.get(name, 0), price.workspace_bytes)
+        self.unknown: dict[str, OpRequest] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Bytes of workspace of this call."""
+        if has_no_workspace(func):
+            return 0
+        most = self._most.get(str(func))
+        if most == 0 and _takes_nothing(func, args):
+            return 0
+        request = OpRequest.of(func, args, kwargs)
+        price = self._prices.get(request.key)
+        if price is None:
+            self.unknown[request.key] = request
+            return most or 0
+        return price.workspace_bytes
+
+
+def _takes_nothing(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether other calls that took no workspace say that this one does not."""
+    # mixed types are cast inside the kernel
+    return torch.Tag.pointwise in func.tags and len({a.dtype for a in args if isinstance(a, Tensor)}) < 2
+
+
+class Pricing:
+    """All prices that were asked for so far, and dry runs that know every workspace.
+
+    Args:
+        run: price ops by running them; else no workspace is counted.
+    """
+
+    def __init__(self, *, run: bool = True, prices: Mapping[str, OpPrice] | None = None) -> None:
+        self.run = run
+        self.prices: dict[str, OpPrice] = dict(prices or {})
+        self._workspace = MeasuredWorkspace(self.prices)
+
+    def known(self, dry_run: Callable[[MeasuredWorkspace], Figures]) -> Figures:
+        """What a dry run gives once every op that it meets has a price: it is repeated until then."""
+        found = dry_run(self._workspace)
+        for _ in range(ROUNDS):
+            if not self.run or not self._workspace.unknown:
+                break
+            self.prices.update(measure_ops(self._workspace.unknown.values()))
+            self._workspace = MeasuredWorkspace(self.prices)
+            found = dry_run(self._workspace)
+        return found
+
+    def problems(self) -> dict[str, str]:
+        """By operator: why it could not be run, so that its workspace is a bound."""
+        return {key.partition("(")[0]: price.problem for key, price in self.prices.items() if price.problem}

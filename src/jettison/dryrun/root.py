@@ -1,0 +1,199 @@
+"""Levels of what a model does around its blocks.
+
+The blocks are stubs that cost nothing, so that what is allocated is the root's. Where blocks and root are entangled
+(the root reads what a block left in a side list, such as router logits) a stub would leave too little behind; there
+the blocks run for real and what they are known to hold is taken off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from jettison.capture.signature import call_signature
+from jettison.capture.stub import stub_outputs
+from jettison.capture.traced import ModelTrace
+from jettison.capture.trees import tree_leaves
+from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
+from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.ledger.program import Source
+from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.runtime.install import install
+from jettison.runtime.planned import PlannedForward
+from jettison.solve.policy import Exactly, KeepAll
+from jettison.solve.problem import RegionOption, RootOption
+
+
+class _StubsFallShort(Exception):
+    """A block gets what another one leaves behind, and stubs leave nothing."""
+
+
+def is_entangled(trace: ModelTrace) -> bool:
+    """Whether the root reads tensors that reached it by another way than as a block's output."""
+    return any(b.source is Source.OUTER and b.index not in trace.root.made for b in trace.root.program.buffers)
+
+
+def dry_run_root(
+    trace: ModelTrace,
+    kept: frozenset[int],
+    key: str,
+    seconds: float,
+    workspace: Workspace | None = None,
+    *,
+    plain: Mapping[str, RegionOption] | None = None,
+    through_blocks: bool = False,
+) -> RootOption:
+    """Levels of everything around the blocks under one decision.
+
+    Args:
+        plain: levels of each block class with everything kept; used where root and blocks are entangled.
+        through_blocks: they are, although it cannot be seen in the recording.
+    """
+    count = len(trace.calls)
+    with trace.context():
+        hold_gradients(trace, trace.fake_model)
+    static = static_tensors(trace.fake_model, trace.batch)
+    counter = AllocationCounter(static, workspace=workspace, device=trace.device_type)
+    sizes = [chain_bytes(trace, i) for i in range(count)]
+    levels = _Levels(counter, [s[0] for s in sizes], [s[1] for s in sizes])
+    policy = Exactly(trace.root.program.digest(), kept, KeepAll())
+    apart = plain is None or not (through_blocks or is_entangled(trace))
+    setting = _over_stubs(trace, levels, policy)
+    if not apart and plain is not None:
+        setting = _over_blocks(trace, levels, policy, plain)
+    held = [0] * count if apart or plain is None else [plain[c.class_key].resident_bytes for c in trace.calls]
+    gradients = [0] * count if apart or trace.loop.gradients_held else [_gradient_bytes(trace, i) for i in range(count)]
+    try:
+        with setting, trace.context(), quiet_gc(), counter:
+            base = counter.live_bytes
+            run_step(trace, trace.fake_model, counter)
+            tail = counter.peak_bytes
+    except _StubsFallShort:
+        if not apart or plain is None:
+            raise
+        return dry_run_root(trace, kept, key, seconds, workspace, plain=plain, through_blocks=True)
+    finally:
+        trace.fake_model.zero_grad(set_to_none=True)
+    if not apart and len(levels.forward_levels) < count:  # a block's forward was called past its hooks
+        return dry_run_root(trace, kept, key, seconds, workspace)
+    before = [0, *accumulate(held)]  # held by the blocks before this one
+    after = [sum(gradients[i + 1 :]) for i in range(count)]
+    if not levels.backward_levels:  # no blocks: everything happens around them
+        levels.loss_peak = tail
+    return RootOption(
+        key=key,
+        held_forward_bytes=tuple(level - base - before[i] for i, level in enumerate(levels.forward_levels)),
+        held_backward_bytes=tuple(
+            levels.backward_levels.get(i, base + before[i + 1] + after[i]) - base - before[i + 1] - after[i]
+            for i in range(count)
+        ),
+        loss_peak_bytes=max(0, levels.loss_peak - base - before[-1]),
+        tail_peak_bytes=max(0, tail - base - sum(gradients)),
+        seconds=seconds,
+    )
+
+
+def _gradient_bytes(trace: ModelTrace, call: int) -> int:
+    name = trace.calls[call].name
+    if any(c.name == name for c in trace.calls[:call]):
+        return 0
+    return sum(p.nbytes for p in trace.fake_model.get_submodule(name).parameters() if p.requires_grad)
+
+
+class _Levels:
+    """Notes what is allocated when a block's forward and its backward start, and the peak between blocks."""
+
+    def __init__(self, counter: AllocationCounter, inputs: list[int], outputs: list[int]) -> None:
+        self.counter = counter
+        self.inputs = inputs
+        self.outputs = outputs
+        self.forward_levels: list[int] = []
+        self.backward_levels: dict[int, int] = {}
+        self.loss_peak = 0
+
+    def forward(self, call: int) -> None:
+        """A block's forward starts."""
+        self.forward_levels.append(self.counter.live_bytes - self.inputs[call])
+        self.counter.reset_peak()
+
+    def backward(self, call: int) -> None:
+        """A block's backward starts."""
+        if not self.backward_levels:
+            self.loss_peak = self.counter.peak_bytes
+        self.backward_levels[call] = self.counter.live_bytes - self.outputs[call]
+        self.counter.reset_peak()
+
+
+@contextlib.contextmanager
+def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator[None]:
+    calls = iter(range(len(trace.calls)))
+    names = list(dict.fromkeys(c.name for c in trace.calls))
+    root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
+    root.adopt(trace.root_signature, trace.root, checked=True)
+    root.in_dry_run = True
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        call = next(calls)
+        region = trace.classes[trace.calls[call].class_key].trace
+        leaves, (_, described, _) = call_signature(args, kwargs)
+        if len(described) != len(trace.calls[call].signature[0][1]):
+            raise _StubsFallShort  # a list that the blocks fill
+        held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
+        return root.nested(lambda: stub_outputs(region, leaves, probe=levels, call=call, held=held))
+
+    modules = [trace.fake_model.get_submodule(name) for name in names]
+    own = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
+    try:
+        for module in modules:
+            module.forward = stub
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("forward", None)
+        for module, forward in own.items():
+            module.forward = forward
+        root.remove()
+
+
+@contextlib.contextmanager
+def _over_blocks(
+    trace: ModelTrace, levels: _Levels, policy: Exactly, plain: Mapping[str, RegionOption]
+) -> Iterator[None]:
+    names = list(dict.fromkeys(c.name for c in trace.calls))
+    regions = install(trace.fake_model, trace, dict.fromkeys(names, KeepAll()), policy, checked=True)
+    stand_in_for_opaque(regions, trace, {c.name: plain[c.class_key] for c in trace.calls})
+    calls = iter(range(len(trace.calls)))
+    current: list[int] = []
+
+    def before(_module: Any, args: Any, kwargs: Any) -> None:
+        call = next(calls)
+        current.append(call)
+        levels.forward(call)
+        if call == 0:  # when the gradient of the first block's input is there, the blocks' backward is over
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _gradient: levels.counter.reset_peak())
+
+    def after(_module: Any, _args: Any, output: Any) -> None:
+        call = current.pop()
+        levels.counter.reset_peak()
+        first = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
+        if first is not None:
+            first.register_hook(lambda _gradient: levels.backward(call))
+
+    for listener in (before, after):  # no change to the model that a guard would notice
+        setattr(listener, "of_a_region", True)  # noqa: B010
+    modules = [trace.fake_model.get_submodule(name) for name in names]
+    hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in modules]
+    hooks += [m.register_forward_hook(after) for m in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for region in reversed(regions):
+            region.remove()

@@ -1,0 +1,233 @@
+"""Dry run: the planned step, run by the runtime that will run it, on fake tensors under an allocation counter.
+
+Blocks are dry-run one option at a time and the root once an option, for the levels that the solver adds up (NOTE
+[ The step's levels ] in plan/problem.py). The whole step is dry-run at the end: its peak is what a plan states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._pytree import tree_leaves
+
+from jettison.capture.fakes import fake_batch
+from jettison.capture.recorder import RegionTrace
+from jettison.capture.traced import BlockClass, ModelTrace
+from jettison.dryrun.block import block_levels, hold_gradients, run_step
+from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.runtime.install import install
+from jettison.runtime.planned import PlannedForward
+from jettison.runtime.witness import Check
+from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll
+from jettison.solve.problem import RegionOption
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPeaks:
+    """Bytes of a dry-run step: at its peak, in each phase, and what it starts from."""
+
+    peak_bytes: int
+    static_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    optimizer_peak_bytes: int  # 0 without an optimizer
+
+    @property
+    def phase(self) -> str:
+        """The phase that sets the peak."""
+        peaks = {
+            "forward": self.forward_peak_bytes,
+            "backward": self.backward_peak_bytes,
+            "optimizer": self.optimizer_peak_bytes,
+        }
+        return max(peaks, key=lambda name: peaks[name])
+
+
+class DryStep(Protocol):
+    """A training step as somebody's loop has it, on fake tensors of one mode; it may be run again and again."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """What runs under a plan, in the order of the parts."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """Over the modules' parameters. Its state is made in a first step that is not counted."""
+        ...
+
+    def alive(self) -> Iterable[Tensor]:
+        """What is there before a step."""
+        ...
+
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
+        """All forwards and backwards of a step, gradients left at the parameters; peak bytes of each, and what the
+        loop still holds while its optimizer steps.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePolicy:
+    """How one module of a scene is treated.
+
+    Args:
+        policies: by block name.
+        opaque: levels of the blocks that cannot run on fake tensors; they are stood in for.
+    """
+
+    trace: ModelTrace
+    policies: Mapping[str, CheckpointPolicy]
+    root: CheckpointPolicy
+    segments: Sequence[list[str]] = ()
+    opaque: Mapping[str, RegionOption] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBatch:
+    """The plainest scene: one forward and one backward of a trace's fake copy."""
+
+    trace: ModelTrace
+    optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """See `DryStep`."""
+        return (self.trace.fake_model,)
+
+    def alive(self) -> Iterable[Tensor]:
+        """See `DryStep`."""
+        hold_gradients(self.trace, self.trace.fake_model)
+        return static_tensors(self.trace.fake_model, self.trace.batch, self.optimizer)
+
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
+        """See `DryStep`."""
+        return run_step(self.trace, self.trace.fake_model, counter)
+
+
+@contextlib.contextmanager
+def planned(
+    module: nn.Module, name: str, policy: CheckpointPolicy, trace: RegionTrace, signature: Any, how: Check
+) -> Iterator[None]:
+    """The module runs under a policy, with a program that is known already."""
+    region = PlannedForward(module, name, policy, how=how)
+    region.adopt(signature, trace, checked=True)
+    region.in_dry_run = True
+    try:
+        yield
+    finally:
+        region.remove()
+
+
+def dry_run_block(
+    trace: ModelTrace,
+    cls: BlockClass,
+    kept: frozenset[int],
+    key: str,
+    seconds: float,
+    workspace: Workspace | None = None,
+) -> RegionOption:
+    """Levels of one block under one decision."""
+    module = trace.fake_model.get_submodule(cls.example)
+    policy = Exactly(cls.trace.program.digest(), kept, KeepAll())
+    shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
+    how = Check(trace.loop.check)
+    with trace.context(), quiet_gc(), planned(module, cls.example, policy, cls.trace, cls.signature, how):
+        hold_gradients(trace, module)
+        levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
+    return RegionOption(key=key, seconds=seconds, **levels._asdict())
+
+
+def dry_run_batch(
+    trace: ModelTrace,
+    policies: Mapping[str, CheckpointPolicy],
+    root: CheckpointPolicy,
+    segments: Sequence[list[str]] = (),
+    *,
+    opaque: Mapping[str, RegionOption] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    workspace: Workspace | None = None,
+) -> StepPeaks:
+    """The plainest step under a plan: one batch, and the optimizer (see `ModulePolicy`, `fake_optimizer`)."""
+    part = ModulePolicy(trace=trace, policies=policies, root=root, segments=segments, opaque=opaque or {})
+    return dry_run([part], OneBatch(trace=trace, optimizer=optimizer), workspace=workspace)
+
+
+def dry_run(parts: Sequence[ModulePolicy], scene: DryStep, *, workspace: Workspace | None = None) -> StepPeaks:
+    """The whole step under a plan.
+
+    Args:
+        parts: by module of the scene, traced in its fake mode.
+    """
+    optimizer = scene.optimizer
+    with contextlib.ExitStack() as stack:
+        for module, part in zip(scene.modules, parts, strict=True):
+            stack.callback(module.zero_grad)
+            stack.enter_context(_under(module, part))
+        stack.enter_context(parts[0].trace.context())
+        stack.enter_context(quiet_gc())
+        device = parts[0].trace.device_type
+        if optimizer is not None and not optimizer.state:  # what no gradient reaches gets none
+            with AllocationCounter(scene.alive(), device=device) as unmeasured:
+                scene.passes(unmeasured)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        with AllocationCounter(scene.alive(), workspace=workspace, device=device) as counter:
+            static = counter.live_bytes
+            forward, backward, held = scene.passes(counter)
+            counter.reset_peak()
+            if optimizer is not None:
+                optimizer.step()
+            last = counter.peak_bytes if optimizer is not None else 0
+            del held
+    beside = parts[0].trace.loop.elsewhere_bytes
+    return StepPeaks(
+        peak_bytes=max(forward, backward, last) + beside, static_bytes=static + beside,
+        forward_peak_bytes=forward + beside, backward_peak_bytes=backward + beside,
+        optimizer_peak_bytes=last + beside if optimizer is not None else 0,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _under(module: nn.Module, part: ModulePolicy) -> Iterator[None]:
+    """The module under its policies."""
+    regions = install(
+        module, part.trace, part.policies, part.root, part.segments, checked=True, how=Check(part.trace.loop.check)
+    )  # fmt: skip
+    stand_in_for_opaque(regions, part.trace, part.opaque)
+    try:
+        yield
+    finally:
+        for region in reversed(regions):
+            region.remove()
+
+
+def fake_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, trace: ModelTrace) -> torch.optim.Optimizer:
+    """The same optimizer over the fake copy's parameters, its state faked."""
+    memo: dict[int, Any] = {}
+    for real, fake in zip(model.parameters(), trace.fake_model.parameters(), strict=True):
+        memo[id(real)] = fake
+    for state in optimizer.state.values():
+        for value in tree_leaves(state):
+            if isinstance(value, Tensor):
+                memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, trace.mode)
+    fake_model = copy.deepcopy(optimizer, memo)
+    for ours, theirs in zip(fake_model.param_groups, optimizer.param_groups, strict=True):
+        _decide(ours, theirs)
+    return fake_model
+
+
+def _decide(group: dict[str, Any], like: dict[str, Any]) -> None:
+    """Which implementation a step takes hangs on the types of parameters, and fake ones have another."""
+    if "foreach" not in group or group["foreach"] is not None or group.get("fused") is not None:
+        return
+    differentiable = bool(group.get("differentiable", False))
+    group["fused"], group["foreach"] = _default_to_fused_or_foreach(like["params"], differentiable, use_fused=False)

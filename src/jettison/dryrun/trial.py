@@ -1,0 +1,243 @@
+"""Running one kernel on made-up values: its seconds, and the bytes that it takes and gives back inside the call.
+
+Floats are random, integers are zeros (a valid index everywhere), offsets of grouped matmuls split the rows evenly,
+packed sequences are as long as they can be. A price therefore knows nothing of values: a gather with all indices equal
+is kinder to caches than a real one.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves, tree_map
+
+from jettison.measure.peak import ALLOCATION_EVENT
+
+REPEATS = 3
+OPERATOR_BUDGET_SECONDS = 0.006
+TOGETHER = 256  # kernels in one profiler session
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """A tensor without its data: the template of an argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """Of a real or a fake tensor."""
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return cls(shape, stride, tensor.dtype, str(tensor.device))
+
+    @property
+    def storage_elements(self) -> int:
+        """Elements that the strides span; an expanded tensor spans fewer than it has."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the storage that the strides need."""
+        return self.storage_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRequest:
+    """One operator call whose price is wanted; tensors in `args` and `kwargs` are `TensorMeta`."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> OpRequest:
+        """From the arguments of a dispatched call, on real or fake tensors."""
+        call = (args, dict(kwargs or {}))
+        template = tree_map(lambda leaf: TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf, call)
+        return cls(func=func, args=template[0], kwargs=template[1])
+
+    @property
+    def key(self) -> str:
+        """Equal for calls that cost the same, in every process. An optimizer's numbers change from step to step, and
+        elementwise work does not hang on them (but powers do)."""
+        args, kwargs = self.args, self.kwargs
+        if torch.Tag.pointwise in getattr(self.func, "tags", ()) and "pow" not in self.func._schema.name:
+            args, kwargs = tree_map(lambda leaf: float if isinstance(leaf, float) else leaf, (args, dict(kwargs)))
+        return f"{self.func}{args!r}{sorted(kwargs.items())!r}"
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        """Of its tensors."""
+        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, TensorMeta)]
+
+    @property
+    def device(self) -> str:
+        """Where it runs."""
+        named = [str(leaf) for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, torch.device)]
+        devices = [meta.device for meta in self.metas]
+        return next((device for device in [*devices, *named] if device != "cpu"), "cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRun:
+    """What running a kernel here gave: `seconds` of one run (the first), and its workspace in bytes."""
+
+    seconds: float
+    workspace_bytes: int
+
+
+def workspaces(
+    requests: Sequence[OpRequest], done: Callable[[OpRequest, KernelRun | Exception], None] = lambda _r, _f: None
+) -> dict[str, KernelRun | Exception]:
+    """Each kernel once; what it raised where it refuses its made-up arguments.
+
+    Args:
+        done: told after each kernel (or, on the CPU, after each of a group).
+    """
+    found: dict[str, KernelRun | Exception] = {}
+    with private_randomness(requests), torch.no_grad():
+        on_cpu = [request for request in requests if request.device == "cpu"]
+        for start in range(0, len(on_cpu), TOGETHER):
+            group = on_cpu[start : start + TOGETHER]
+            found.update(_cpu_runs(group))
+            for request in group:
+                done(request, found[request.key])
+        for request in requests:
+            if request.device != "cpu":
+                found[request.key] = _device_run(request)
+                done(request, found[request.key])
+    return found
+
+
+def least_seconds(request: OpRequest, first_seconds: float) -> float:
+    """The least of a few runs; where a second run is not affordable the one that there was."""
+    if first_seconds > 10 * OPERATOR_BUDGET_SECONDS:
+        return first_seconds
+    samples: list[float] = []
+    with private_randomness([request]), torch.no_grad():
+        args, kwargs = _stand_ins(request)
+        start = time.perf_counter()
+        while len(samples) < REPEATS or (len(samples) < 20 and time.perf_counter() - start < OPERATOR_BUDGET_SECONDS):
+            samples.append(_one_run(request.func, args, kwargs, cuda=request.device.startswith("cuda")))
+    return min(samples)  # what disturbs a run only ever adds to it
+
+
+def _one_run(func: Any, args: Any, kwargs: Any, *, cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    func(*args, **kwargs)
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _cpu_runs(requests: Sequence[OpRequest]) -> dict[str, KernelRun | Exception]:
+    """One profiler session for all: each call runs inside a named range, and the range claims its allocations."""
+    outputs: dict[str, int] = {}
+    found: dict[str, KernelRun | Exception] = {}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        for index, request in enumerate(requests):
+            try:
+                args, kwargs = _stand_ins(request)
+                with record_function(_range_name(index)):
+                    out = request.func(*args, **kwargs)
+                outputs[request.key] = _new_bytes(out, (args, kwargs))
+                del out, args, kwargs
+            except Exception as error:  # a kernel may refuse stand-in values in any way it likes
+                found[request.key] = error.with_traceback(None)
+    events = profiler.profiler.kineto_results.events()
+    names = {_range_name(index): request.key for index, request in enumerate(requests)}
+    ranges = {names[event.name()]: (event.start_ns(), event.end_ns()) for event in events if event.name() in names}
+    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == ALLOCATION_EVENT)
+    starts = [at for at, _ in memory]
+    for key, output_bytes in outputs.items():
+        begin, end = ranges[key]
+        inside = memory[bisect_left(starts, begin) : bisect_right(starts, end)]
+        found[key] = KernelRun(seconds=(end - begin) / 1e9, workspace_bytes=max(0, _peak_of(inside) - output_bytes))
+    return found
+
+
+def _peak_of(memory: list[tuple[int, int]]) -> int:
+    return max(0, *accumulate(delta_bytes for _, delta_bytes in memory), 0)
+
+
+def _device_run(request: OpRequest) -> KernelRun | Exception:
+    cuda = request.device.startswith("cuda")
+    try:
+        args, kwargs = _stand_ins(request)
+        if not cuda:
+            return KernelRun(seconds=_one_run(request.func, args, kwargs, cuda=False), workspace_bytes=0)
+        device = torch.device(request.device)
+        torch.cuda.synchronize(device)
+        before_bytes = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        start = time.perf_counter()
+        out = request.func(*args, **kwargs)
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+        inside_bytes = torch.cuda.max_memory_allocated(device) - before_bytes
+        kept_bytes = torch.cuda.memory_allocated(device) - before_bytes if out is not None else 0
+        return KernelRun(seconds=seconds, workspace_bytes=max(0, inside_bytes - kept_bytes))
+    except Exception as error:  # out of memory, no such device, refused values
+        return error.with_traceback(None)
+
+
+def _new_bytes(out: Any, inputs: Any) -> int:
+    """Bytes of distinct storages in `out` that are none of the inputs'."""
+    known = {leaf.untyped_storage()._cdata for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    new = {}
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
+            new[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()
+    return sum(new.values(), 0)
+
+
+def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Real arguments for a request; each spans the storage that its strides need, and no more."""
+    args, kwargs = tree_map(
+        lambda leaf: _stand_in(leaf) if isinstance(leaf, TensorMeta) else leaf, (request.args, dict(request.kwargs))
+    )
+    if request.func is torch.ops.aten._grouped_mm.default and len(args) > 2 and isinstance(args[2], Tensor):
+        rows = args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0]
+        args[2].copy_(torch.linspace(rows / args[2].numel(), rows, args[2].numel()).to(args[2].dtype))
+    if request.func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
+        args = (*args[:7], *(seed.cpu() for seed in args[7:9]), *args[9:])  # the kernel's caller reads them
+    if request.func is torch.ops.aten._pack_padded_sequence.default:
+        args[1].fill_(args[0].shape[1 if args[2] else 0])
+    return args, kwargs
+
+
+def _stand_in(meta: TensorMeta) -> Tensor:
+    flat = torch.zeros(meta.storage_elements, dtype=meta.dtype, device=meta.device)
+    if (meta.dtype.is_floating_point or meta.dtype.is_complex) and meta.dtype.itemsize >= 2:
+        flat.uniform_(0.1, 1.0)
+    return flat.as_strided(meta.shape, meta.stride)
+
+
+def _range_name(index: int) -> str:
+    return f"jettison.op.{index}"
+
+
+@contextmanager
+def private_randomness(requests: Sequence[OpRequest]) -> Iterator[None]:
+    """Every generator is left as it was; inside, they start from 0."""
+    devices = {torch.device(r.device) for r in requests if r.device.startswith("cuda")}
+    indices = sorted({device.index or 0 for device in devices}) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=indices):
+        torch.manual_seed(0)
+        yield

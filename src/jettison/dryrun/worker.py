@@ -1,0 +1,170 @@
+"""Kernels that may end the process they run in are run in a process that may end.
+
+A fresh interpreter (never a fork, and never the user's main module again) is given the requests and answers them one by
+one. When it dies, or is silent for too long, the kernel it was at has no price, nor has any other call of it; a new
+one is given the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+
+from jettison.dryrun.trial import KernelRun, OpRequest, workspaces
+
+SILENCE_SECONDS = 60.0  # for importing torch, and for any one kernel
+MOST_WORKERS = 8
+_START = "from jettison.dryrun.worker import serve; serve()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A request as it travels: an operator goes by its name."""
+
+    name: tuple[str, str, str]  # namespace, operator, overload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """All that a worker is told."""
+
+    threads: int
+    libraries: tuple[str, ...]  # shared objects that register operators
+    modules: tuple[str, ...]  # Python modules that may do so
+    calls: tuple[_Call, ...]
+
+
+def run_apart(requests: Sequence[OpRequest]) -> dict[str, KernelRun | str]:
+    """By key: the run of each kernel, or why there is none."""
+    found: dict[str, KernelRun | str] = {}
+    left: list[tuple[OpRequest, _Call]] = []
+    for request in requests:
+        call = _call_of(request)
+        if isinstance(call, str):
+            found[request.key] = call
+        else:
+            left.append((request, call))
+    for _ in range(MOST_WORKERS):
+        if not left:
+            break
+        answers = _one_worker([call for _, call in left])
+        for (request, _), answer in zip(left, answers, strict=False):
+            found[request.key] = answer
+        left = left[len(answers) :]
+        if left:  # the worker died at the next one
+            func = left[0][0].func
+            for request, _ in left:
+                if request.func is func:
+                    found[request.key] = "its kernel ended (or held up) the process that ran it on made-up values"
+            left = [(request, call) for request, call in left if request.func is not func]
+    for request, _ in left:
+        found[request.key] = f"{MOST_WORKERS} processes ended while kernels were run on made-up values"
+    return found
+
+
+def _call_of(request: OpRequest) -> _Call | str:
+    namespace, name = request.func._schema.name.split("::")
+    call = _Call(name=(namespace, name, request.func._overloadname), args=request.args, kwargs=dict(request.kwargs))
+    try:
+        pickle.dumps(call)
+    except Exception as error:  # a generator, a script object: it cannot travel
+        return f"its arguments cannot be given to another process ({type(error).__name__})"
+    return call
+
+
+def _one_worker(calls: list[_Call]) -> list[KernelRun | str]:
+    """Answers in order; fewer than calls if the worker did not live to give them all."""
+    namespaces = {call.name[0] for call in calls}
+    order = _Order(
+        threads=torch.get_num_threads(), libraries=tuple(sorted(torch.ops.loaded_libraries)),
+        modules=tuple(sorted(name for name in namespaces if name in sys.modules)), calls=tuple(calls),
+    )  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    try:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=environment,
+        )  # fmt: skip
+    except OSError:  # no interpreter to start: an embedded one, say
+        return []
+    assert worker.stdin is not None and worker.stdout is not None
+    answers: list[KernelRun | str] = []
+    try:
+        try:
+            with worker.stdin:
+                pickle.dump(order, worker.stdin)
+        except OSError:  # died early
+            return []
+        while len(answers) < len(calls):
+            answer = _answer(worker, worker.stdout)
+            if answer is None:
+                break
+            answers.append(answer)
+    finally:
+        worker.kill()
+        worker.stdout.close()
+        worker.wait()
+    return answers
+
+
+def _answer(worker: subprocess.Popen[bytes], pipe: IO[bytes]) -> KernelRun | str | None:
+    """The next answer; None if there will be none."""
+    alarm = threading.Timer(SILENCE_SECONDS, worker.kill)
+    alarm.start()
+    try:
+        head = pipe.read(4)
+        body = pipe.read(struct.unpack("<I", head)[0]) if len(head) == 4 else b""
+    finally:
+        alarm.cancel()
+    if not body:
+        return None
+    answer = pickle.loads(body)
+    assert isinstance(answer, KernelRun | str)
+    return answer
+
+
+def serve() -> None:
+    """What a worker does: read an order from stdin, write an answer a call to what was its stdout."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what kernels print is no answer
+    _no_core_dumps()
+    order: _Order = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(order.threads)
+    for library in order.libraries:
+        torch.ops.load_library(library)
+    for module in order.modules:
+        __import__(module)
+    for call in order.calls:
+        body = pickle.dumps(_ran(call))
+        answers.write(struct.pack("<I", len(body)) + body)
+        answers.flush()
+
+
+def _ran(call: _Call) -> KernelRun | str:
+    namespace, name, overload = call.name
+    try:
+        func = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    except (AttributeError, RuntimeError):
+        return f"the operator {namespace}::{name} is not there in a fresh process"
+    request = OpRequest(func=func, args=call.args, kwargs=call.kwargs)
+    run = workspaces([request])[request.key]
+    return run if isinstance(run, KernelRun) else f"{type(run).__name__} on made-up values"
+
+
+def _no_core_dumps() -> None:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,202 @@
+"""A Hugging Face ``config.json`` as a model with random weights, real or fake, and a batch for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jettison.capture.fakes import fake_copy
+from jettison.errors import UsageError
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ATTENTIONS = {"eager": "eager", "sdpa": "sdpa", "flash": "sdpa"}  # PyTorch's own fused kernels are what sdpa runs
+DEFAULT_SEQUENCE = 2048
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+)
+"""Where a trainable class is looked for if the config names none: the first that knows the config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigRequest:
+    """What to change of a config, and the batch's size. None means: as the config says.
+
+    Raises:
+        UsageError: an unknown word.
+    """
+
+    seq: int | None = None
+    micro_batch: int | None = None
+    precision: str | None = None
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in (("precision", PRECISIONS), ("attention", ATTENTIONS)):
+            value = getattr(self, name)
+            if value is not None and value not in words:
+                raise UsageError(f"got the {name} {value!r}; expected one of {', '.join(words)}")
+
+
+def read_config(path: Path) -> Any:
+    """The configuration object of a ``config.json``, or of the folder that it lies in.
+
+    Raises:
+        UsageError: there is no such file, it is not JSON, or transformers does not know its model_type.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{path} has no config.json")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
+    transformers = _transformers()
+    try:
+        return transformers.AutoConfig.for_model(**values)
+    except Exception as error:  # transformers validates each config in its own way
+        raise UsageError(
+            f"transformers cannot read {file}: {_one_line(error)}. Check model_type, or pass a factory: module:function"
+        ) from error
+
+
+def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.Module:
+    """The model in training mode, with random weights; under ``mode``, of fake tensors that take no memory.
+
+    Raises:
+        UsageError: transformers has no trainable class for the config, or cannot make a model of it.
+    """
+    dtype = PRECISIONS[asked.precision] if asked.precision else _own_dtype(config)
+    config.dtype = dtype
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache for generation would grow from step to step
+    if getattr(config, "is_encoder_decoder", False):  # labels are shifted into the decoder's input with both
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id
+    if asked.attention:
+        config._attn_implementation = ATTENTIONS[asked.attention]
+    cls = _class_for(config)
+    # built on meta and not under the fake mode: constructors may read small tensors that they ask for on the CPU
+    with _default_dtype(dtype), torch.device("meta") if mode else contextlib.nullcontext():
+        try:
+            model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+        except Exception as error:  # an activation that there is none of, a missing library, sizes that do not divide
+            raise UsageError(
+                f"transformers cannot make a {cls.__name__} of this config: {_one_line(error)}. "
+                "Mend the config, or use module:factory"
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{cls.__name__} made a {type(model).__name__}; expected a torch.nn.Module")
+    return (model if mode is None else fake_copy(model, mode, "cpu")).train()
+
+
+def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, Any]:
+    """A batch of random tokens or pixels with labels: always real tensors, since a forward may look at them.
+
+    Raises:
+        UsageError: the model takes something else, or the sequence is longer than its positions.
+    """
+    rows = asked.micro_batch or 1
+    generator = torch.Generator().manual_seed(0)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wanted = getattr(model, "main_input_name", "input_ids")
+    name = type(model).__name__
+    if wanted == "input_ids" and getattr(text, "vocab_size", None):
+        ids = torch.randint(0, text.vocab_size, (rows, _sequence(text, asked)), generator=generator)
+        if name.endswith("ForSequenceClassification"):
+            return {"input_ids": ids, "labels": _classes(config, rows, generator)}
+        return {"input_ids": ids, "labels": ids.clone()}
+    if wanted == "pixel_values" and getattr(config, "image_size", None):
+        if asked.seq is not None:
+            raise UsageError(f"--seq does not apply to {name}: its input is an image")
+        height, width = _pair(config.image_size)
+        shape = (rows, getattr(config, "num_channels", 3), height, width)
+        dtype = next(model.parameters()).dtype
+        pixels = torch.randn(shape, generator=generator).to(dtype)
+        return {"pixel_values": pixels, "labels": _classes(config, rows, generator)}
+    raise UsageError(
+        f"no batch is known for {name}, which takes {wanted!r}; use module:factory and return (model, batch)"
+    )
+
+
+def _sequence(config: Any, asked: ConfigRequest) -> int:
+    longest = getattr(config, "max_position_embeddings", None)
+    if asked.seq is not None and longest is not None and asked.seq > longest:
+        raise UsageError(f"got --seq {asked.seq}; the model has {longest} positions")
+    return asked.seq or min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
+
+
+def _classes(config: Any, rows: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(0, max(1, getattr(config, "num_labels", 2)), (rows,), generator=generator)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _own_dtype(config: Any) -> torch.dtype:
+    stated = getattr(config, "dtype", None)
+    name = str(stated).removeprefix("torch.")
+    return {"bfloat16": torch.bfloat16, "float16": torch.bfloat16}.get(name, torch.float32)
+
+
+def _class_for(config: Any) -> Any:
+    transformers = _transformers()
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if cls is not None and ("For" in name or name.endswith("LMHeadModel")):
+            return cls
+    from transformers.models.auto import modeling_auto
+
+    for mapping in MAPPINGS:
+        known = getattr(modeling_auto, mapping, {})
+        if type(config) in known:
+            found = known[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise UsageError(
+        f"transformers has no class with a loss for model_type {config.model_type!r}; use module:factory and return "
+        "(model, batch, loss_fn)"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """What an error says, with its kind where the words alone say little: "KeyError: 'nope'"."""
+    words = str(error).split()
+    kind = [] if len(words) > 3 else [f"{type(error).__name__}:"]
+    return textwrap.shorten(" ".join(kind + words), 240, placeholder=" ...").rstrip(".:")
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError("a config.json needs transformers: pip install 'jettison[hf]'") from error
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    # `.to(dtype)` on a fake model would fail; modules that are made in the right dtype need no cast
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

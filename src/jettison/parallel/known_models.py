@@ -1,0 +1,374 @@
+"""A tensor-parallel plan out of a model's structure, for the models that are known; every other is refused.
+
+Known are the layers of transformers' Llama, Mistral, Qwen2, Qwen3 and GPT-2, the models around them, and the models of
+record in `reference`. A model is known by its classes and by having the submodules that these classes have, and not by
+what its modules happen to be called: equal names do not make equal mathematics.
+
+What a plan assumes about activations: between the layers they are shards along the sequence, with sequence parallelism,
+or whole; a layer on its own is given them so and returns them so. A model as a whole takes whole ids and returns whole
+logits, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from jettison.errors import JettisonError, UnsupportedModule, UsageError
+from jettison.parallel.dropout import OwnDraws
+from jettison.parallel.regions import Axis
+from jettison.parallel.styles import (
+    BlockInput,
+    ColumnParallel,
+    Replicated,
+    RowParallel,
+    SplitInput,
+    Style,
+    VocabularyParallel,
+    is_linear,
+)
+from jettison.runtime.planned import PlannedForward
+
+Plan = dict[str, Style]
+"""Module path -> what happens to it, for `parallelize_module`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerForm:
+    """How one kind of layer names its parts. Paths of the attention and feed-forward parts are relative to these.
+
+    Args:
+        dim: of the sequence.
+        joined: the query projection holds q, k and v of each head; otherwise those of a projection are one of them.
+        groups: the first projection is this many side by side.
+        head_norms: norms of single heads; optional.
+        divided: see `BlockInput`.
+        dropout: of the attention core: a probability, or a module with one.
+    """
+
+    dim: int
+    norms: tuple[str, str]
+    attention: str
+    projections: tuple[str, ...]
+    out: str
+    mlp: str
+    ups: tuple[str, ...]
+    down: str
+    dropout: str | None
+    joined: bool = False
+    groups: int = 1
+    head_norms: tuple[str, ...] = ()
+    divided: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackForm:
+    """How a model names what stands before and after its layers.
+
+    Args:
+        scatters: the embedding of the tokens returns shards, and that of the positions takes its part of the ids.
+            Otherwise activations stay whole up to ``splits``, for code there that reads their shape.
+        splits: "" is the first layer.
+    """
+
+    tokens: str
+    layers: str
+    norm: str
+    positions: str | None = None
+    scatters: bool = False
+    splits: str = ""
+    head: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadForm:
+    """A model, and a head on it."""
+
+    body: str
+    head: str
+
+
+_LLAMA = LayerForm(
+    dim=1, norms=("input_layernorm", "post_attention_layernorm"), attention="self_attn",
+    projections=("q_proj", "k_proj", "v_proj"), out="o_proj", head_norms=("q_norm", "k_norm"), mlp="mlp",
+    ups=("gate_proj", "up_proj"), down="down_proj", dropout="attention_dropout",
+)  # fmt: skip
+_GPT2 = LayerForm(
+    dim=1, norms=("ln_1", "ln_2"), attention="attn", projections=("c_attn",), groups=3, out="c_proj",
+    divided=("split_size",), mlp="mlp", ups=("c_fc",), down="c_proj", dropout="attn_dropout",
+)  # fmt: skip
+_LLAMA_STACK = StackForm(tokens="embed_tokens", layers="layers", norm="norm")
+_LLAMA_HEAD = HeadForm(body="model", head="lm_head")
+_Form = TypeVar("_Form")
+_RECORD = "jettison.models.reference"
+
+
+def _of(family: str, name: str) -> str:
+    return f"transformers.models.{family}.modeling_{family}.{name}"
+
+
+_LIKE_LLAMA = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+LAYERS: Final[Mapping[str, LayerForm]] = MappingProxyType(
+    {_of(family, f"{name}DecoderLayer"): _LLAMA for family, name in _LIKE_LLAMA.items()}
+    | {
+        _of("gpt2", "GPT2Block"): _GPT2,
+        f"{_RECORD}.GptLayer": LayerForm(
+            dim=0, norms=("attention_norm", "mlp_norm"), attention="attention", projections=("qkv",), joined=True,
+            out="out", mlp="mlp", ups=("up",), down="down", dropout="dropout",
+        ),
+        f"{_RECORD}.LlamaLayer": LayerForm(
+            dim=1, norms=("attention_norm", "mlp_norm"), attention="attention", projections=("query", "key", "value"),
+            out="out", mlp="mlp", ups=("gate", "up"), down="down", dropout=None,
+        ),
+    }
+)  # fmt: skip
+STACKS: Final[Mapping[str, StackForm]] = MappingProxyType(
+    {_of(family, f"{name}Model"): _LLAMA_STACK for family, name in _LIKE_LLAMA.items()}
+    | {
+        _of("gpt2", "GPT2Model"): StackForm(tokens="wte", positions="wpe", layers="h", norm="ln_f", splits="drop"),
+        f"{_RECORD}.Gpt": StackForm(
+            tokens="tokens", positions="positions", layers="layers", norm="norm", scatters=True, head="head"
+        ),
+        f"{_RECORD}.Llama": StackForm(tokens="tokens", layers="layers", norm="norm", scatters=True, head="head"),
+    }
+)
+HEADS: Final[Mapping[str, HeadForm]] = MappingProxyType(
+    {_of(family, f"{name}ForCausalLM"): _LLAMA_HEAD for family, name in _LIKE_LLAMA.items()}
+    | {_of("gpt2", "GPT2LMHeadModel"): HeadForm(body="transformer", head="lm_head")}
+)
+NORMS: Final = frozenset(
+    {_of(family, f"{name}RMSNorm") for family, name in _LIKE_LLAMA.items()}
+    | {"torch.nn.modules.normalization.LayerNorm", "torch.nn.modules.normalization.RMSNorm"}
+)
+
+
+def tensor_parallel_plan(model: nn.Module, *, sequence_parallel: bool = True) -> Plan:
+    """What each module needs.
+
+    Args:
+        model: a known model, a known layer, or layers in a ModuleList or a Sequential. Parts may be missing (None), as
+            in the stages of a pipeline.
+
+    Raises:
+        UnsupportedModule: a module is not known, is not as its class usually is, or holds parameters of its own.
+    """
+    planner = _Planner(sequence_parallel=sequence_parallel)
+    planner.visit(model, "")
+    planner.refuse_rest(model)
+    return planner.plan
+
+
+def apply_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = True, plan: Mapping[str, Style] | None = None
+) -> nn.Module:
+    """Shard a model over an axis, in place. Every parameter becomes a DTensor with rank 0's values.
+
+    Make the optimizer, apply FSDP and seed the ranks (`seed_ranks`) afterwards. The gradients of norms may be Partial:
+    see `reduce_partial_gradients`.
+
+    Args:
+        mesh: the tensor-parallel axis alone, ``mesh["tp"]``.
+        plan: instead of `tensor_parallel_plan`'s.
+
+    Raises:
+        UnsupportedModule: see `tensor_parallel_plan`.
+        UsageError: something does not divide over the ranks, or the model is distributed or planned already. The model
+            is as it was.
+    """
+    found = tensor_parallel_plan(model, sequence_parallel=sequence_parallel) if plan is None else plan
+    ways = Axis.of(mesh).size
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UsageError(f"{name} is distributed already; apply tensor parallelism once, and before FSDP")
+    for path, module in model.named_modules():
+        if isinstance(module.forward, PlannedForward):
+            raise UsageError(f"{path or 'the model'} runs under a plan; apply tensor parallelism before plans are made")
+    for path, style in found.items():
+        try:
+            style.check(model.get_submodule(path), ways)
+        except JettisonError as error:
+            raise type(error)(f"{path or 'the model'}: {error}") from error
+    ties = list(_ties(model))
+    for path, style in found.items():
+        parallelize_module(model.get_submodule(path), mesh, style)
+    for first, *others in ties:
+        for name in others:
+            _tie(model, first, name)
+    return model
+
+
+@dataclass(kw_only=True)
+class _Planner:
+    """Walks the model from the top."""
+
+    sequence_parallel: bool
+    plan: Plan = field(default_factory=dict)
+
+    def visit(self, module: nn.Module, path: str) -> None:
+        """Plan a module by its class."""
+        if (head := _form(module, HEADS)) is not None:
+            self._headed(module, path, head)
+        elif (stack := _form(module, STACKS)) is not None:
+            self._stack(module, path, stack)
+        elif (layer := _form(module, LAYERS)) is not None:
+            self._layer(module, path, layer)
+        elif isinstance(module, nn.ModuleList | nn.Sequential):
+            for name, child in module.named_children():
+                self.visit(child, _join(path, name))
+        elif next(module.parameters(), None) is not None:
+            raise UnsupportedModule(
+                f"no tensor-parallel plan is known for {path or 'the model'}, a {_class_of(module)}; known are "
+                f"{', '.join(sorted(name.rpartition('.')[2] for name in (*HEADS, *STACKS, *LAYERS)))}. Give a plan of "
+                "your own: apply_tensor_parallel(..., plan={path: style})"
+            )
+
+    def refuse_rest(self, model: nn.Module) -> None:
+        """Nothing may be left that no style takes care of."""
+        for path, module in model.named_modules():
+            for name in module._parameters:
+                if path not in self.plan and module._parameters[name] is not None:
+                    raise UnsupportedModule(
+                        f"{_join(path, name)} is a parameter that a {_class_of(module)} of this form is not known to "
+                        "have; give a plan of your own: apply_tensor_parallel(..., plan={path: style})"
+                    )
+
+    def _headed(self, model: nn.Module, path: str, form: HeadForm) -> None:
+        body = _child(model, form.body, path)
+        self._stack(body, _join(path, form.body), _known(body, STACKS, _join(path, form.body)))
+        self._head(model, path, form.head)
+
+    def _head(self, model: nn.Module, path: str, name: str) -> None:
+        head = getattr(model, name, None)
+        if head is None:
+            return
+        if not is_linear(head):
+            raise _unexpected(head, _join(path, name), "a linear layer")
+        self.plan[_join(path, name)] = ColumnParallel(enters=not self.sequence_parallel, collected=True)
+
+    def _stack(self, stack: nn.Module, path: str, form: StackForm) -> None:
+        layers = _child(stack, form.layers, path)
+        dims = {
+            _known(layer, LAYERS, _join(path, f"{form.layers}.{name}")).dim for name, layer in layers.named_children()
+        }
+        dim = next(iter(dims), 1) if self.sequence_parallel else None
+        scattered = dim if form.scatters else None
+        if getattr(stack, form.tokens, None) is not None:
+            self.plan[_join(path, form.tokens)] = VocabularyParallel(dim=scattered)
+        if form.positions is not None and getattr(stack, form.positions, None) is not None:
+            self.plan[_join(path, form.positions)] = Replicated(sharded=scattered is not None, split_ids=scattered)
+        for name, layer in layers.named_children():
+            self._layer(layer, _join(path, f"{form.layers}.{name}"), _known(layer, LAYERS, path))
+        if dim is not None and not form.scatters and getattr(stack, form.tokens, None) is not None:
+            first = form.splits or f"{form.layers}.{next(name for name, _ in layers.named_children())}"
+            self.plan[_join(path, first)] = SplitInput(dim=dim)
+        if getattr(stack, form.norm, None) is not None:
+            self._norm(stack, path, form.norm, gathers=dim)
+        if form.head is not None:
+            self._head(stack, path, form.head)
+
+    def _layer(self, layer: nn.Module, path: str, form: LayerForm) -> None:
+        dim = form.dim if self.sequence_parallel else None
+        for name in form.norms:
+            self._norm(layer, path, name)
+        attention = _child(layer, form.attention, path)
+        inside = _join(path, form.attention)
+        draws = OwnDraws() if dim is None and _probability(attention, form.dropout) else None
+        self.plan[inside] = BlockInput(dim=dim, divided=form.divided, draws=draws)
+        unit = int(attention.head_dim) * (3 if form.joined else 1)
+        for name in form.projections:
+            self._linear(attention, inside, name, ColumnParallel(unit=unit, groups=form.groups))
+        for name in form.head_norms:
+            if getattr(attention, name, None) is not None:
+                self._norm(attention, inside, name, heads=int(attention.head_dim))
+        self._linear(attention, inside, form.out, RowParallel(dim=dim, draws=draws))
+        mlp, inside = _child(layer, form.mlp, path), _join(path, form.mlp)
+        self.plan[inside] = BlockInput(dim=dim)
+        for name in form.ups:
+            self._linear(mlp, inside, name, ColumnParallel())
+        self._linear(mlp, inside, form.down, RowParallel(dim=dim))
+
+    def _norm(
+        self, parent: nn.Module, path: str, name: str, *, heads: int | None = None, gathers: int | None = None
+    ) -> None:
+        norm = _child(parent, name, path)
+        if _class_of(norm) not in NORMS:
+            raise _unexpected(norm, _join(path, name), "one of " + ", ".join(sorted(NORMS)))
+        for parameter in norm.parameters():
+            if heads is not None and parameter.numel() != heads:
+                raise _unexpected(norm, _join(path, name), f"a norm of single heads, {heads} wide")
+        sharded = heads is not None or self.sequence_parallel
+        self.plan[_join(path, name)] = Replicated(sharded=sharded, gathers=gathers)
+
+    def _linear(self, parent: nn.Module, path: str, name: str, style: Style) -> None:
+        module = _child(parent, name, path)
+        if not is_linear(module):
+            raise _unexpected(module, _join(path, name), "a linear layer (nn.Linear or transformers' Conv1D)")
+        self.plan[_join(path, name)] = style
+
+
+def _class_of(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _form(module: nn.Module, forms: Mapping[str, _Form]) -> _Form | None:
+    return forms.get(_class_of(module))
+
+
+def _known(module: nn.Module, forms: Mapping[str, _Form], path: str) -> _Form:
+    form = _form(module, forms)
+    if form is None:
+        raise _unexpected(module, path, "one of " + ", ".join(sorted(forms)))
+    return form
+
+
+def _child(parent: nn.Module, name: str, path: str) -> nn.Module:
+    child = getattr(parent, name, None)
+    if not isinstance(child, nn.Module):
+        raise UnsupportedModule(
+            f"{path or 'the model'}, a {_class_of(parent)}, has no module {name!r}, which its class is known to have; "
+            "give a plan of your own: apply_tensor_parallel(..., plan={path: style})"
+        )
+    return child
+
+
+def _unexpected(module: nn.Module, path: str, expected: str) -> UnsupportedModule:
+    return UnsupportedModule(
+        f"{path or 'the model'} is a {_class_of(module)}; expected {expected}. Give a plan of your own: "
+        "apply_tensor_parallel(..., plan={path: style})"
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _probability(attention: nn.Module, name: str | None) -> float:
+    if name is None:
+        return 0.0
+    found = getattr(attention, name)
+    return float(getattr(found, "p", found))
+
+
+def _ties(model: nn.Module) -> Iterator[list[str]]:
+    """Names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    yield from (group for group in names.values() if len(group) > 1)
+
+
+def _tie(model: nn.Module, first: str, name: str) -> None:
+    kept = model.get_parameter(first)
+    path, _, leaf = name.rpartition(".")
+    other = model.get_parameter(name)
+    if isinstance(kept, DTensor) and isinstance(other, DTensor) and kept.placements != other.placements:
+        raise UsageError(f"{first} and {name} are one parameter, but the plan shards them in two ways")
+    setattr(model.get_submodule(path), leaf, kept)

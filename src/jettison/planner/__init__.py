@@ -1,0 +1,6 @@
+"""From a live model and a budget to an applied plan."""
+
+from jettison.planner.apply import Applied, apply
+from jettison.planner.live import auto_checkpoint, plan, trace
+
+__all__ = ["Applied", "apply", "auto_checkpoint", "plan", "trace"]

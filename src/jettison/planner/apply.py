@@ -1,0 +1,221 @@
+"""`apply`: a plan or a policy on a live model, on every rank of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from jettison.capture.traced import LossFn, ModelTrace, as_call
+from jettison.errors import PlanMismatch, UsageError
+from jettison.parallel.agree import Agreement, Group, groups_for, summary
+from jettison.planner.planner import Candidate, Planner, exactly, fingerprint
+from jettison.planner.readiness import check_model
+from jettison.planner.readiness import traced as traced_forward
+from jettison.runtime.assumptions import Assumptions
+from jettison.runtime.install import install
+from jettison.runtime.planned import PlannedForward
+from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.witness import Check, check_of
+from jettison.solve.artefact import Plan
+from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
+
+Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"]
+
+
+@dataclass(kw_only=True)
+class Applied:
+    """A plan at work on a model. `remove()` gives the model back as it was."""
+
+    regions: list[PlannedForward]
+    plan: Plan | None = None
+
+    def remove(self) -> None:
+        """Every module runs its own forward again."""
+        for region in reversed(self.regions):
+            region.remove()
+
+    def report(self) -> list[RegionReport]:
+        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
+        return [region.report() for region in self.regions]
+
+    def plan_text(self) -> str:
+        """The plan as JSON; empty where a policy was applied."""
+        return "" if self.plan is None else self.plan.to_json()
+
+    def live(self) -> dict[str, Live]:
+        """What is between its forward and its backward now, by region."""
+        return {region.name: region.live() for region in self.regions}
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def likeness(traced: ModelTrace) -> str:
+    """Equal for models that run the same ops on tensors of the same shapes. Constants among the arguments may differ,
+    as the first row of a sharded vocabulary does from rank to rank.
+    """
+    programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]
+    return " ".join(replace(p, ops=tuple(replace(op, price_key="") for op in p.ops)).digest() for p in programs)
+
+
+def apply_from_another_rank(
+    model: nn.Module, traced: ModelTrace, plan: Plan, like: str, how: Check = Check.ALWAYS
+) -> Applied:
+    """The same decisions on this rank's programs, under the digests that they have here.
+
+    Args:
+        like: the `likeness` of what the plan was made for.
+
+    Raises:
+        PlanMismatch: this rank's model is another one.
+    """
+    if likeness(traced) != like:
+        raise PlanMismatch("this rank's model runs other ops than that of the rank that made the plan")
+    digests = {call.name: traced.program(call).digest() for call in traced.calls}
+    layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
+    own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
+    return replace(apply_plan(model, traced, own, how), plan=plan)
+
+
+def apply_candidate(
+    model: nn.Module, planner: Planner, found: Candidate, budget_bytes: int, how: Check = Check.ALWAYS
+) -> Applied:
+    for text in planner.trace.warnings:
+        warnings.warn(text, stacklevel=3)
+    regions = install(model, planner.trace, found.part.policies, found.part.root, found.part.segments, how=how)
+    made = planner.artefact(found, budget_bytes)
+    expect_loop(regions, planner.trace, made)
+    return Applied(regions=regions, plan=made)
+
+
+def expect_loop(regions: list[PlannedForward], traced: ModelTrace, made: Plan) -> None:
+    """The root is to notice where the loop is not the one that was planned for."""
+    root = regions[-1]
+    root.assumptions = Assumptions(
+        root.module, as_call(traced.batch), traced.root_signature[0], budget_bytes=made.budget_bytes,
+        gradients_held=made.gradients_held,
+    )  # fmt: skip
+
+
+def apply(
+    model: nn.Module,
+    policy: Policy | None = None,
+    *,
+    plan: Plan | None = None,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+    check: str | Check = Check.ALWAYS,
+    group: Group | None = None,
+) -> Applied:
+    """Apply a plan, or a policy of your own.
+
+    Where the model's parameters are distributed over ranks (DTensors: tensor parallel, FSDP2), all of those ranks must
+    call this, and it returns only once they are known to compute the same things again.
+
+    Args:
+        policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
+        ``every:K``, a
+            `CheckpointPolicy`, or a mapping from block name to one of these (blocks left out keep everything).
+        plan: what `plan` made for this very model and batch.
+        batch: one training batch; needed for ``plan``, and to record ahead of the first step.
+        check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
+            elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all),
+            ``exact`` (as ``always``, and no rounding is let through on accelerators), ``off``.
+        group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
+            that communicates by other means.
+
+    Raises:
+        PlanMismatch: the plan was made for another model or another batch; or some rank has another plan, failed, or
+            did not come, which every rank is told.
+        UsageError: neither or both of policy and plan; an unknown word; an unknown block.
+    """
+    if (policy is None) == (plan is None):
+        raise UsageError("give either policy= or plan=, not both and not neither")
+    how = check_of(check)
+    check_model(model)
+    if batch is None:
+        raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
+    with Agreement(groups_for(model, group)) as agreement:
+        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
+        if plan is not None:
+            applied = apply_plan(model, traced, plan, how)
+            expect_loop(applied.regions, traced, plan)
+            return agreed(applied, agreement)
+        assert policy is not None
+        policies, segments = policies_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
+        _warn_pointless(traced, policies, policy)
+        if any(chosen.word != "none" for chosen in policies.values()):
+            for text in traced.warnings:
+                warnings.warn(text, stacklevel=2)
+        return agreed(Applied(regions=install(model, traced, policies, KeepAll(), segments, how=how)), agreement)
+
+
+def apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan, how: Check) -> Applied:
+    names = list(dict.fromkeys(c.name for c in traced.calls))
+    programs = {c.name: traced.program(c) for c in traced.calls}
+    digests = {name: program.digest() for name, program in programs.items()}
+    plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
+    policies = {entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers}
+    root = exactly(traced.root.program, frozenset(plan.root.kept))
+    segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
+    return Applied(regions=install(model, traced, policies, root, segments, how=how), plan=plan)
+
+
+def agreed(applied: Applied, agreement: Agreement) -> Applied:
+    try:
+        agreement.check(summary(applied.regions, applied.plan))
+    except PlanMismatch:
+        applied.remove()
+        raise
+    return applied
+
+
+def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointPolicy], list[list[str]]]:
+    """Policies by block, and the runs of blocks that are one checkpoint segment each."""
+    if isinstance(policy, Mapping):
+        unknown = sorted(set(policy) - set(names))
+        if unknown:
+            raise UsageError(
+                f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}"
+            )
+        return {name: _policy_of(policy.get(name, "none")) for name in names}, []
+    if isinstance(policy, str) and policy.startswith("every:"):
+        step = _every(policy)
+        return dict.fromkeys(names, policy_named("full")), [names[i : i + step] for i in range(0, len(names), step)]
+    return dict.fromkeys(names, _policy_of(policy)), []
+
+
+def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:
+    """Policies are about blocks. Selective recomputation drops attention scores; fused attention never stored any."""
+    if not policies and word != "none":
+        warnings.warn(
+            f"policy {word!r} changes nothing here: {type(traced.fake_model).__name__} has no repeated blocks. "
+            "Name what to treat as blocks with regions=[...], or use a memory budget",
+            stacklevel=3,
+        )
+    chosen = [c for c in traced.calls if policies[c.name].word == "selective"]
+    if chosen and not any(attention_core(traced.program(c)) for c in chosen):
+        warnings.warn(
+            "policy 'selective' changes nothing here: no block stores attention scores (fused attention recomputes "
+            "them inside its kernel). Use 'selective-op', 'full', or a memory budget",
+            stacklevel=3,
+        )
+
+
+def _every(policy: str) -> int:
+    text = policy.removeprefix("every:")
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"got {policy!r}; expected every:K with a whole number K of at least 1, such as every:2")
+    return int(text)
+
+
+def _policy_of(word: str | CheckpointPolicy) -> CheckpointPolicy:
+    return policy_named(word) if isinstance(word, str) else word

@@ -1,0 +1,143 @@
+"""`trace`, `plan` and `auto_checkpoint`: from a live model and a budget to an applied plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from jettison.capture.sharded import sharded_modules
+from jettison.capture.traced import Loop, LossFn, ModelTrace
+from jettison.dryrun.step import fake_optimizer
+from jettison.errors import UnsupportedModule
+from jettison.measure.device import elsewhere_bytes
+from jettison.parallel.agree import Agreement, Group, groups_for
+from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
+from jettison.planner.planner import make_planner
+from jettison.planner.readiness import check_model, check_optimizer
+from jettison.planner.readiness import traced as traced_forward
+from jettison.progress import Progress, silent
+from jettison.quantities import parse_bytes
+from jettison.runtime.witness import Check, check_of
+from jettison.solve.artefact import Plan
+
+
+def trace(
+    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, regions: Iterable[str] | None = None
+) -> ModelTrace:
+    """Record one training forward of ``model`` on ``batch`` without allocating model memory.
+
+    Args:
+        model: with real weights, or on ``meta``.
+        batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple. Real, fake or ``meta`` tensors.
+        loss_fn: makes the scalar loss of the output, where the output is not it and has no ``.loss``.
+        regions: names of the modules to plan one by one; by default the model's repeated blocks.
+
+    Raises:
+        TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
+        UsageError: weights have no size yet, or only some of them have values.
+    """
+    return traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
+
+
+def plan(
+    traced: ModelTrace,
+    memory_budget: str | int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    measure: bool = True,
+    gradients_held: bool = False,
+) -> Plan:
+    """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
+
+    Args:
+        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+        optimizer: over the fake copy's parameters; its state and its step count towards the peak.
+        measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
+            counted.
+        gradients_held: as in `auto_checkpoint`.
+
+    Raises:
+        Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
+        UsageError: the budget cannot be read.
+    """
+    budget_bytes = parse_bytes(memory_budget)
+    beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
+    loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
+    planner = make_planner(replace(traced, loop=loop), measure=measure, optimizer=optimizer)
+    return planner.artefact(planner.plan(budget_bytes), budget_bytes)
+
+
+def auto_checkpoint(
+    model: nn.Module,
+    batch: Any,
+    memory_budget: str | int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+    holds_output: bool = True,
+    check: str | Check = Check.ALWAYS,
+    gradients_held: bool | None = None,
+    group: Group | None = None,
+    progress: Progress = silent,
+) -> Applied:
+    """Make ``model`` train under ``memory_budget``: trace it, plan it, apply the plan.
+
+    The budget is the peak of allocated bytes in a training step: parameters, gradients, activations, transients, and
+    the
+    optimizer's state where ``optimizer`` is given. The model trains as before, with bitwise the same gradients.
+    Call it under the same autocast and train/eval state as training.
+
+    Args:
+        batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
+        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+        holds_output: the loop still holds the model's output (logits and all) while it runs backward and the
+            optimizer, as ``out = model(**batch); out.loss.backward()`` does. False for
+            ``model(**batch).loss.backward()``, which frees it.
+        check: as in `apply`.
+        gradients_held: parameters have their gradients already when a forward begins: several backwards add up before
+            the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now.
+        group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
+
+    Raises:
+        Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
+        PlanMismatch: the ranks of the group do not have the same plan; see `apply`.
+        TraceError: the model cannot be recorded, or there is no scalar loss.
+        UnsupportedModule: the model is under FSDP2, compiled, scripted, planned already, or checkpoints by itself.
+        UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
+    """
+    budget_bytes = parse_bytes(memory_budget)
+    how = check_of(check)
+    check_model(model)
+    check_optimizer(optimizer, model)
+    if sharded_modules(model):
+        raise UnsupportedModule(
+            "the model is under FSDP2, whose gathered parameters come and go in ways that no dry run counts yet; "
+            "use apply() with a policy or a plan"
+        )
+    with Agreement(groups_for(model, group)) as agreement:
+        progress("tracing")
+        now = any(p.grad is not None for p in model.parameters())
+        loop = Loop(
+            holds_output=holds_output, gradients_held=now if gradients_held is None else gradients_held, check=how,
+            elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
+        )  # fmt: skip
+        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+
+        def make() -> Applied:
+            mirrored = fake_optimizer(optimizer, model, traced) if optimizer is not None else None
+            planner = make_planner(traced, optimizer=mirrored, progress=progress)
+            return apply_candidate(model, planner, planner.plan(budget_bytes), budget_bytes, how)
+
+        applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
+        if isinstance(applied, str):
+            plan_text, like = json.loads(applied)
+            applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how)
+            assert applied.plan is not None
+            expect_loop(applied.regions, traced, applied.plan)
+        return agreed(applied, agreement)

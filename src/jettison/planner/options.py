@@ -1,0 +1,263 @@
+"""What can be chosen for a traced step: options of blocks, of the root and of runs of blocks, each with its levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import nn
+
+from jettison.capture.randomness import ADVANCE
+from jettison.capture.recorder import Call, RegionTrace, TensorRef
+from jettison.capture.traced import BlockCall, ModelTrace
+from jettison.capture.wrapped import plain
+from jettison.cost import CPU, CUDA, Rates, op_seconds
+from jettison.dryrun.observed import observe_block
+from jettison.dryrun.prices import Pricing
+from jettison.dryrun.root import dry_run_root
+from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block
+from jettison.dryrun.trial import OpRequest, TensorMeta
+from jettison.progress import Progress
+from jettison.solve.frontier import FrontierPoint, pareto_frontier
+from jettison.solve.lean import MOST_CUTS, lean_points
+from jettison.solve.policy import Full, KeepAll
+from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+
+BLOCK_POINTS = 12
+ROOT_POINTS = 6
+ROOT_CUTS = 8  # of a model without blocks
+SHORT_ROOT = 250  # ops up to which that many are looked for: seconds
+SEGMENT_SIZES = (2, 3, 4, 6, 8, 12, 16)
+PYTHON_SECONDS_PER_OP = 6e-6  # replaying one op costs this much beside the op itself (measured, 2 CPU cores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What there is to choose from: the solver's problem, and what each of its options keeps.
+
+    Args:
+        baseline: the step without a plan.
+        points: by class of blocks and option.
+    """
+
+    baseline: StepPeaks
+    problem: StepProblem
+    points: Mapping[str, Mapping[str, FrontierPoint]]
+    root_points: Mapping[str, FrontierPoint]
+
+
+def options_of(
+    trace: ModelTrace,
+    pricing: Pricing,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scene: DryStep | None,
+    progress: Progress,
+) -> Options:
+    """Run the plain step, and every option of its regions, on fake tensors.
+
+    Args:
+        pricing: of ops; it remembers what it was asked for.
+        scene: as for `jettison.planner.planner.make_planner`.
+    """
+    progress("pricing ops" if pricing.run else "dry-running the plain step")
+    builder = _Builder(trace=trace, pricing=pricing, module=scene.modules[0] if scene else trace.fake_model)
+    everything = dict.fromkeys((c.name for c in trace.calls), KeepAll())
+    opaque = {c.name: builder.observed(c.class_key)[0] for c in trace.calls if trace.classes[c.class_key].opaque}
+    part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
+    baseline = step_of([part], scene or OneBatch(trace=trace, optimizer=optimizer), pricing)
+    progress("dry-running options")
+    return builder.options(baseline)
+
+
+def step_of(parts: Sequence[ModulePolicy], scene: DryStep, pricing: Pricing) -> StepPeaks:
+    """A whole step, with what every kernel in it takes inside."""
+    return pricing.known(lambda workspace: dry_run(parts, scene, workspace=workspace))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Builder:
+    """Makes `Options`.
+
+    Args:
+        module: the one that the scene runs, which has the parameters.
+    """
+
+    trace: ModelTrace
+    pricing: Pricing
+    module: nn.Module
+    _observations: dict[str, tuple[RegionOption, RegionOption]] = field(default_factory=dict, init=False)
+
+    def observed(self, key: str) -> tuple[RegionOption, RegionOption]:
+        """Both ways to treat a block that has no program: kept whole, checkpointed whole."""
+        if key not in self._observations:
+            cls = self.trace.classes[key]
+            self._observations[key] = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
+        return self._observations[key]
+
+    def options(self, baseline: StepPeaks) -> Options:
+        """See `options_of`."""
+        trace = self.trace
+        points: dict[str, dict[str, FrontierPoint]] = {}
+        options: dict[str, tuple[RegionOption, ...]] = {}
+        for key, cls in trace.classes.items():
+            if cls.opaque:
+                options[key] = self.observed(key)
+                points[key] = {o.key: _whole(o) for o in options[key]}
+                continue
+            seconds = self.seconds_of(cls.trace)
+            smallest, *more = pareto_frontier(cls.trace.program, seconds, max_points=BLOCK_POINTS)
+            found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
+            points[key] = {p.key: p for p in found}
+            options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
+        of_root = self._points_of_root()
+        kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
+        problem = StepProblem(
+            static_bytes=baseline.static_bytes,
+            optimizer_peak_bytes=max(0, baseline.optimizer_peak_bytes - baseline.static_bytes),
+            regions=tuple(self._regions(options)),
+            root=tuple(self._root(p, kept) for p in of_root),
+            segments=tuple(self._segments(options)),
+            plain_seconds=self.plain_seconds(),
+        )
+        return Options(baseline=baseline, problem=problem, points=points, root_points={p.key: p for p in of_root})
+
+    def _regions(self, options: Mapping[str, tuple[RegionOption, ...]]) -> Iterator[ProblemRegion]:
+        seen: set[str] = set()
+        for call in self.trace.calls:
+            module = self.module.get_submodule(call.name)
+            trained = [p for p in module.parameters() if p.requires_grad and not self.trace.loop.gradients_held]
+            gradients = sum(plain(p).nbytes for p in trained) if call.name not in seen else 0
+            seen.add(call.name)
+            yield ProblemRegion(
+                name=call.name, class_key=call.class_key, options=options[call.class_key], gradient_bytes=gradients
+            )
+
+    def _points_of_root(self) -> tuple[FrontierPoint, ...]:
+        root = self.trace.root
+        seconds = self.seconds_of(root)
+        found = pareto_frontier(root.program, seconds, max_points=ROOT_POINTS)
+        if root.problem:  # nothing may be computed again by it
+            return tuple(p for p in found if p.kept >= root.program.saved_buffers())
+        if self.trace.calls:  # what they hold sets the peak
+            return found
+        cuts = ROOT_CUTS if len(root.program.ops) <= SHORT_ROOT else MOST_CUTS
+        return (found[0], *lean_points(root.program, found[0].kept, seconds, most=cuts), *found[1:])
+
+    def _block(self, key: str, kept: frozenset[int], name: str, seconds: float) -> RegionOption:
+        cls = self.trace.classes[key]
+        return self.pricing.known(lambda w: dry_run_block(self.trace, cls, kept, name, seconds, w))
+
+    def _root(self, point: FrontierPoint, plain: Mapping[str, RegionOption]) -> RootOption:
+        return self.pricing.known(
+            lambda w: dry_run_root(self.trace, point.kept, point.key, point.seconds, w, plain=plain)
+        )
+
+    def _segments(self, options: dict[str, tuple[RegionOption, ...]]) -> Iterator[SegmentOption]:
+        """Runs of blocks of which only the first holds its input: what is computed again adds up along the run.
+
+        Levels follow from the blocks' own: a block in a run holds what plain autograd saves of it until its backward.
+        By then it has left the caches: it is charged one more pass out to memory and back.
+        """
+        rates = self._rates()
+        calls = self.trace.calls
+        if len({c.name for c in calls}) < len(calls):
+            return  # a block that is called twice has one policy, not a place in one run
+        full = {key: self._full_option(key) for key in options if self._ends_in_what_can_be_computed(key)}
+        longest = 2 * isqrt(len(calls))
+        for size in (n for n in SEGMENT_SIZES if n <= longest):
+            for start in range(len(calls) - size + 1):
+                run = calls[start : start + size]
+                if not all(c.links for c in run[1:]) or any(c.class_key not in full for c in run):
+                    continue
+                members = [full[c.class_key] for c in run]
+                resident = members[0][0].resident_bytes + sum(self._beside_links(c) for c in run[1:])
+                held = 0
+                peaks = []
+                for option, saved, _again in members:
+                    peaks.append(option.backward_peak_bytes + held)
+                    held += saved
+                yield SegmentOption(
+                    key="segment", start=start, stop=start + size, resident_bytes=resident,
+                    forward_peak_bytes=resident + max(o.forward_peak_bytes for o, _, _ in members),
+                    backward_peak_bytes=tuple(peaks),
+                    seconds=members[-1][0].seconds
+                    + sum(again + 2 * saved / rates.bytes_per_second for _, saved, again in members[:-1]),
+                )  # fmt: skip
+
+    def _beside_links(self, call: BlockCall) -> int:
+        """Bytes that a later block of a run holds: what cannot be computed again, and inputs that are not handed on."""
+        cls = self.trace.classes[call.class_key]
+        linked = {position for position, _ in call.links}
+        program = cls.trace.program
+        return program.kept_bytes(frozenset(b for b in Full().kept(program) if cls.trace.inputs.get(b) not in linked))
+
+    def _ends_in_what_can_be_computed(self, key: str) -> bool:
+        cls = self.trace.classes[key]
+        if cls.opaque:
+            return False
+        program = cls.trace.program
+        kept = Full().kept(program)  # an input that only the output needs is not among them
+        return all(program.can_compute(b, kept) for b in program.outputs)
+
+    def _full_option(self, key: str) -> tuple[RegionOption, int, float]:
+        """Only the input held: levels, bytes that plain autograd saves, and seconds with the output computed again
+        too.
+        """
+        cls = self.trace.classes[key]
+        program = cls.trace.program
+        kept = Full().kept(program)
+        seconds = self.seconds_of(cls.trace)
+        computed = frozenset(b for b in program.outputs if program.buffers[b].producer is not None)
+        alone = sum(seconds[i] for i in program.recompute_set(kept))
+        along = sum(seconds[i] for i in program.recompute_set(kept, also=computed))
+        option = self._block(key, kept, "full", alone)
+        return option, program.kept_bytes(program.saved_buffers()), along
+
+    def _rates(self) -> Rates:
+        return CUDA if any(p.is_cuda for p in self.trace.fake_model.parameters()) else CPU
+
+    def seconds_of(self, trace: RegionTrace) -> list[float]:
+        """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes."""
+        rates = self._rates()
+        out = []
+        for op, call in zip(trace.program.ops, trace.calls, strict=True):
+            price = self.pricing.prices.get(_request(call).key) if self.pricing.prices else None
+            measured = price.seconds if price is not None else None
+            out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, rates)))
+        return out
+
+    def plain_seconds(self) -> float:
+        """A step without recompute: forward once, and backward at twice that (a matmul has two in its backward)."""
+        classes = {
+            k: self.observed(k)[1].seconds if c.opaque else self._forward_seconds(c.trace)
+            for k, c in self.trace.classes.items()
+        }
+        forward = sum(classes.get(c.class_key, 0.0) for c in self.trace.calls) + self._forward_seconds(self.trace.root)
+        return 3 * forward
+
+    def _forward_seconds(self, trace: RegionTrace) -> float:
+        """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""
+        seconds = zip(trace.program.ops, self.seconds_of(trace), strict=True)
+        return sum(s for op, s in seconds if op.name != ADVANCE)
+
+
+def _whole(option: RegionOption) -> FrontierPoint:
+    """An option of a block that has no program: kept whole or checkpointed whole."""
+    return FrontierPoint(
+        key=option.key, kept=frozenset(), kept_bytes=option.resident_bytes, seconds=option.seconds, price=0.0
+    )
+
+
+def _request(call: Call) -> OpRequest:
+    def meta(leaf: Any) -> Any:
+        if isinstance(leaf, TensorRef):
+            return TensorMeta(leaf.size, leaf.stride, leaf.dtype, call.device)
+        if isinstance(leaf, list | tuple):
+            return type(leaf)(meta(v) for v in leaf)
+        return leaf
+
+    return OpRequest(func=call.func, args=meta(call.args), kwargs={k: meta(v) for k, v in call.kwargs.items()})

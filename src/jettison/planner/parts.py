@@ -1,0 +1,166 @@
+"""Plans for the parts of a step: one module, or the stages of a pipeline that one rank runs.
+
+One part is planned as any model is, with the loop's own step as the judge. In a pipeline the bytes that a stage holds
+are held once for every micro-batch in flight. There its solver is given as many times the bytes, and is asked for
+answers between the fewest bytes and the fewest seconds, for all of a rank's stages at the same share of the way; a
+dry run of the whole schedule judges each. Within a stage the answers are the solver's best; that all stages of a rank
+go the same share of the way is a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from jettison.capture.traced import ModelTrace
+from jettison.dryrun.prices import Pricing
+from jettison.dryrun.step import DryStep, StepPeaks, dry_run
+from jettison.errors import Infeasible
+from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
+from jettison.solve.artefact import Plan
+from jettison.solve.chain import Solution, choose
+from jettison.solve.levels import Choice
+from jettison.solve.moves import minimum_budget
+from jettison.solve.problem import RegionOption, RootOption, SegmentOption, StepProblem
+
+Held = TypeVar("Held", RegionOption, SegmentOption)
+HALVINGS = 6  # of the way between the fewest bytes and the fewest seconds
+
+
+def plan_parts(
+    traces: Sequence[ModelTrace],
+    in_flight: Sequence[int],
+    scene: DryStep,
+    budget_bytes: int,
+    *,
+    progress: Callable[[str], None],
+) -> list[Plan]:
+    """Plans for all parts of a rank, together under the budget.
+
+    Args:
+        in_flight: of each part, the most micro-batches that it holds at a time.
+
+    Raises:
+        Infeasible: no plans fit; ``minimum_budget_bytes`` says what would.
+    """
+    if len(traces) == 1 and in_flight[0] == 1:
+        planner = make_planner(traces[0], scene=scene, progress=progress)
+        return [planner.artefact(planner.plan(budget_bytes), budget_bytes)]
+    stages = _Stages(scene=scene)
+    for trace, count in zip(traces, in_flight, strict=True):
+        stages.add(make_planner(trace, progress=progress), count)
+    progress("choosing")
+    return stages.plan(budget_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Together:
+    """A choice for every stage, and the schedule's dry run under them."""
+
+    solutions: tuple[Solution, ...]
+    step: StepPeaks
+
+    @property
+    def needs(self) -> int:
+        """The smallest budget that it is sure to fit."""
+        return self.step.peak_bytes + UNSEEN_BYTES
+
+    @property
+    def seconds(self) -> float:
+        """That are added to a step."""
+        return sum(solution.certificate.objective_seconds for solution in self.solutions)
+
+
+@dataclass(kw_only=True)
+class _Stages:
+    scene: DryStep
+    planners: list[Planner] = field(default_factory=list)
+    problems: list[StepProblem] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    seen: dict[tuple[Choice, ...], _Together] = field(default_factory=dict)
+    pricing: Pricing = field(default_factory=Pricing)
+
+    def add(self, planner: Planner, in_flight: int) -> None:
+        problem = _times(planner.problem, in_flight)
+        fewest = minimum_budget(problem)
+        self.planners.append(planner)
+        self.problems.append(problem)
+        self.ends.append((fewest, max(fewest, _fastest_peak(problem))))
+
+    def at(self, share: float) -> _Together:
+        """The answers at this share of the way from the fewest bytes (0) to the fewest seconds (1)."""
+        return self._dry_run(
+            choose(problem, low + round(share * (high - low)))
+            for problem, (low, high) in zip(self.problems, self.ends, strict=True)
+        )
+
+    def sure(self) -> _Together:
+        """The fewest bytes that there are answers for whenever they are asked for."""
+        problems = map(untimed, self.problems)
+        least = self._dry_run(choose(problem, minimum_budget(problem)) for problem in problems)
+        return min(least, self.at(1.0), key=lambda one: one.needs)
+
+    def _dry_run(self, found: Iterable[Solution]) -> _Together:
+        solutions = tuple(found)
+        choices = tuple(solution.choice for solution in solutions)
+        if choices not in self.seen:
+            parts = [planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True)]
+            step = self.pricing.known(lambda workspace: dry_run(parts, self.scene, workspace=workspace))
+            self.seen[choices] = _Together(solutions=solutions, step=step)
+        return self.seen[choices]
+
+    def plan(self, budget_bytes: int) -> list[Plan]:
+        sure, fewest = self.sure(), self.at(0.0)
+        if min(sure.needs, fewest.needs) > budget_bytes:
+            raise Infeasible(
+                minimum_budget_bytes=sure.needs, budget_bytes=budget_bytes,
+                reason=f"The {sure.step.phase} pass sets the peak.",
+            )  # fmt: skip
+        low, high = 0.0, 1.0
+        if self.at(1.0).needs > budget_bytes:
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                low, high = (middle, high) if self.at(middle).needs <= budget_bytes else (low, middle)
+        best = min((one for one in self.seen.values() if one.needs <= budget_bytes), key=lambda one: one.seconds)
+        return [
+            planner.artefact(
+                Candidate(solution=solution, part=planner.part(solution.choice), step=best.step), budget_bytes,
+                minimum_budget_bytes=sure.needs,
+            )
+            for planner, solution in zip(self.planners, best.solutions, strict=True)
+        ]  # fmt: skip
+
+
+def _fastest_peak(problem: StepProblem) -> int:
+    """Of the choice that computes least again."""
+    unbounded = sum(o.resident_bytes + o.backward_peak_bytes for r in problem.regions for o in r.options)
+    unbounded += sum(r.gradient_bytes for r in problem.regions) + 2 * minimum_budget(problem)
+    unbounded += max(root.loss_peak_bytes + root.tail_peak_bytes for root in problem.root)
+    return choose(problem, unbounded).levels.peak_bytes
+
+
+def _times(problem: StepProblem, count: int) -> StepProblem:
+    """The problem of so many micro-batches in flight, as the last of them goes through.
+
+    What the root holds for each is no more than its peak at the loss.
+    """
+    more = count - 1
+
+    def held(option: Held) -> Held:
+        resident = option.resident_bytes
+        forward = option.forward_peak_bytes + more * resident
+        return replace(option, resident_bytes=count * resident, forward_peak_bytes=forward)
+
+    def root(option: RootOption) -> RootOption:
+        others = more * option.loss_peak_bytes
+        return replace(
+            option, loss_peak_bytes=option.loss_peak_bytes + others,
+            held_forward_bytes=tuple(n + others for n in option.held_forward_bytes),
+            held_backward_bytes=tuple(n + others for n in option.held_backward_bytes),
+        )  # fmt: skip
+
+    return replace(
+        problem, regions=tuple(replace(r, options=tuple(map(held, r.options))) for r in problem.regions),
+        segments=tuple(map(held, problem.segments)), root=tuple(map(root, problem.root)),
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What cannot be planned is said in one line before anything runs; models without values are traced on fake tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
+from jettison.capture.traced import Loop, LossFn, ModelTrace
+from jettison.capture.tracer import trace_model
+from jettison.errors import UnsupportedModule, UsageError
+from jettison.runtime.planned import PlannedForward
+
+
+def check_model(model: nn.Module) -> None:
+    """Whether there is a Python forward to plan.
+
+    Raises:
+        UnsupportedModule: it is planned, compiled, scripted, or checkpoints by itself.
+        UsageError: it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        _check_module(name or "the model", module)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedModule("scripted modules have no Python forward to plan; pass the eager module")
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+        raise UnsupportedModule(
+            f"{name} is compiled; Jettison plans ops that PyTorch runs one by one. Pass the module as it was before "
+            "torch.compile"
+        )
+    if isinstance(module.forward, PlannedForward):
+        raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
+    if getattr(module, "gradient_checkpointing", False) is True:
+        raise UnsupportedModule(
+            f"{name} has gradient checkpointing switched on; call gradient_checkpointing_disable() first: Jettison "
+            "would recompute inside what is recomputed"
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
+    """Whether a step of it can be dry-run.
+
+    Raises:
+        UsageError: it is no optimizer, holds nothing of this model, or calls the forward from inside its step.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer= is {optimizer!r}; expected a torch.optim.Optimizer over the model's parameters")
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise UsageError(
+            f"the {type(optimizer).__name__} holds no parameter of this model; make it of model.parameters()"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UsageError(
+            f"{type(optimizer).__name__} runs forward and backward from inside its step, as often as it likes, which "
+            "no dry run can follow; leave optimizer= out and lower the budget by the bytes of its state"
+        )
+
+
+def traced(
+    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, regions: Iterable[str] | None = None,
+    loop: Loop | None = None,
+) -> ModelTrace:  # fmt: skip
+    """The record of one training forward.
+
+    A model on ``meta`` is recorded as if its weights were where the batch is; a batch on ``meta``, as if it were where
+    the weights are. Neither is allocated.
+
+    Raises:
+        TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
+        UsageError: weights have no size yet, or only some of them have values.
+    """
+    _check_states(model)
+    states = [tensor for _, tensor in _states(model)]
+    given = [leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
+    model_device = next((t.device for t in states if not t.is_meta), None)
+    batch_device = next((t.device for t in given if not t.is_meta), None)
+    if (model_device is None) == (batch_device is None) or not states or not given:
+        return trace_model(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+    mode = fake_mode(allow_non_fake_inputs=True)
+    if model_device is None:
+        model = fake_copy(model, mode, batch_device)
+    else:
+        batch = fake_batch(_plain(batch), mode, model_device)
+    return trace_model(model, batch, loss_fn=loss_fn, regions=regions, mode=mode, loop=loop)
+
+
+def _check_states(model: nn.Module) -> None:
+    for name, tensor in _states(model):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"{name} has no size before the model's first forward (a lazy module); run one batch through the model "
+                "first: model(*batch)"
+            )
+    without = [name for name, tensor in _states(model) if tensor.is_meta]
+    if without and len(without) < sum(1 for _ in _states(model)):
+        raise UsageError(f"{without[0]} is on meta and other parameters are not; move the model to one device first")
+
+
+def _plain(batch: Any) -> Any:
+    """Mappings of other kinds (Hugging Face's BatchEncoding) as a dict."""
+    return dict(batch) if hasattr(batch, "keys") else batch
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

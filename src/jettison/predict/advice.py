@@ -1,0 +1,58 @@
+"""What a run asks for that does nothing, or costs more than it seems to: one sentence each, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jettison.predict.run_request import Resolved
+from jettison.spec.kernels import AttentionKernel
+from jettison.spec.model import Moe
+from jettison.spec.run import Mode, Run
+
+
+def advice(asked: Resolved) -> tuple[str, ...]:
+    """Remarks about a run, the weightiest first; empty where there are none."""
+    run = asked.run
+    found = [*_recompute(run), *_tensor_parallel(run)]
+    layout, model = run.layout, run.model
+    if run.seq > model.max_positions:
+        found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
+    if layout.zero and layout.shards == 1:
+        found.append(f"--zero {layout.zero} shards nothing: there is one data-parallel rank; give --dp")
+    if layout.pp == 1:
+        found += [
+            f"--{name.replace('_', '-')} does nothing without a pipeline; give --pp"
+            for name in ("schedule", "keep_stage_outputs")
+            if name not in asked.assumed
+        ]
+    if run.capacity_factor is not None and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
+        found.append(f"--capacity-factor does nothing: {model.name} has no experts")
+    return tuple(found)
+
+
+def _recompute(run: Run) -> Iterator[str]:
+    if run.recompute.mode is Mode.SELECTIVE and run.kernels.attention is AttentionKernel.FLASH:
+        yield (
+            "selective recomputation drops attention scores, which flash attention never stores: it saves nothing "
+            "here. Use --recompute selective-op, every:K or full"
+        )
+
+
+def _tensor_parallel(run: Run) -> Iterator[str]:
+    layout = run.layout
+    if layout.tp > 1 and not layout.sp:
+        yield (
+            f"without sequence parallelism all {layout.tp} tensor-parallel ranks hold what stands between the "
+            "products whole (norms, dropouts, residuals); --sp shards it"
+        )
+    if layout.tp == 1 and layout.sp:
+        yield "--sp does nothing without tensor parallelism; give --tp"
+    if layout.tp == 1 and run.tp_comm_overlap:
+        yield "--tp-comm-overlap does nothing without tensor parallelism; give --tp"
+    if layout.gathered_inputs and layout.tp > 1 and layout.sp:
+        yield (
+            f"--gathered-inputs: each rank holds the whole input of its column-parallel products, {layout.tp} times "
+            "the shard that Megatron keeps and gathers again"
+        )
+    elif layout.gathered_inputs:
+        yield "--gathered-inputs does nothing without sequence parallelism"

@@ -1,0 +1,243 @@
+"""Where the peak of a run comes from, and what would lower it: figures first, words made of them.
+
+NOTE [ Parts of a moment ]
+Bytes at a moment are a sum (NOTE [ What is there when ] in `ledger.timeline`), linear in everything that a stage holds.
+So the share of, say, optimizer state in the peak is the same moment of a stage that holds nothing else. No second
+account of the step is kept here that could disagree with the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.formula.region import layer_region
+from jettison.ledger.timeline import StageLoad, moments
+from jettison.predict.explanation import Core, Explanation, Share, Variant
+from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.remarks import cause, remarks, remedy
+from jettison.predict.stage_layers import StageLayer
+from jettison.solve.policy import attention_core
+from jettison.spec.model import Layer
+from jettison.spec.run import Mode, Recompute, Run
+
+FORWARDS_OF_A_STEP: Final = 3
+"""A backward is two forwards: each product has one for its input's gradient and one for its weight's."""
+MODES: Final = ("none", "selective", "selective-op", "full", "every:2", "sqrt")
+"""Recompute modes that are compared."""
+_LONGEST: Final = 1 << 24
+"""Tokens; a crossover is not looked for beyond."""
+
+
+def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
+    """Why a run's peak is what it is.
+
+    Args:
+        budget_bytes: for allocations on each rank, if there is one.
+    """
+    stage, run = found.worst, found.run
+    moment = stage.peak
+    parts = peak_parts(stage)
+    recompute = _compare(found, _modes(run))
+    parallel = _compare(found, _sequence_parallelism(run))
+    sharding = _compare(found, _sharding(run))
+    return Explanation(
+        stage=stage.index,
+        peak_bytes=found.peak_bytes,
+        phase=str(moment.phase),
+        where=moment.where,
+        in_flight=stage.in_flight,
+        parts=parts,
+        roles=_roles(found, stage),
+        core=_core(run),
+        recompute=recompute,
+        sequence_parallelism=parallel,
+        sharding=sharding,
+        remarks=tuple(remarks(found, budget_bytes)),
+        sentences=(
+            cause(stage, parts),
+            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found))),
+        ),
+    )
+
+
+# what there is --------------------------------------------------------------------------------------------------------
+
+
+def peak_parts(stage: Stage) -> tuple[Share, ...]:
+    """The peak of a stage as a sum; see NOTE [ Parts of a moment ].
+
+    Gradients are those that wait for the optimizer; what a region's backward makes of them counts as transient, as do
+    what it computes again, its workspace, and the input and output of a forward.
+    """
+    timeline = list(moments(stage.load, first_step=False))
+    position = timeline.index(stage.peak)
+    return _shares(
+        (name, list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes)
+        for name, fields in _PARTS.items()
+    )
+
+
+_PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "parameters": frozenset({"fixed"}),
+        "gradients": frozenset({"gradient", "pending"}),
+        "optimizer state": frozenset({"state"}),
+        "activations in flight": frozenset({"resident", "sent"}),
+        "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
+    }
+)
+"""Which fields of a stage's load and of its units each part is made of."""
+
+
+def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
+    """The stage as if it held nothing but what some fields say."""
+    zeros = frozenset[str]().union(*_PARTS.values()) - kept
+    of_unit: dict[str, Any] = {name: 0 for name in zeros if hasattr(load.chunks[0][0], name)}
+    of_load: dict[str, Any] = {name: 0 for name in zeros if hasattr(load, name)}
+    chunks = tuple(tuple(replace(unit, **of_unit) for unit in chunk) for chunk in load.chunks)
+    return replace(load, chunks=chunks, **of_load)
+
+
+def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
+    mesh = found.run.layout.mesh_sizes
+    held = {name for name, nbytes in found.layer_bytes() if nbytes}
+    of_region: dict[tuple[int, frozenset[int]], Counter[str]] = {}
+    total: Counter[str] = Counter()
+    for part in (part for chunk in stage.parts for part in chunk if part.name in held):
+        key = id(part.region), part.kept
+        if key not in of_region:
+            of_region[key] = _region_roles(part, mesh)
+        total.update(of_region[key])
+    return _shares(total.most_common())
+
+
+def _region_roles(part: StageLayer, mesh: dict[str, int]) -> Counter[str]:
+    """A storage that several ops save has the role that the first of them gives it, and its largest size."""
+    roles: dict[str, str] = {}
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for entry in part.region.entries(part.name, part.kept):
+        roles.setdefault(entry.storage, entry.role)
+        sizes[entry.storage] = max(sizes[entry.storage], entry.local_storage_bytes(mesh))
+    found: Counter[str] = Counter()
+    for storage, role in roles.items():
+        found[role] += sizes[storage]
+    return found
+
+
+def _shares(parts: Iterable[tuple[str, int]]) -> tuple[Share, ...]:
+    known = list(parts)
+    whole = sum(nbytes for _, nbytes in known)
+    return tuple(Share(name=name, nbytes=nbytes, fraction=nbytes / whole if whole else 0.0) for name, nbytes in known)
+
+
+# the attention core ---------------------------------------------------------------------------------------------------
+
+
+def _core(run: Run) -> Core:
+    layer = Counter(run.model.layers).most_common(1)[0][0]
+    region = layer_region(run.scene, layer)
+    core, rest = _core_and_rest(run, layer, run.seq)
+    return Core(
+        saved_bytes=core,
+        layer_bytes=core + rest,
+        flops=sum(step.flops for step in region.tape.steps if not step.weights),  # products of two activations
+        layer_flops=region.flops,
+        crossover=_crossover(run, layer) if core else None,
+    )
+
+
+def _core_and_rest(run: Run, layer: Layer, seq: int) -> tuple[int, int]:
+    """Bytes that a layer saves without recompute on a sequence of ``seq``, learned positions or not."""
+    region = layer_region(replace(run.scene, seq=seq), layer)
+    core = region.program.kept_bytes(attention_core(region.program))
+    return core, region.saved_bytes - core
+
+
+def _crossover(run: Run, layer: Layer) -> int | None:
+    """By doubling and bisection over sequences that the layout divides: the core grows faster than the rest."""
+    step = run.layout.cp * (run.layout.tp if run.layout.sp else 1)
+
+    def overtakes(count: int) -> bool:
+        core, rest = _core_and_rest(run, layer, count * step)
+        return core > rest
+
+    below, above = 0, 1
+    while not overtakes(above):
+        below, above = above, 2 * above
+        if above * step > _LONGEST:
+            return None
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (below, middle) if overtakes(middle) else (middle, above)
+    return above * step
+
+
+# what if --------------------------------------------------------------------------------------------------------------
+
+
+def _modes(run: Run) -> Iterator[tuple[str, Run]]:
+    words = list(MODES) if run.recompute.mode is Mode.AUTO else [*MODES, str(run.recompute)]
+    seen: set[Recompute] = set()
+    for word in words:
+        recompute = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
+        if recompute not in seen:
+            seen.add(recompute)
+            yield f"--recompute {word}", replace(run, recompute=recompute)
+
+
+def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
+    if run.layout.tp == 1:
+        return
+    for word, on in (("--no-sp", False), ("--sp", True)):
+        try:
+            yield word, replace(run, layout=replace(run.layout, sp=on))
+        except UsageError:  # the sequence does not divide over the ranks
+            continue
+
+
+def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
+    if run.layout.shards > 1:
+        for zero in (1, 3):
+            yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+
+
+def _compare(found: Forecast, runs: Iterable[tuple[str, Run]]) -> tuple[Variant, ...]:
+    return tuple(
+        _variant(change, found if run == found.run else forecast(run), current=run == found.run)
+        for change, run in runs
+    )  # fmt: skip
+
+
+def _variant(change: str, found: Forecast, *, current: bool) -> Variant:
+    forward = sum(part.region.flops for part in found.parts)
+    again = sum(recomputed_flops(found))
+    return Variant(
+        change=change,
+        current=current,
+        peak_bytes=found.peak_bytes,
+        layer_bytes=max(
+            nbytes for part, (_, nbytes) in zip(found.parts, found.layer_bytes(), strict=True) if part.is_layer
+        ),
+        activation_bytes=found.worst.activation_bytes,
+        recompute_flops=again,
+        of_forward=again / forward,
+        of_step=again / (FORWARDS_OF_A_STEP * forward),
+    )
+
+
+def recomputed_flops(found: Forecast) -> Iterator[int]:
+    """Of each region in one backward. In a segment all layers but the last run through to their outputs."""
+    dtype = found.run.precision.gradient
+    size = found.run.recompute.number if found.run.recompute.mode is Mode.EVERY else 1
+    for chunk in (chunk for stage in found.stages for chunk in stage.parts):
+        layers = sum(part.is_layer for part in chunk)
+        position = 0
+        for part in chunk:
+            position += part.is_layer
+            inside = part.is_layer and position % size and position < layers
+            yield part.region.flops if inside else part.passes(dtype).recompute_flops

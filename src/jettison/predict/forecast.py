@@ -1,0 +1,187 @@
+"""The answer for one run: every stage's bytes, which phase of which stage is worst, and the ledger behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from jettison.formula.parameters import parameter_count
+from jettison.formula.static import Static
+from jettison.ledger.ledger import Ledger
+from jettison.ledger.record import SavedTensor
+from jettison.ledger.schedule import stage_occupancies
+from jettison.ledger.timeline import Moment, StageLoad, moments, peak
+from jettison.predict.stage_layers import LayerGroup, StageLayer, embedding_group, head_group, layer_groups, units
+from jettison.spec.kernels import Device
+from jettison.spec.precision import Optimizer
+from jettison.spec.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One pipeline stage on one rank."""
+
+    index: int
+    groups: tuple[tuple[LayerGroup, ...], ...]  # by virtual stage
+    load: StageLoad
+    static: Static
+
+    @cached_property
+    def parts(self) -> tuple[tuple[StageLayer, ...], ...]:
+        """Its regions one by one, by virtual stage."""
+        return tuple(tuple(part for group in chunk for part in group.parts()) for chunk in self.groups)
+
+    @cached_property
+    def peak(self) -> Moment:
+        """Its worst moment from the second step on."""
+        return peak(self.load)
+
+    @cached_property
+    def first_step_peak(self) -> Moment:
+        """Its worst moment in the first step."""
+        return peak(self.load, first_step=True)
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches between forward and backward at once, at most, of the virtual stage that has most."""
+        return max(max(f + w for f, w in zip(o.forward, o.weight, strict=True)) for o in self.load.occupancies)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Held between forwards and backwards, at most."""
+        held = [self.load.held(chunk) for chunk in range(len(self.load.chunks))]
+        return max(
+            sum((f + w) * (nbytes + self.load.sent) for f, w, nbytes in zip(o.forward, o.weight, held, strict=True))
+            for o in self.load.occupancies
+        )
+
+    def timeline(self, *, first_step: bool = False) -> tuple[Moment, ...]:
+        """Its moments in order."""
+        return tuple(moments(self.load, first_step=first_step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """A run, and what each rank of it allocates. Ranks of one stage are alike."""
+
+    run: Run
+    stages: tuple[Stage, ...]
+
+    @cached_property
+    def worst(self) -> Stage:
+        """The stage that needs most; the first of equals."""
+        return max(self.stages, key=lambda stage: stage.peak.nbytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated on the worst rank from the second step on."""
+        return self.worst.peak.nbytes
+
+    @property
+    def first_step_peak_bytes(self) -> int:
+        """Allocated on the worst rank in the first step, before optimizer state is there."""
+        return max(stage.first_step_peak.nbytes for stage in self.stages)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return parameter_count(self.run.model)
+
+    @property
+    def parts(self) -> Iterator[StageLayer]:
+        """Every region, in the order of the model."""
+        chunks = [(stage, chunk) for chunk in range(self.run.layout.virtual_stages) for stage in self.stages]
+        for stage, chunk in chunks:
+            yield from stage.parts[chunk]
+
+    def layer_bytes(self) -> list[tuple[str, int]]:
+        """(layer, bytes saved for backward by one micro-batch on one rank), in the order of the model."""
+        first = self._first_of_segment()
+        rows = []
+        for part in self.parts:
+            kept = part.kept if first.get(part.name, True) else frozenset()
+            rows.append((part.name, part.region.program.kept_bytes(kept)))
+        return rows
+
+    def ledger(self) -> Ledger:
+        """What one micro-batch leaves behind for its backward, under the run's recompute mode; shapes are logical."""
+        entries: list[SavedTensor] = []
+        first = self._first_of_segment()
+        names = []
+        for part in self.parts:
+            names.append(part.name)
+            if first.get(part.name, True):
+                entries += part.region.entries(part.name, part.kept)
+        return Ledger(tuple(entries), layers=tuple(names))
+
+    def _first_of_segment(self) -> dict[str, bool]:
+        """For layers in segments: is it the one whose input stays?"""
+        size = self.run.recompute.number
+        if str(self.run.recompute.mode) != "every" or size == 1:
+            return {}
+        found = {}
+        for stage in self.stages:
+            for chunk in stage.parts:
+                for position, part in enumerate(part for part in chunk if part.is_layer):
+                    found[part.name] = position % size == 0
+        return found
+
+
+def forecast(run: Run, chosen: Sequence[frozenset[int] | None] | None = None) -> Forecast:
+    """What a run needs.
+
+    Args:
+        chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
+
+    Raises:
+        UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
+    """
+    layout = run.layout
+    sizes = layout.layers_per_chunk(run.model.depth)
+    starts = [0, *accumulate(sizes)]
+    stages = []
+    known: dict[tuple[int, str], StageLayer] = {}
+    for index in range(layout.pp):
+        chunks = []
+        position = 0
+        for place in range(index, len(sizes), layout.pp):
+            groups = [embedding_group(run)] if place == 0 else []
+            groups += layer_groups(run, starts[place], starts[place + 1], position, chosen, known)
+            groups += [head_group(run)] if place == len(sizes) - 1 else []
+            position += sizes[place]
+            chunks.append(tuple(groups))
+        stages.append(_stage(run, index, tuple(chunks)))
+    return Forecast(run=run, stages=tuple(stages))
+
+
+def _stage(run: Run, index: int, chunks: tuple[tuple[LayerGroup, ...], ...]) -> Stage:
+    layout = run.layout
+    total = sum((group.part.static.times(len(group.names)) for chunk in chunks for group in chunk), Static())
+    whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
+    output = chunks[0][-1].part.region.output.nbytes if index < layout.pp - 1 else 0
+    load = StageLoad(
+        chunks=tuple(units(run, chunk) for chunk in chunks),
+        occupancies=stage_occupancies(
+            layout.schedule, stage=index, stages=layout.pp, micro_batches=run.micro_batches if layout.pp > 1 else 1,
+            virtual_stages=layout.virtual_stages,
+        ),
+        micro_batches=run.micro_batches,
+        fixed=total.parameters + whole,
+        state=total.state,
+        gradients=run.gradients,
+        optimizer_transient=_transient(run, total),
+        sent=output if layout.keeps_stage_outputs else 0,
+    )  # fmt: skip
+    return Stage(index=index, groups=chunks, load=load, static=total)
+
+
+def _transient(run: Run, total: Static) -> int:
+    """What an optimizer step allocates for its own arithmetic.
+
+    On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
+    which training on accelerators uses, need none.
+    """
+    adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
+    return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0

@@ -1,0 +1,369 @@
+"""Seconds of a pipeline stage: its regions, what ZeRO and offloading add beside them, and the end of a step.
+
+See NOTE [ A step ] in `forecast.time`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
+from jettison.cost.execution import Execution
+from jettison.cost.flops import recompute_flops, visible_share
+from jettison.cost.layer import NOTHING, Pass, RegionSeconds, region_seconds
+from jettison.cost.matmul import memory_seconds
+from jettison.cost.recompute import everything, repeated, to_the_end
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.region import Region, embedding_region
+from jettison.formula.static import state_bytes
+from jettison.predict.stage_layers import FULL, NONE, StageLayer, embedding_group, head_group, kept_by, layer_groups
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Layout
+from jettison.spec.model import Layer
+from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.run import Mode, Recompute, Run
+
+GRADIENT_PASSES = 3
+"""Over gradients before the optimizer: read for their norm, read and written to be clipped."""
+OPTIMIZER_PASSES = 3
+"""What an AdamW that is not one kernel moves, in units of what a fused one does: its operations read and write 80 bytes
+of fp32 a parameter one by one, a fused kernel 28."""
+BUCKET_BYTES = 25 << 20
+"""Gradients are reduced in buckets of this size: PyTorch's DistributedDataParallel, bucket_cap_mb."""
+Chosen = Sequence[frozenset[int] | None]
+"""By layer, buffers that a planner keeps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSeconds:
+    """One pipeline stage: of one micro-batch through each of its chunks, and what a step adds.
+
+    Args:
+        chunks: its regions' seconds, transfers within them included.
+        sent: of one micro-batch, by chunk: what sending its output, and its gradient, adds to the device's time.
+        end: what is left of the reduction of gradients after the last backward, and parameters gathered again.
+        optimizer: of its step, clipping included.
+        recomputed_flops: of one micro-batch on one rank.
+    """
+
+    chunks: tuple[RegionSeconds, ...]
+    sent: tuple[tuple[float, float], ...]
+    end: float
+    optimizer: float
+    recomputed_flops: float
+
+    @property
+    def forward(self) -> list[float]:
+        """By chunk."""
+        return [c.forward.seconds + s for c, (s, _) in zip(self.chunks, self.sent, strict=True)]
+
+    @property
+    def backward(self) -> list[float]:
+        """By chunk, both halves, and what is computed again."""
+        return [c.backward.seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
+
+    @property
+    def weights(self) -> list[float]:
+        """By chunk, of the backward the half for weights."""
+        return [c.weights.seconds for c in self.chunks]
+
+    @property
+    def total(self) -> RegionSeconds:
+        """Of one micro-batch through all chunks."""
+        return total_of(self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """So many neighbouring regions that are alike; seconds and FLOPs are of one.
+
+    Args:
+        gathered: bringing ZeRO 3's shards together.
+        reduced: of the region's gradients over the ranks that share its weights.
+        offloaded: of what stays of it, to the host, one way.
+        visible: share of attention's scores that a fused kernel computes.
+    """
+
+    count: int
+    region: Region
+    seconds: RegionSeconds
+    gathered: float
+    reduced: float
+    offloaded: float
+    recomputed_flops: float
+    in_layer: bool
+    visible: float
+
+
+def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
+    """One after the other."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Prices the stages of one run on given hardware."""
+
+    run: Run
+    hardware: Hardware
+    execution: Execution
+
+    # regions ----------------------------------------------------------------------------------------------------------
+
+    def items(
+        self, start: int, stop: int, position: int, chosen: Chosen | None, *, first: bool, last: bool
+    ) -> list[Item]:  # fmt: skip
+        """The regions of one place of the pipeline: layers ``start .. stop - 1``, ``position`` of their stage.
+
+        Args:
+            first, last: the embedding comes before them, the head after.
+        """
+        run, found = self.run, []
+        planned = chosen is not None or run.recompute != Recompute()
+        if first:
+            found.append(self._item(embedding_group(run).part, 1, 1.0, frozenset(), planned))
+        index = start
+        for same in layer_groups(run, start, stop, position, chosen):
+            count = len(same.names)
+            visible = computed_share(run.model.layers[index], run.seq, run.kernels.tensor_masks)
+            segment = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+            inner = count - count // segment  # of a segment, every layer but the last is computed again whole
+            if inner:
+                found.append(self._item(same.part, inner, visible, everything(same.part.region), planned))
+            if count > inner:
+                found.append(self._item(same.part, count - inner, visible, self._again(same.part), planned))
+            index += count
+        if last:
+            found.append(self._item(head_group(run).part, 1, 1.0, frozenset(), planned))
+        return found
+
+    def _item(self, part: StageLayer, count: int, visible: float, again: frozenset[int], planned: bool) -> Item:
+        run, region = self.run, part.region
+        seconds = region_seconds(
+            region, again, self.hardware, self.execution, run.precision, run.layout.within_stage, visible,
+            planned,
+        )  # fmt: skip
+        if run.micro_batches > 1:
+            adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
+            seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
+        gathered, reduced = _shared(region, run.layout, run.precision, self.hardware)
+        kept = region.program.kept_bytes(part.kept) if run.recompute.offload and part.is_layer else 0
+        return Item(
+            count=count, region=region, seconds=seconds, gathered=gathered, reduced=reduced,
+            offloaded=host_seconds(kept, self.hardware) if kept else 0.0,
+            recomputed_flops=recompute_flops(region, again), in_layer=part.is_layer, visible=visible,
+        )  # fmt: skip
+
+    def _again(self, part: StageLayer) -> frozenset[int]:
+        """Steps that a layer's backward runs again."""
+        if part.chosen is not None:
+            return repeated(part.region, part.chosen)
+        if part.policy == NONE:
+            return frozenset()
+        if part.policy == FULL and self.execution.repeats_all:
+            return everything(part.region)
+        kept = kept_by(part.region, part.policy)
+        if part.policy == Mode.SELECTIVE and self.execution.repeats_all:
+            return to_the_end(part.region, kept)
+        return repeated(part.region, kept)
+
+    # stages -----------------------------------------------------------------------------------------------------------
+
+    def stage(self, index: int, chunks: Sequence[Sequence[Item]], share: float) -> StageSeconds:
+        """All that one stage does in a step.
+
+        Args:
+            share: of its micro-batches, how many compute again.
+        """
+        layout = self.run.layout
+        seconds = []
+        for items in chunks:
+            each = total_of([item.seconds * item.count for item in items])
+            seconds.append(replace(each, again=each.again * share) + self._beside(items))
+        sends = self.sending()
+        last = layout.pp * layout.virtual_stages - 1
+        places = [number * layout.pp + index for number in range(len(chunks))]
+        blocks = 0.0 if self.execution.hides_stages else sends
+        every = [item for items in chunks for item in items]
+        return StageSeconds(
+            chunks=tuple(seconds),
+            sent=tuple((blocks if place < last else 0.0, blocks if place else 0.0) for place in places),
+            end=self._end(every), optimizer=self._optimizer(every),
+            recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
+        )  # fmt: skip
+
+    def sending(self) -> float:
+        """Of a stage's output to the next one, or of its gradient back: of one residual stream."""
+        layout = self.run.layout
+        if layout.pp == 1:
+            return 0.0
+        nbytes = embedding_region(self.run.scene).output.nbytes
+        if layout.tp == 1 or layout.sp or not self.execution.splits_outputs:
+            return point_seconds(nbytes, layout, self.hardware)
+        ranks = group(layout, "tp", self.hardware.node)
+        gathering = transfer_seconds("all_gather_into_tensor", nbytes, ranks, self.hardware)
+        return point_seconds(nbytes / layout.tp, layout, self.hardware) + gathering
+
+    def _beside(self, items: Sequence[Item]) -> RegionSeconds:
+        """What ZeRO 2 and 3 and offloading add to a chunk's passes, where its work does not cover it."""
+        layout = self.run.layout
+        forward = backward = 0.0
+        if layout.zero >= 2 and layout.shards > 1:
+            gathers = layout.zero == 3 and layout.resharded
+            if gathers:
+                forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
+            reduces = self.execution.reduces_each
+            backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
+        if self.run.recompute.offload:
+            forward += sum(i.count * self._over(i.offloaded, i.seconds.forward.seconds) for i in items)
+            backward += sum(i.count * self._over(i.offloaded, i.seconds.backward.seconds) for i in items)
+        if not (forward or backward):
+            return NOTHING
+        return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
+
+    def _over(self, transfer: float, work: float) -> float:
+        """What copying adds to the work beside it. Copies need no multiprocessors."""
+        return max(0.0, transfer - work) if self.execution.hides_offload else transfer
+
+    def _covered(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> float:
+        """Seconds that transfers add: beside each region the next one is gathered and the one before is reduced.
+
+        The first gathering and the last reduction have nothing beside them and are the caller's.
+        """
+        waited = every = 0.0
+        for at, item in enumerate(items):
+            work = item.seconds.forward.seconds if forward else item.seconds.backward.seconds
+            following = items[at + 1].gathered if gathers and at + 1 < len(items) else 0.0
+            before = items[at - 1].reduced if reduces and at else 0.0
+            own_gathered, own_reduced = (item.gathered if gathers else 0.0), (item.reduced if reduces else 0.0)
+            loads = [(1, following + before)]
+            if item.count > 1:
+                loads = [(1, own_gathered + before), (item.count - 2, own_gathered + own_reduced),
+                         (1, following + own_reduced)]  # fmt: skip
+            for times, load in loads:
+                every += times * load
+                waited += times * (max(0.0, load - work) if self.execution.hides_data else load)
+        return waited + (every - waited) * self.hardware.reached.shared
+
+    # the end of a step ------------------------------------------------------------------------------------------------
+
+    def _end(self, items: Sequence[Item]) -> float:
+        """What is left when backwards are over: gradients are ready region by region, and move one after another."""
+        layout = self.run.layout
+        if layout.shards == 1:
+            return 0.0
+        again = layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
+        after = sum(item.count * item.gathered for item in items) if again else 0.0
+        if layout.zero >= 2 and self.execution.reduces_each:
+            return items[0].reduced + after
+        every = sum(item.count * item.reduced for item in items)
+        if not self.execution.hides_data:
+            return every + after
+        now = done = 0.0
+        for item in reversed(items):
+            for _ in range(item.count):
+                took = item.seconds.backward.seconds
+                now += took
+                done = max(done, now - took * _pending(item.region)) + item.reduced
+        left = max(0.0, done - now)
+        return left + (every - left) * self.hardware.reached.shared + after
+
+    def _optimizer(self, items: Sequence[Item]) -> float:
+        """Bytes of gradients, parameters and state, over the memory bandwidth."""
+        run = self.run
+        nbytes = sum(
+            item.count * _optimizer_bytes(item.region, run.layout.sharding, run.precision, run.optimizer, item.in_layer)
+            for item in items
+        )
+        passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
+        narrowed = sum(item.count * _quantised_bytes(item.region, run.precision) for item in items if item.in_layer)
+        again = narrowed if self.execution.delayed_scaling else 0
+        return memory_seconds(nbytes * passes + again, self.hardware)
+
+
+@lru_cache(maxsize=4096)
+def computed_share(layer: Layer, seq: int, masked: bool) -> float:
+    """Share of a layer's scores that a fused kernel computes."""
+    window = getattr(layer.attention, "window", None)
+    if masked and window is not None and window <= seq:
+        return 1.0  # the mask is a tensor, and nothing is skipped
+    return visible_share(layer, seq)
+
+
+@lru_cache(maxsize=4096)
+def _pending(region: Region) -> float:
+    """Share of a region's backward that is still to come when its first bucket of gradients is full."""
+    gradients = sum(w.numel for w in region.weights if not w.tied) * 4
+    return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
+
+
+@lru_cache(maxsize=16384)
+def _shared(region: Region, layout: Layout, precision: Precision, hardware: Hardware) -> tuple[float, float]:
+    """Seconds to gather a region's weights, and to reduce its gradients, over the ranks that share them."""
+    gathered = reduced = 0.0
+    kind = "all_reduce" if layout.zero == 0 else "reduce_scatter_tensor"
+    for expert in (False, True):
+        elements = sum(w.numel for w in region.weights if w.expert is expert and not w.tied)
+        ranks = group(layout, "experts" if expert else "shards", hardware.node)
+        weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, precision.gradient))
+        gathered += transfer_seconds("all_gather_into_tensor", weights, ranks, hardware)
+        reduced += transfer_seconds(kind, gradients, ranks, hardware)
+    return gathered, reduced
+
+
+@lru_cache(maxsize=16384)
+def _adding(
+    region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware
+) -> float:  # fmt: skip
+    """Seconds to add a micro-batch's weight gradients to those that are there, if the product does not."""
+    nbytes = 0
+    gradient = DTYPE_BYTES[precision.gradient]
+    into = DTYPE_BYTES[precision.accumulator or precision.gradient]
+    for weight in region.weights:
+        if not weight.tied:
+            sharded = layout.zero >= 2 and execution.reduces_each
+            ranks = layout.expert_shards if weight.expert else layout.shards
+            elements = -(-weight.numel // ranks) if sharded else weight.numel
+            nbytes += elements * (into if execution.adds_in_product else gradient + 2 * into)
+    return memory_seconds(nbytes, hardware)
+
+
+@lru_cache(maxsize=16384)
+def _quantised_bytes(region: Region, precision: Precision) -> int:
+    """Read and written to have a layer's matrices in the dtype of products, once a step."""
+    if precision.product is None:
+        return 0
+    each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.product]
+    return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
+
+
+@lru_cache(maxsize=16384)
+def _optimizer_bytes(
+    region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
+) -> float:  # fmt: skip
+    """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs.
+
+    Where a master copy has another dtype than gradients, they are copied to its dtype first.
+    """
+    if optimizer is Optimizer.NONE:
+        return 0.0
+    total = 0.0
+    given = DTYPE_BYTES[precision.accumulator or precision.gradient]
+    gradient = max(given, DTYPE_BYTES[precision.master or precision.gradient])
+    copied = given + gradient if gradient != given else 0
+    parameter = DTYPE_BYTES[precision.parameter] * (1 if precision.master else 2)
+    for weight in region.weights:
+        if weight.tied:
+            continue
+        ranks = layout.expert_shards if weight.expert else layout.shards
+        owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel
+        clipped = owned if layout.zero >= 2 else weight.numel
+        state = state_bytes(weight, owned, precision, optimizer, in_layer=in_layer)
+        state += owned * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        total += clipped * (copied + GRADIENT_PASSES * gradient) + owned * (gradient + parameter) + 2 * state
+    return total

@@ -1,0 +1,214 @@
+"""What a step costs: seconds of each pipeline stage, how the schedule plays them, and where the time goes.
+
+NOTE [ A step ]
+Regions are priced by `cost.region`; a chunk of a stage is the sum of its regions, of which equal ones are priced once.
+On top of a micro-batch come ZeRO 3's gathering of each region before it runs and the reduction of its gradients after,
+beside the work of its neighbours; offloading, beside the region's own; and sending to the next stage. `cost.pipeline`
+plays the schedule. What is left of the reduction of gradients when backwards are over is waited for, then the optimizer
+steps. Ranks of a stage are alike, and nothing else uses the network.
+
+The breakdown is the busiest stage's. Its parts are seconds that add up to the step: `compute`, the kernels of forwards
+and backwards; `communication` that is waited for, or that slows what it hides behind; `bubble`, waiting for other
+stages; `recompute`, all that backward does again; `other`, the optimizer, and kernels too short for the host to keep
+up with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from jettison.cost.execution import Execution, execution_of
+from jettison.cost.flops import Counting, model_flops, tokens
+from jettison.cost.matmul import rate
+from jettison.cost.pipeline import Replay, schedule_seconds
+from jettison.cost.utilisation import utilisation
+from jettison.predict.stage_time import Chosen, Item, StageSeconds, Timing
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Schedule
+from jettison.spec.run import Mode, Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """Seconds of a step by what they go into."""
+
+    compute: float
+    communication: float
+    bubble: float
+    recompute: float
+    other: float
+
+    @property
+    def seconds(self) -> float:
+        """Altogether: the step."""
+        return self.compute + self.communication + self.bubble + self.recompute + self.other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step takes on given hardware.
+
+    Args:
+        lagged: of the replay's makespan, what transfers between stages cost although stages go on meanwhile.
+        recomputed_flops: of a step, on all ranks.
+    """
+
+    run: Run
+    hardware: Hardware
+    execution: Execution
+    stages: tuple[StageSeconds, ...]
+    replay: Replay
+    lagged: float
+    step_seconds: float
+    recomputed_flops: float
+
+    @property
+    def busiest(self) -> int:
+        """The stage that works longest; the first of equals."""
+        return max(range(len(self.stages)), key=lambda index: self.replay.busy[index])
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        """Where the busiest stage's time goes."""
+        stage, times = self.stages[self.busiest], self.run.micro_batches
+        total = stage.total
+        parts = (total.forward, total.inputs, total.weights)
+        moved = sum(part.transfers for part in parts) + sum(a + b for a, b in stage.sent)
+        optimizer = max(stage.optimizer for stage in self.stages)
+        ended = self.step_seconds - optimizer - self.replay.makespan
+        return Breakdown(
+            compute=times * sum(part.compute for part in parts),
+            communication=times * moved + self.lagged + ended,
+            bubble=max(0.0, self.replay.makespan - self.replay.busy[self.busiest] - self.lagged),
+            recompute=times * total.again.seconds,
+            other=times * sum(part.dispatch for part in parts) + optimizer,
+        )
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Throughput of one device."""
+        return tokens(self.run) / self.step_seconds / self.run.layout.world
+
+    @property
+    def peak_flops_per_second(self) -> int:
+        """Of one device, for the dtype of activations."""
+        return rate(self.hardware, self.run.precision.compute)
+
+    def model_flops(self, counting: Counting = Counting.LEDGER) -> float:
+        """Of a step on all ranks."""
+        return model_flops(self.run, counting)
+
+    @property
+    def hardware_flops(self) -> float:
+        """What runs: model FLOPs and what is computed again."""
+        return self.model_flops() + self.recomputed_flops
+
+    def mfu_by(self, counting: Counting) -> float:
+        """MFU as somebody counts it."""
+        return self._utilised(self.model_flops(counting))
+
+    @property
+    def mfu(self) -> float:
+        """By the ledger's count, attention in full: arXiv 2205.05198 Appendix A."""
+        return self.mfu_by(Counting.LEDGER)
+
+    @property
+    def hfu(self) -> float:
+        """With what is computed again."""
+        return self._utilised(self.hardware_flops)
+
+    def _utilised(self, flops: float) -> float:
+        return utilisation(
+            flops, seconds=self.step_seconds, devices=self.run.layout.world,
+            peak_flops_per_second=self.peak_flops_per_second,
+        )  # fmt: skip
+
+
+def estimate(
+    run: Run,
+    hardware: Hardware,
+    *,
+    execution: Execution | None = None,
+    chosen: Chosen | None = None,
+    repeats: Sequence[float] | None = None,
+) -> Estimate:
+    """What a step of a run takes.
+
+    Args:
+        execution: how the code runs it; left out, what goes with the run's kernels.
+        chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
+        repeats: by stage, the share of micro-batches that compute again (arXiv 2205.05198 Appendix C); left out, all.
+
+    Raises:
+        UsageError: the hardware lacks a figure that is needed, or the layout does not suit the run.
+    """
+    timing = Timing(run=run, hardware=hardware, execution=execution or execution_of(run))
+    layout = run.layout
+    sizes = layout.layers_per_chunk(run.model.depth)
+    starts = [0, *accumulate(sizes)]
+    positions = [0] * layout.pp
+    places: list[list[Item]] = []
+    alike: dict[object, list[Item]] = {}
+    for place, size in enumerate(sizes):
+        index, start, last = place % layout.pp, starts[place], place == len(sizes) - 1
+        key = _key(run, start, start + size, positions[index], chosen), place == 0, last
+        if key not in alike:
+            alike[key] = timing.items(
+                start, start + size, positions[index], chosen, first=place == 0, last=last
+            )  # fmt: skip
+        places.append(alike[key])
+        positions[index] += size
+    shares = [1.0] * layout.pp if repeats is None else repeats
+    stages = _stages(timing, [places[i :: layout.pp] for i in range(layout.pp)], shares)
+    played, lagged = _play(run, stages, timing)
+    over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
+    again = sum(stage.recomputed_flops for stage in stages)
+    return Estimate(
+        run=run, hardware=hardware, execution=timing.execution, stages=stages, replay=played, lagged=lagged,
+        step_seconds=over + max(stage.optimizer for stage in stages),
+        recomputed_flops=again * run.micro_batches * layout.tp * layout.cp * layout.dp,
+    )  # fmt: skip
+
+
+def _key(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> object:
+    """Places with equal keys have equal layers, treated alike."""
+    if chosen is not None or run.recompute.mode in (Mode.BLOCK, Mode.INTERVAL):
+        return start
+    return tuple((id(layer), min(last, stop) - max(first, start)) for layer, first, last in run.model.stretches
+                 if first < stop and start < last)  # fmt: skip
+
+
+def _stages(
+    timing: Timing, chunks: Sequence[Sequence[list[Item]]], shares: Sequence[float]
+) -> tuple[StageSeconds, ...]:  # fmt: skip
+    """Every stage; equal ones are worked out once."""
+    known: dict[object, StageSeconds] = {}
+    stages = []
+    for index, own in enumerate(chunks):
+        key = tuple(map(id, own)), shares[index]
+        if key not in known:
+            known[key] = timing.stage(index, own, shares[index])
+        stages.append(known[key])
+    return tuple(stages)
+
+
+def _play(run: Run, stages: Sequence[StageSeconds], timing: Timing) -> tuple[Replay, float]:
+    """The schedule; and of its makespan, what transfers cost although stages go on meanwhile."""
+    layout = run.layout
+    if layout.pp == 1:
+        seconds = run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward))
+        return Replay(busy=(seconds,), ends=(seconds,)), 0.0
+    forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
+    weights = None
+    if layout.schedule is Schedule.ZERO_BUBBLE:
+        weights = [stage.weights for stage in stages]
+        backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
+    lag = timing.sending() if timing.execution.hides_stages else 0.0
+    played = schedule_seconds(layout.schedule, run.micro_batches, forward, backward, weights, transfer=lag)
+    if not lag:
+        return played, 0.0
+    free = schedule_seconds(layout.schedule, run.micro_batches, forward, backward, weights)
+    return played, played.makespan - free.makespan

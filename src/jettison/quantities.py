@@ -1,0 +1,68 @@
+"""Quantities as people write them. GiB = 2^30 and GB = 10^9 are different words: a quantity always carries its unit."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Final
+
+from jettison.errors import UsageError
+
+_DECIMAL_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+_BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
+BYTE_UNITS: Final = MappingProxyType(
+    _DECIMAL_UNITS | _BINARY_UNITS | {unit.lower(): size for unit, size in (_DECIMAL_UNITS | _BINARY_UNITS).items()}
+)
+"""Bytes in one of each accepted unit. "Gb" is not among them: it means a gigabit."""
+
+_QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
+_SECONDS: Final = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
+_EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes each) or "20 GB" (10^9 bytes each)'
+
+
+def parse_bytes(quantity: str | int) -> int:
+    """Read a number of bytes: an integer, or a string such as ``"8GiB"``, ``"20 GB"`` or ``"123456B"``.
+
+    A fraction of a byte is dropped, so that a budget never grows by being read.
+
+    Raises:
+        UsageError: the unit is missing or unknown, or the quantity is not at least one byte.
+    """
+    if isinstance(quantity, int) and not isinstance(quantity, bool):
+        nbytes = quantity
+    elif isinstance(quantity, str):
+        nbytes = _parse_text(quantity)
+    else:
+        raise UsageError(
+            f"got {quantity!r} ({type(quantity).__name__}) as a number of bytes; {_EXPECTED}, or an int of bytes"
+        )
+    if nbytes < 1:
+        raise UsageError(f"got {quantity!r}, which is not at least one byte; {_EXPECTED}")
+    return nbytes
+
+
+def parse_seconds(quantity: str) -> float:
+    """Read a duration: ``"120s"``, ``"1.5 min"``, ``"2h"``, ``"500ms"``.
+
+    Raises:
+        UsageError: the unit is missing or unknown.
+    """
+    match = _QUANTITY.fullmatch(quantity.strip())
+    if match is None or match["unit"] not in _SECONDS:
+        known = ", ".join(_SECONDS)
+        raise UsageError(f'got {quantity!r} as a duration; expected a number and one of {known}, such as "120s"')
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def _parse_text(text: str) -> int:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"got {text!r} as a number of bytes; {_EXPECTED}")
+    number, unit = match["number"], match["unit"]
+    if not unit:
+        raise UsageError(f'got {text!r} without a unit; write "{number}GiB", "{number}GB" or "{number}B" to say which')
+    if unit not in BYTE_UNITS:
+        known = ", ".join(("B", "kB", "MB", "GB", "TB", "PB", *_BINARY_UNITS))
+        raise UsageError(f"got the unit {unit!r} in {text!r}; expected one of {known}")
+    return int(Fraction(number) * BYTE_UNITS[unit])

@@ -1,0 +1,632 @@
+"""A planned region: stands in for a module's ``forward``, with saved-tensor hooks around the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from jettison.capture.guard import ModuleGuard, Setting, same_values
+from jettison.capture.isolation import without_our_hooks
+from jettison.capture.recorder import Place, RegionTrace, Tap
+from jettison.capture.region import trace_region
+from jettison.capture.sharded import precision_of, unwatched
+from jettison.capture.signature import call_signature, global_signature
+from jettison.capture.tracer import trace_root
+from jettison.capture.trees import tree_leaves
+from jettison.capture.wrapped import plain, wrapping
+from jettison.errors import TraceError, WrongValue
+from jettison.ledger.program import Program
+from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
+from jettison.runtime.assumptions import Assumptions
+from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
+from jettison.runtime.checked import SequenceCheck, SomeMode
+from jettison.runtime.fallback import Rerun, Verdict, trial
+from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
+from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
+from jettison.runtime.reads import reads_hold
+from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
+from jettison.solve.policy import CheckpointPolicy
+
+GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
+WRITTEN_LATER = "others write to its arguments or results before backward"
+MOST_PREPARED = 256  # signatures of one region that are known at a time
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A recipe for one signature. ``recipe`` is None where the region could not be recorded."""
+
+    recipe: Recipe | None
+    problem: str = ""
+    checked: bool = False
+    calls: int = 0
+    settings: frozenset[Any] = frozenset()  # ignored ones, as they were at the last checked run
+    verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
+    told: bool = False  # the user knows that there is none
+    graph: Print | None = None  # of the first run, which was checked call by call
+
+
+class Seen:
+    """A tensor without holding it, to be known again when it comes by as itself or as an alias (FSDP makes one)."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = weakref.ref(plain(tensor).untyped_storage())
+        self.how = self._how(tensor)
+
+    def is_like(self, tensor: Any) -> bool:
+        """Whether this is the same memory, seen in the same way and not written to since."""
+        return (
+            isinstance(tensor, Tensor)
+            and self.storage() is plain(tensor).untyped_storage()
+            and self.how == self._how(tensor)
+        )
+
+    @staticmethod
+    def _how(tensor: Tensor) -> tuple[Any, ...]:
+        inner = plain(tensor)
+        return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), tensor._version
+
+
+@dataclass(kw_only=True)
+class InputLink:
+    """A region's place in a checkpoint segment: which inputs the one before computes again, which outputs it does
+    itself.
+    """
+
+    before: PlannedForward | None = None
+    inputs: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the one before)
+    outputs: tuple[int, ...] = ()
+
+
+class Watched(Protocol):
+    """What a model consists of."""
+
+    def check(self) -> None:
+        """Look at it when a step begins."""
+
+    def parts_changed(self, names: str) -> None:
+        """Modules inside of blocks are other ones."""
+
+
+class PlannedForward:
+    """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
+
+    of_a_region = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        policy: CheckpointPolicy,
+        *,
+        blocks: tuple[str, ...] | None = None,
+        fake_model: bool = True,
+        model: nn.Module | None = None,
+        how: Check = Check.ALWAYS,
+    ) -> None:
+        self.module = module
+        self.how = how
+        self.calls = 0
+        self.rounded = Rounded()
+        self.divergences: dict[Any, int] = {}
+        self.model = model or module  # the whole, of which this is a part
+        self.fake_model = fake_model  # record on a fake copy of the module
+        self.name = name
+        self.policy = policy
+        self.blocks = blocks or ()  # names of the regions inside this one, for the root
+        self.is_root = blocks is not None
+        self.forward: Callable[..., Any] = module.forward
+        self.had_own = "forward" in vars(module)
+        self.class_forward: Any = type(module).forward
+        self.retired = False  # the plan has left this module
+        self.outer: PlannedForward | None = None  # the root of the plan that this is a part of
+        self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
+        functools.update_wrapper(self, self.forward, updated=())
+        self.prepared: dict[Any, Prepared] = {}
+        self.recordings = 0
+        self.owners = owners_of(module)
+        self.guard: ModuleGuard | None = None
+        self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
+        self.late: frozenset[Place] = frozenset()  # what others write to before backward
+        self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
+        self.suspects: frozenset[Setting] = frozenset()
+        self.ignored: frozenset[Setting] = frozenset()
+        self.everything: ModuleGuard | None = None  # with what is ignored
+        self.outdated: dict[Any, Program] = {}
+        self.distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
+        self.tap_hooks: dict[tuple[str, bool], Any] = {}
+        self.said: set[str] = set()
+        self.last_values: Any = None
+        self.quiet = False  # falls back without a warning
+        self.never = ""  # why no call is recorded
+        self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
+        self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
+        self.link: InputLink | None = None
+        # output leaf -> how to know it again, its recipe
+        self.pending: dict[int, tuple[Seen, Handle]] = {}
+        self.precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
+        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.assumptions: Assumptions | None = None  # of the plan, where this is the root
+        self.structure: Watched | None = None  # of the model, where this is the root of a plan
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return (self.eagerly if not self.retired and is_compiled_training() else self.forward)(*args, **kwargs)
+        return self._called(whose_copy(self), args, kwargs)
+
+    def _called(self, copied: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call, of this module or of a shallow copy that has our attributes."""
+        if not self.had_own and type(self.module).forward is not self.class_forward:
+            self._follow_class()
+        if copied is not None:
+            return self._run_copy(copied, args, kwargs)
+        if self.retired or not torch.is_grad_enabled() or is_transforming():
+            return self.forward(*args, **kwargs)
+        outer = current_frame()
+        first = next_sequence_number()
+        if outer is None or outer.check is None:
+            output = self._call(args, kwargs)
+        else:
+            with outer.check.apart():
+                output = self._call(args, kwargs)
+        if outer is not None:
+            outer.nested.append((first, next_sequence_number()))
+            outer.block_done(output)
+        return output
+
+    def _eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        """What `torch.compile` comes by, and leaves as it is."""
+        self.say_compiled()
+        return self._called(whose_copy(self, compiled=True), args, kwargs)
+
+    def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Somebody else's hooks get what autograd saves, as they would without a plan."""
+        self.say_once(
+            "hooks",
+            f"{self.name or 'the model'} runs without the plan, since it is called under saved-tensor hooks of "
+            "somebody else's (torch.autograd.graph.save_on_cpu, torch.utils.checkpoint), which get "
+            "every tensor that autograd saves. Leave those hooks out to have the plan kept, or remove() the plan",
+        )
+        return self.forward(*args, **kwargs)
+
+    def say_compiled(self) -> None:
+        """Compiling a planned module is without effect."""
+        self.say_once(
+            "torch.compile",
+            "torch.compile has no effect on what runs under a plan: a planned model runs op by op. To compile it "
+            "instead, remove() the plan first",
+        )
+
+    def _run_copy(self, copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.retired:
+            self.say_once(
+                "copy",
+                f"a shallow copy of {self.name or 'the model'} (copy.copy, nn.DataParallel) runs without the plan, "
+                "which belongs to the original; make copies first, and plan each of them",
+            )
+        if self.had_own:
+            return self.forward(*args, **kwargs)
+        return types.MethodType(type(copied).forward, copied)(*args, **kwargs)
+
+    def _follow_class(self) -> None:
+        """The class has another forward than when this was planned."""
+        self.class_forward = type(self.module).forward
+        self.forward = types.MethodType(self.class_forward, self.module)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Nothing that was recorded holds."""
+        self.prepared.clear()
+        self.pending = {}
+        self.outdated = {}
+        self.guard = None
+
+    def say_once(self, key: str, text: str) -> None:
+        """Warn, once in a plan."""
+        said = (self.outer or self).said
+        if key not in said and not self.quiet:
+            said.add(key)
+            warnings.warn(text, stacklevel=2)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.before_first is not None:
+            self.before_first()
+            self.before_first = None
+        self.calls += 1
+        if self.structure is not None:
+            self.structure.check()
+        elif self.outer is not None and vars(self.outer.module).get("forward") is not self.outer:
+            self.say_once(
+                "root",
+                "the model got another forward after planning: its blocks run as planned, and what is around them "
+                "as plain autograd keeps it, unless that forward calls the one before. Plan again to have all planned",
+            )
+        if are_hooks_foreign():
+            return self._run_plainly(args, kwargs)
+        leaves, signature = call_signature(args, kwargs)
+        if self.guard is None or not (self.in_dry_run or self.guard.holds()):
+            self._forget()
+        if self.assumptions is not None:
+            self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
+        key = (signature, global_signature())
+        prepared = self.prepared.get(key)
+        if prepared is not None and not prepared.checked and precision_of(self.module) != self.precision:
+            self._forget()  # FSDP came after the recording, with casts of its own
+            prepared = None
+        if prepared is None:
+            prepared = self._prepare(key, args, kwargs)
+        output = self._run(prepared, key, leaves, args, kwargs)
+        returned = tree_leaves(output)
+        if any(type(leaf) is FakeTensor for leaf in returned):
+            self.refuse_fake("returns", leaves)
+        if self.assumptions is not None:
+            self.assumptions.forward_ends(returned)
+        return output
+
+    def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
+        """A fake tensor has come up; in a dry run, all of them are.
+
+        Raises:
+            TraceError: this is none.
+        """
+        if not any(isinstance(plain(t), FakeTensor) for t in (*self.module.parameters(), *leaves)):
+            raise TraceError(
+                f"{self.name or 'the model'} {does} a fake tensor, which has a shape and no values: a recording has "
+                "left it behind in Python state. Clear what the model remembers (caches, lists of outputs) and plan "
+                "again; leave the module out with regions=[...] if it comes back"
+            )
+
+    @property
+    def __code__(self) -> Any:
+        """Of the forward itself: exporters look at it."""
+        return getattr(self.forward, "__code__", None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # a copied model trains plainly: the plan belongs to the original
+        # which may come by here first, through a hook that holds this
+        if self.had_own:
+            return copy.deepcopy(self.forward, memo)
+        return types.MethodType(type(self.module).forward, copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.module, "forward")
+
+    def remove(self) -> None:
+        """Put the module's own forward back, unless somebody has set another one meanwhile."""
+        if vars(self.module).get("forward") is self:
+            if self.had_own:
+                self.module.forward = self.forward
+            else:
+                del self.module.__dict__["forward"]
+        self.retired = True
+        self.pending = {}
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        for hook in self.tap_hooks.values():
+            hook.remove()
+        self.tap_hooks.clear()
+
+    def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
+        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very
+        tensors.
+        """
+        self.guard = self.guard or ModuleGuard(self.module)
+        self.precision = precision_of(self.module)
+        self.late |= trace.late
+        if trace.late_inside:
+            self.late_inside[trace.form] = trace.late_inside
+        self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
+        self._store(key, trace).checked = checked
+
+    def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
+        """Calls of this signature are known to have no program."""
+        self.guard = self.guard or ModuleGuard(self.module)
+        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
+
+    def distrust(self, recipe: Recipe, problem: str) -> None:
+        """A tensor came back wrong: calls like that one have no program from now on."""
+        for key, prepared in self.prepared.items():
+            if prepared.recipe is recipe:
+                self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+                self.distrusted[key] = problem
+
+    def live(self) -> Live:
+        """What is between its forward and its backward now."""
+        frames = list(self.frames)
+        return Live(calls=len(frames), nbytes=sum(frame.recipe.kept_bytes for frame in frames))
+
+    def nested(self, run: Callable[[], Any]) -> Any:
+        """What a stand-in for a nested region gives inside this one."""
+        frame = current_frame()
+        if frame is None or frame.region is not self:
+            return run()
+        with frame.check.apart() if frame.check is not None else contextlib.nullcontext():
+            output = run()
+        frame.block_done(output)
+        return output
+
+    def report(self) -> RegionReport:
+        """What was kept and dropped, for the most used signature."""
+        best = max(self.prepared.values(), key=lambda p: p.calls, default=None)
+        return RegionReport.of(
+            best.recipe if best else None,
+            name=self.name,
+            word=self.policy.word,
+            calls=self.calls,
+            recordings=self.recordings,
+            fallback=best.problem if best else "",
+            check=self.how,
+            rounded=self.rounded.tensors,
+        )
+
+    # preparing -------------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        """Settings have changed: what was recorded may not hold. Those that prove not to matter are ignored later."""
+        if self.guard is not None:
+            if self.structure is not None and (names := self.guard.structure_words()):
+                self.structure.parts_changed(names)
+            self.suspects = self.guard.changed()
+            self.outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
+            self.prepared.clear()
+        self._unwatch()  # a module may have been replaced
+        self.owners = owners_of(self.module)
+        self.guard = ModuleGuard(self.module, self.ignored)
+
+    def _acquit(self, key: Any, trace: RegionTrace) -> None:
+        outdated = self.outdated.pop(key, None)
+        if self.suspects and outdated is not None and outdated.digest() == trace.program.digest():
+            self.ignored |= self.suspects
+            self.guard = ModuleGuard(self.module, self.ignored)
+            self.everything = ModuleGuard(self.module)
+
+    def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
+        if self.never:
+            return self._fall_back(key, self.never)
+        self.recordings += 1
+        self.precision = precision_of(self.module)
+        if key in self.distrusted:
+            return self._fall_back(key, self.distrusted[key])
+        if len(self.prepared) >= MOST_PREPARED:
+            del self.prepared[next(iter(self.prepared))]
+        try:
+            if self.is_root:
+                trace = trace_root(self.module, args, kwargs, self.blocks)
+            else:
+                trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model)
+            if trace.problem:
+                return self._fall_back(key, trace.problem)
+            inside = self.late_inside.get(trace.program.form(), frozenset())
+            if self.late_inside and not inside:
+                return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
+            trace.anchor(self.late, inside)
+            self._acquit(key, trace)
+            return self._store(key, trace)
+        except (TraceError, ValueError) as error:
+            return self._fall_back(key, str(error))
+
+    def _store(self, key: Any, trace: RegionTrace) -> Prepared:
+        link = self.link or InputLink()
+        recipe = compile_recipe(
+            trace, self.policy.kept(trace.program), linked=frozenset(p for p, _ in link.inputs),
+            handed=frozenset(link.outputs),
+        )  # fmt: skip
+        for _, tap in recipe.from_taps:
+            self._watch(tap)
+        prepared = self.prepared[key] = Prepared(recipe=recipe)
+        return prepared
+
+    def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
+        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
+        return prepared
+
+    def _say(self, prepared: Prepared) -> None:
+        """That and why a region is not planned tensor by tensor, once for each reason."""
+        if prepared.told:
+            return
+        prepared.told = True
+        verdict = prepared.verdict
+        kept = self.is_root or self.policy.word == "none" or (verdict is not None and not verdict.again)
+        what = "kept as plain autograd keeps it" if kept else "checkpointed whole"
+        why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
+        text = f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
+        if not self.quiet and text not in self.said:
+            self.said.add(text)
+            warnings.warn(text, stacklevel=5)
+
+    def _watch(self, tap: Tap) -> None:
+        where = (tap.path, tap.is_output)
+        if where in self.tap_hooks:
+            return
+        module = self.module.get_submodule(tap.path)
+        listener = Listener(self, module, tap.path, tap.is_output)
+        if tap.is_output:
+            self.tap_hooks[where] = module.register_forward_hook(listener)
+        else:
+            self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
+
+    # running ---------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        for _attempt in range(3):
+            prepared.calls += 1
+            if prepared.recipe is None:
+                return self._run_fallback(prepared, args, kwargs)
+            before = Before(self.module, leaves, cuda=not prepared.checked or prepared.recipe.trace.draws)
+            try:
+                return self._run_planned(prepared, key, leaves, args, kwargs)
+            except Diverged as divergence:
+                self._note_divergence(prepared, key, str(divergence))
+                try:
+                    before.restore(self.name, str(divergence), prepared.recipe.trace.effects)
+                except TraceError:
+                    self.distrusted[key] = str(divergence)
+                    self.prepared.pop(key, None)
+                    raise
+                prepared = self._prepare(key, args, kwargs)
+        return self._run_fallback(prepared, args, kwargs)
+
+    def _must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
+        """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
+
+        A setting that was found not to matter may come to matter (a counter that reaches a threshold), and so may a
+        number that is read out of a tensor: such runs are compared with the recording, call by call.
+        """
+        settings = self.everything.changed() if self.everything is not None else frozenset()
+        if not prepared.checked or settings != prepared.settings or self._moves(settings):
+            return settings
+        return None if reads_hold(recipe.trace, leaves) else settings
+
+    def _moves(self, settings: frozenset[Any]) -> bool:
+        """Whether a setting has another value than at the last look, for those that are known to have changed."""
+        if not settings or self.everything is None:
+            return False
+        values, before = self.everything.values(settings), self.last_values
+        self.last_values = values
+        return before is None or not same_values(values, before)
+
+    def _leave(self, frame: ActiveFrame) -> bool:
+        """Close a frame; whether the run was the recorded one.
+
+        Raises:
+            Diverged: it was not, and something that was dropped cannot be had again.
+        """
+        if frame.check is not None:
+            frame.broken = frame.broken or frame.check.diverged
+            frame.check = None  # it has the arguments, and the frame lives until backward
+        if not frame.broken:
+            try:
+                frame.leave()
+                return True
+            except Diverged as divergence:
+                frame.broken = str(divergence)
+        frame.leave_broken()
+        return False
+
+    def _note_divergence(self, prepared: Prepared, key: Any, why: str) -> bool:
+        """A run was not as recorded. Whether it is worth recording again."""
+        times = self.divergences[key] = self.divergences.get(key, 0) + 1
+        adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
+        if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
+            self._forget()
+            return True
+        self.distrusted[key] = why
+        self.prepared.pop(key, None)
+        return False
+
+    def _run_planned(
+        self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recipe = prepared.recipe
+        assert recipe is not None
+        frame = ActiveFrame(recipe, self)
+        frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
+        frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
+        settings = self._must_check(prepared, recipe, leaves)
+        stack = running()
+        frame.enter(leaves, self._from_before(leaves))
+        stack.append(frame)
+        try:
+            back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
+            with torch.autograd.graph.saved_tensors_hooks(frame.pack, back):
+                if settings is None:
+                    with SomeMode() if recipe.sees_modes else contextlib.nullcontext():
+                        output = self.forward(*args, **kwargs)
+                else:
+                    frame.check = SequenceCheck(recipe.trace, leaves, self.owners)
+                    with frame.check, unwatched(self.module, frame.check):
+                        output = self.forward(*args, **kwargs)
+                        frame.check.finish()
+        finally:
+            stack.pop()
+        self.frames.add(frame)
+        if not self._leave(frame):
+            self._note_divergence(prepared, key, frame.broken)
+            return output
+        self._compare_graph(prepared, frame, leaves, output)
+        prepared.checked = True
+        if settings is not None:
+            prepared.settings = settings
+        if frame.handed:
+            tensors = tree_leaves(output)
+            self.pending = {leaf: (Seen(tensors[leaf]), handle) for leaf, handle in frame.handed.items()}
+            frame.handed = {}
+        return output
+
+    def _compare_graph(self, prepared: Prepared, frame: ActiveFrame, leaves: list[Any], output: Any) -> None:
+        """The graph of the first run, which was compared with the recording, must be that of every later one."""
+        names: dict[int, Any] = {
+            id(t): name for name, (table, leaf) in self.owners.items() if (t := table[leaf]) is not None
+        }
+        inputs = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if leaf.grad_fn is None:
+                    names[id(leaf)] = position
+                else:
+                    inputs[leaf.grad_fn] = position
+        bounds = Bounds(start=frame.start, nested=tuple(frame.nested), inputs=inputs, leaves=names)
+        found = graph_print(tree_leaves(output), bounds)
+        if prepared.graph is None:
+            prepared.graph = found
+        elif prepared.graph != found:
+            raise Diverged("its autograd graph is another one")
+
+    def _from_before(self, leaves: list[Any]) -> dict[int, Handle]:
+        if self.link is None or self.link.before is None:
+            return {}
+        pending, self.link.before.pending = self.link.before.pending, {}
+        found = {}
+        for position, leaf in self.link.inputs:
+            if leaf in pending:
+                output, handle = pending[leaf]
+                if output.is_like(leaves[position]):
+                    found[position] = handle
+        return found
+
+    def _run_fallback(self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_root:
+            self._say(prepared)
+            return self.forward(*args, **kwargs)
+        if self.policy.word != "none" and prepared.verdict is None:
+            late = self.late or self.late_inside
+            prepared.verdict = (
+                Verdict(again=False, why=WRITTEN_LATER) if late else trial(self.module, self.forward, args, kwargs)
+            )
+            prepared.told = prepared.told and prepared.verdict.again
+        self._say(prepared)
+        if self.policy.word != "none" and prepared.verdict is not None and prepared.verdict.again:
+            return self._rerun(prepared, prepared.verdict, args, kwargs).run()
+        with without_our_hooks():  # what it saves is not the surrounding region's
+            return self.forward(*args, **kwargs)
+
+    def _rerun(self, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
+        def wrong(what: str) -> WrongValue:
+            prepared.verdict = Verdict(again=False, why=what)
+            return WrongValue(
+                f"{self.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
+                f"{self.calls} of this region). Its forward hangs on state that changed between the two runs. The "
+                "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
+            )
+
+        return Rerun(
+            self.module, self.forward, args, kwargs, verdict=verdict, how=self.how, salt=self.calls, wrong=wrong,
+            rounded=self.rounded,
+        )  # fmt: skip

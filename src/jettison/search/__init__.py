@@ -1,0 +1,1 @@
+"""Which layout, batch and plan is the fastest that fits."""

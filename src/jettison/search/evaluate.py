@@ -1,0 +1,266 @@
+"""Candidates of a search, worked out: in this process or on several cores, and never twice.
+
+What has been worked out is known by a digest of the candidate, of the run and of the hardware; it can be written to a
+file as it comes, and read from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Final, TypeVar
+
+from jettison import __version__
+from jettison.errors import Infeasible
+from jettison.predict.auto import AutoForecast, choose, layer_policies
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.height import peak_bytes
+from jettison.predict.time import Estimate, estimate
+from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
+from jettison.search.figures import Figures, Seconds
+from jettison.search.journal import Journal
+from jettison.search.planner_bound import planner_seconds
+from jettison.search.space import Candidate, Setup, setup_run
+from jettison.spec.hardware import Hardware
+from jettison.spec.run import Mode, Recompute, Run
+
+CHUNKS: Final = 4
+"""Parts, for each worker, that a round of work is cut into."""
+NOTED: Final = 16
+"""Candidates that are worked out in this process before they are written down."""
+WORTH_STARTING: Final = 48
+"""A round with less to do is done here while no worker has been started."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What all candidates have in common."""
+
+    template: Run
+    hardware: Hardware
+
+    @property
+    def digest(self) -> str:
+        """The same wherever it is asked; another version of this package may answer otherwise."""
+        text = repr((__version__, self.template, self.hardware))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A candidate to work out.
+
+    Args:
+        limit_bytes: it is timed if it fits; None: in any case.
+    """
+
+    candidate: Candidate
+    limit_bytes: int | None = None
+
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Bench:
+    """Works out candidates.
+
+    Args:
+        jobs: processes.
+        journal: what has been worked out before, and where to write what comes.
+    """
+
+    def __init__(self, question: Question, *, jobs: int = 1, journal: Journal | None = None) -> None:
+        self.question = question
+        self.jobs = jobs
+        self.evaluated = 0
+        self._journal = journal
+        self._context = question.digest
+        self._known: dict[str, Figures] = dict(journal.known) if journal else {}
+        self._bounds: dict[tuple[object, ...], TimeBound] = {}
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is None:
+            return
+        if error is not None:  # nobody waits for what they are at
+            for worker in list((self._pool._processes or {}).values()):
+                worker.terminate()
+        # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def bounds(self, setups: Sequence[Setup]) -> list[TimeBound]:
+        """What any plan of each setup takes, at least."""
+        keys = [_bounded(setup) for setup in setups]
+        alike = dict(zip(keys, setups, strict=True))
+        missing = [setup for key, setup in alike.items() if key not in self._bounds]
+        found = self._map(_bound, missing, key=_scene)
+        self._bounds.update((_bounded(setup), bound) for setup, bound in zip(missing, found, strict=True))
+        return [self._bounds[key] for key in keys]
+
+    def planner_bounds(self, setups: Sequence[Setup], limits: Sequence[int]) -> list[float | None]:
+        """What a planner's choice takes, at least; None where none fits."""
+        return self._map(_planner_bound, list(zip(setups, limits, strict=True)), key=lambda asked: _scene(asked[0]))
+
+    def figures(self, tasks: Sequence[Task]) -> list[Figures]:
+        """What the candidates need and take."""
+        keys = [self._key(task.candidate) for task in tasks]
+        missing = {
+            key: task for key, task in zip(keys, tasks, strict=True) if not _answers(self._known.get(key), task)
+        }  # fmt: skip
+        names = list(missing)
+
+        def note(part: Mapping[int, Figures]) -> None:
+            fresh = {names[i]: figures for i, figures in part.items()}
+            self._known |= fresh
+            self.evaluated += len(fresh)
+            if self._journal is not None:
+                self._journal.write(fresh)
+
+        self._map(_work, list(missing.values()), key=lambda task: _scene(task.candidate.setup), note=note)
+        return [self._known[key] for key in keys]
+
+    def _key(self, candidate: Candidate) -> str:
+        return hashlib.sha256(f"{self._context} {candidate.text}".encode()).hexdigest()[:24]
+
+    def _map(
+        self, work: Callable[[Question, _T], _R], items: Sequence[_T], *, key: Callable[[_T], tuple[object, ...]],
+        note: Callable[[Mapping[int, _R]], None] = lambda _part: None,
+    ) -> list[_R]:  # fmt: skip
+        """In the order of the items. Those that share tensors are worked out by the same process, if possible.
+
+        Args:
+            note: is given results by the numbers of their items, as they come.
+        """
+        found: dict[int, _R] = {}
+        if self.jobs == 1 or (self._pool is None and len(items) < WORTH_STARTING):
+            for start in range(0, len(items), NOTED):
+                part = {i: work(self.question, items[i]) for i in range(start, min(start + NOTED, len(items)))}
+                note(part)
+                found |= part
+            return list(found.values())
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_start,
+                initargs=(self.question,),
+            )  # fmt: skip
+        order = sorted(range(len(items)), key=lambda i: key(items[i]))
+        size = -(-len(items) // (self.jobs * CHUNKS)) or 1
+        chunks = [order[i : i + size] for i in range(0, len(order), size)]
+        results = self._pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
+        for chunk, result in zip(chunks, results, strict=True):
+            part = dict(zip(chunk, result, strict=True))
+            note(part)
+            found |= part
+        return [found[i] for i in range(len(items))]
+
+
+def _scene(setup: Setup) -> tuple[object, ...]:
+    """Setups with the same have the same regions."""
+    layout = setup.layout
+    return layout.tp, layout.sp, layout.cp, layout.ep, setup.micro_batch
+
+
+def _bounded(setup: Setup) -> tuple[object, ...]:
+    """Setups with the same have the same bounds."""
+    return *_scene(setup), setup.layout.dp
+
+
+def _answers(known: Figures | None, task: Task) -> bool:
+    """Is what is known enough?"""
+    if known is None:
+        return False
+    fits = task.limit_bytes is None or known.peak_bytes <= task.limit_bytes
+    return known.seconds is not None or not fits or task.candidate.budget_bytes is not None
+
+
+# in a worker ----------------------------------------------------------------------------------------------------------
+
+_question: Question | None = None
+
+
+def _start(question: Question) -> None:
+    global _question
+    _question = question
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks stops, and lets this one go
+
+
+def _several(asked: tuple[Callable[[Question, _T], _R], list[_T]]) -> list[_R]:
+    work, items = asked
+    assert _question is not None
+    return [work(_question, item) for item in items]
+
+
+def _bound(question: Question, setup: Setup) -> TimeBound:
+    return bound(setup_run(setup, question.template), question.hardware)
+
+
+def _planner_bound(question: Question, asked: tuple[Setup, int]) -> float | None:
+    setup, limit_bytes = asked
+    run = setup_run(setup, question.template, Recompute(mode=Mode.AUTO))
+    return planner_seconds(forecast(run), estimate(run, question.hardware), limit_bytes)
+
+
+def _work(question: Question, task: Task) -> Figures:
+    candidate = task.candidate
+    run = candidate.run(question.template)
+    if candidate.budget_bytes is not None:
+        return _planned(run, question.hardware, candidate.budget_bytes)
+    found = forecast(run)
+    peak = peak_bytes(found)
+    fits = task.limit_bytes is None or peak <= task.limit_bytes
+    return Figures(
+        peak_bytes=peak, static_bytes=static_bytes(found), host_bytes=_host_bytes(run),
+        seconds=_seconds(estimate(run, question.hardware)) if fits else None,
+    )  # fmt: skip
+
+
+def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
+    """The planner's choice; where there is none, bytes that it could have done with."""
+    static = static_bytes(forecast(run))
+    try:
+        choice = choose(run, budget_bytes)
+    except Infeasible as error:
+        return Figures(peak_bytes=error.minimum_budget_bytes, static_bytes=static)
+    kept = {part.name: part.chosen for part in choice.forecast.parts}
+    chosen = [kept[name] for name in run.model.layer_names]
+    return Figures(
+        peak_bytes=peak_bytes(choice.forecast), static_bytes=static, policies=tuple(_policies(choice)),
+        seconds=_seconds(estimate(choice.forecast.run, hardware, chosen=chosen)),
+    )  # fmt: skip
+
+
+def _policies(choice: AutoForecast) -> Iterator[str]:
+    """By stage, what its layers do: "12 mixed, 8 none"."""
+    words = dict(layer_policies(choice))
+    for stage in choice.forecast.stages:
+        counted = Counter(words[part.name] for chunk in stage.parts for part in chunk if part.is_layer)
+        yield ", ".join(f"{count} {word}" for word, count in sorted(counted.items()))
+
+
+def _host_bytes(run: Run) -> int:
+    """What offloading puts on one rank's share of the host, at most."""
+    if not run.recompute.offload:
+        return 0
+    stays: Forecast = forecast(replace(run, recompute=replace(run.recompute, offload=False)))
+    return max(stage.activation_bytes for stage in stays.stages)
+
+
+def _seconds(found: Estimate) -> Seconds:
+    parts = found.breakdown
+    return Seconds(
+        step=found.step_seconds, least=least_seconds(found), compute=parts.compute, communication=parts.communication,
+        bubble=parts.bubble, recompute=parts.recompute, other=parts.other, mfu=found.mfu,
+        tokens_per_second_per_gpu=found.tokens_per_second_per_gpu,
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""Branch and bound over a space of candidates.
+
+NOTE [ The order of a search ]
+Candidates are worked out best bound first, in rounds; the bounds are in NOTE [ What may be left out ] of
+`forecast.bounds`. Of each setup that could still matter `none` is worked out, fits or not: its seconds bound those of
+all other plans, which are worked out where they could still matter.
+
+What matters: a candidate that could be among the fastest, one for each setup; and one that could be on the front of
+time against memory, which reaches to `REACH` times the fastest step. Both are exact over the plans that have a name. A
+planner takes longer to ask than all other plans together. So it is asked afterwards: for each setup, best bound first,
+whose bound is below the second of those found, which makes the first two exact; and for setups that are listed.
+What a planner says for more memory need not be faster by this estimate, which is finer than its own.
+
+Of candidates that take equally long the one that needs less memory counts, then the one that comes first in the space.
+Nothing here depends on how many processes work.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import count
+from typing import Final
+
+from jettison.predict.allowance import available_bytes
+from jettison.progress import Progress
+from jettison.search.bounds import SHAVED
+from jettison.search.evaluate import Bench, Task
+from jettison.search.figures import Figures, Found
+from jettison.search.space import Candidate, Setup, Space, setup_run
+from jettison.spec.hardware import Hardware
+from jettison.spec.run import Mode, Recompute
+
+REACH: Final = 1.5
+"""The front ends at so many times the fastest step."""
+ROUND: Final = 256
+"""Setups that are worked out before bounds are compared again."""
+PLANNER_BOUNDS: Final = 64
+PLANNERS: Final = 8
+"""The same for bounds of a planner's choices, and for these."""
+RUNNERS: Final = 2
+"""Places that are exact with the planner's choices among the plans: the best, and what it is compared with."""
+_UNBOUNDED: Final = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What there is for tensors.
+
+    Args:
+        scale: times what the hardware has, and times the budget.
+    """
+
+    hardware: Hardware
+    budget_bytes: int | None = None
+    scale: Fraction = Fraction(1)
+
+    def limit_bytes(self, setup: Setup, space: Space) -> int:
+        """For a setup: contexts and communicators come off."""
+        memory, usable = (
+            int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes)
+        )  # fmt: skip
+        device = replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
+        left = available_bytes(device, setup_run(setup, space.template))
+        return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """Plans of one setup that take at least so many seconds and bytes.
+
+    Args:
+        setup: its number in the space.
+        plain: `none` is to be worked out, for itself and as a bound of the others; otherwise, these others.
+        ranks: could it improve on what is known of its setup?
+    """
+
+    setup: int
+    plain: bool
+    seconds: float
+    nbytes: int
+    ranks: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """What a candidate has to be better than.
+
+    Args:
+        fastest: seconds of the best; infinite until there is one.
+        second: of the last whose place is to be exact with the planner's choices.
+        last: of the last that is listed.
+        reach: of the front; None: there is no need of one.
+        times, peaks: of the front, the fastest first.
+    """
+
+    fastest: float
+    second: float
+    last: float
+    reach: float | None
+    times: list[float]
+    peaks: list[int]
+
+    def matters(self, seconds: float, nbytes: int, *, ranks: bool, named: bool) -> bool:
+        """Could a candidate with these bounds be listed, or be on the front?
+
+        Args:
+            ranks: it could be the best of its setup.
+            named: it is no planner's, whose choice is asked for afterwards.
+        """
+        shaved = seconds * (1 - SHAVED)
+        if ranks and shaved <= (self.last if named else self.second):
+            return True
+        if self.reach is None or not named or shaved > self.reach * self.fastest:
+            return False
+        return nbytes <= self.below(seconds)
+
+    def below(self, seconds: float) -> int:
+        """What a candidate that takes so many seconds may need, at most, to be on the front."""
+        at = bisect_right(self.times, seconds * (1 - SHAVED))
+        return self.peaks[at - 1] - 1 if at else _UNBOUNDED
+
+
+@dataclass(kw_only=True)
+class Hunt:
+    """One branch and bound. See NOTE [ The order of a search ].
+
+    Args:
+        top: setups whose place is to be known.
+        reach: of the front; None: there is no need of one.
+        known: a candidate that fits.
+    """
+
+    space: Space
+    room: Room
+    bench: Bench
+    say: Progress
+    top: int = 1
+    reach: float | None = None
+    known: Found | None = None
+    front: list[Found] = field(default_factory=list)
+    _heap: list[tuple[float, int, Node]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)
+    _best: dict[int, Found] = field(default_factory=dict)
+    _least: list[list[tuple[float, int]]] = field(default_factory=list)  # seconds and bytes, by setup and plan
+    _limits: dict[int, int] = field(default_factory=dict)
+    _closest: Found | None = None
+    _planners: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def ranked(self) -> list[Found]:
+        """The best of each setup."""
+        return sorted(self._best.values(), key=lambda found: found.rank)
+
+    def run(self) -> None:
+        """Work out all that matters.
+
+        Raises:
+            UsageError: the space is empty.
+        """
+        if self.known is not None:
+            self._best[self.known.number[0]] = self.known
+        self._open()
+        while self._heap:
+            self._work()
+        if self.space.asks_planner:
+            self._ask_planners()
+
+    def plain(self, number: int) -> Found:
+        """A setup without recompute."""
+        candidate = Candidate(setup=self.space.setups[number], recompute=Recompute())
+        return self._found(candidate, self.bench.figures([Task(candidate=candidate)])[0], (number, 0))
+
+    def closest(self) -> Found:
+        """Where nothing fits: the candidate that lacks least, among plans that have a name if there are any."""
+        pairs = sorted(
+            (nbytes - self._limit(setup), setup, number)
+            for setup, least in enumerate(self._least)
+            for number, (_, nbytes) in enumerate(least)
+            if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
+        )
+        found = self._closest
+        for at in range(0, len(pairs), PLANNER_BOUNDS):
+            chunk = [pair for pair in pairs[at : at + PLANNER_BOUNDS] if found is None or pair[0] < found.lacks]
+            if not chunk:
+                break
+            self._measure([(setup, number) for _, setup, number in chunk])
+            found = self._closest
+        assert found is not None
+        return found
+
+    def _measure(self, numbers: Sequence[tuple[int, int]]) -> None:
+        """Bytes of candidates that do not fit."""
+        tasks = []
+        for setup, number in numbers:
+            plan, asked = self._all_plans(setup)[number], self.space.setups[setup]
+            budget = self._limit(setup) if plan.mode is Mode.AUTO else None
+            tasks.append(
+                Task(candidate=Candidate(setup=asked, recompute=plan, budget_bytes=budget), limit_bytes=0)
+            )  # fmt: skip
+        for which, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
+            self._take(self._found(task.candidate, figures, which))
+
+    # rounds -----------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        setups, depth = self.space.setups, self.space.template.model.depth
+        for number, (setup, bound) in enumerate(zip(setups, self.bench.bounds(setups), strict=True)):
+            least = [(bound.seconds(setup, depth, p), bound.nbytes(setup, depth, p)) for p in self._all_plans(number)]
+            self._least.append(least)
+            fitting = [seconds for seconds, nbytes in least if nbytes <= self._limit(number)]
+            nbytes = min(nbytes for _, nbytes in least)
+            node = Node(setup=number, plain=True, seconds=min(fitting, default=0.0), nbytes=nbytes)
+            if fitting:
+                self._push(node)
+
+    def _all_plans(self, number: int) -> tuple[Recompute, ...]:
+        """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
+        named = self.space.plans(self.space.setups[number])
+        return (*named, Recompute(mode=Mode.AUTO)) if self.space.asks_planner else named
+
+    def _push(self, node: Node) -> None:
+        heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))
+
+    def _work(self) -> None:
+        """A round: the most promising nodes that still matter."""
+        state = self._state()
+        batch: list[Node] = []
+        tasks: list[list[tuple[int, Task]]] = []
+        while self._heap and len(batch) < ROUND:
+            *_, node = heapq.heappop(self._heap)
+            wanted = self._wanted(node, state)
+            if wanted:
+                batch.append(node)
+                tasks.append(wanted)
+        shown = "" if state.fastest == float("inf") else f", {state.fastest:.3g} s so far"
+        self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates{shown}")
+        self._evaluate(batch, tasks)
+
+    def _state(self) -> State:
+        times = [found.seconds.step for found in self.ranked[: max(self.top, self.exact)]]
+        times += [float("inf")] * max(self.top, self.exact)
+        return State(
+            fastest=times[0], second=times[self.exact - 1], last=times[self.top - 1], reach=self.reach,
+            times=[f.seconds.step for f in self.front], peaks=[f.needed_bytes for f in self.front],
+        )  # fmt: skip
+
+    @property
+    def exact(self) -> int:
+        """Places that are to be exact with the planner's choices."""
+        return 1 if self.reach is None else RUNNERS
+
+    def _wanted(self, node: Node, state: State) -> list[tuple[int, Task]]:
+        """What of a node is to be worked out: the number of each plan, and its task."""
+        setup = self.space.setups[node.setup]
+        limit, found = self._limit(node.setup), []
+        matter = False
+        for number, plan in enumerate(self._all_plans(node.setup)):
+            seconds, nbytes = self._least[node.setup][number]
+            if not node.plain:
+                seconds, nbytes = max(seconds, node.seconds), max(nbytes, node.nbytes)
+            named = plan.mode is not Mode.AUTO
+            if nbytes > limit or not state.matters(seconds, nbytes, ranks=node.ranks, named=named):
+                continue
+            matter = True
+            if not node.plain and named and plan != Recompute():
+                most = limit if node.ranks else min(limit, state.below(seconds))
+                found.append((number, Task(candidate=Candidate(setup=setup, recompute=plan), limit_bytes=most)))
+        if node.plain and matter:
+            plans = self.space.plans(setup)
+            number = plans.index(Recompute()) if Recompute() in plans else len(plans)
+            return [(number, Task(candidate=Candidate(setup=setup, recompute=Recompute())))]
+        return found
+
+    def _evaluate(self, batch: Sequence[Node], tasks: Sequence[Sequence[tuple[int, Task]]]) -> None:
+        figures = iter(self.bench.figures([task for each in tasks for _, task in each]))
+        for node, each in zip(batch, tasks, strict=True):
+            made = [self._found(task.candidate, next(figures), (node.setup, number)) for number, task in each]
+            if node.plain:
+                self._after_plain(node.setup, made[0])
+            else:
+                for found in made:
+                    self._take(found)
+        self._sweep()
+
+    def _after_plain(self, number: int, plain: Found) -> None:
+        """Of a setup without recompute: a candidate if it is asked for, and the bound of all others."""
+        plans = self.space.plans(self.space.setups[number])
+        asked = Recompute() in plans
+        if asked:
+            self._take(plain)
+        done = asked and plain.fits
+        least, static = plain.seconds.least, plain.figures.static_bytes
+        if len(plans) > asked:
+            self._push(Node(setup=number, plain=False, seconds=least, nbytes=static, ranks=not done))
+        if not done:
+            self._planners.append((least, static, number))
+
+    def _ask_planners(self) -> None:
+        """Best bound first; a bound of their own is worked out before they are asked."""
+        rough = [(least, number, False) for least, static, number in self._planners if static <= self._limit(number)]
+        heap = sorted(rough)
+        while heap:
+            fastest = self._state().second
+            refined, most = heap[0][2], PLANNERS if heap[0][2] else PLANNER_BOUNDS
+            numbers: list[int] = []
+            while heap and heap[0][2] == refined and len(numbers) < most and heap[0][0] * (1 - SHAVED) <= fastest:
+                numbers.append(heapq.heappop(heap)[1])
+            if not numbers:
+                break
+            self.say(f"{self.space.gpus} GPUs: {self.bench.evaluated:,} candidates, the planner's among them")
+            if refined:
+                self._plan(numbers)
+                continue
+            for number, seconds in zip(numbers, self._planner_bounds(numbers), strict=True):
+                if seconds is not None:
+                    heapq.heappush(heap, (seconds, number, True))
+        if self.reach is not None:
+            possible = {number for _, number, _ in heap}
+            self._plan([found.number[0] for found in self.ranked[: self.top] if found.number[0] in possible])
+
+    def _planner_bounds(self, numbers: Sequence[int]) -> list[float | None]:
+        setups = [self.space.setups[number] for number in numbers]
+        return self.bench.planner_bounds(setups, [self._limit(number) for number in numbers])
+
+    def _plan(self, numbers: Sequence[int]) -> None:
+        tasks = []
+        for number in numbers:
+            mode = Recompute(mode=Mode.AUTO)
+            setup, limit = self.space.setups[number], self._limit(number)
+            tasks.append(Task(candidate=Candidate(setup=setup, recompute=mode, budget_bytes=limit)))
+        for number, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
+            after = len(self.space.plans(self.space.setups[number]))
+            self._take(self._found(task.candidate, figures, (number, after)))
+        self._sweep()
+
+    # what was found ---------------------------------------------------------------------------------------------------
+
+    def _found(self, candidate: Candidate, figures: Figures, number: tuple[int, int]) -> Found:
+        return Found(
+            candidate=candidate, figures=figures, number=number, limit_bytes=self._limit(number[0]),
+            host_limit_bytes=self.room.hardware.host_memory_bytes,
+        )  # fmt: skip
+
+    def _take(self, found: Found) -> None:
+        if not found.fits:
+            closest = self._closest
+            if closest is None or (found.lacks, found.number) < (closest.lacks, closest.number):
+                self._closest = found
+            return
+        best = self._best.get(found.number[0])
+        if best is None or found.rank < best.rank:
+            self._best[found.number[0]] = found
+        if self.reach is not None:
+            self.front.append(found)
+
+    def _sweep(self) -> None:
+        """Leave on the front what takes less memory than all that is faster."""
+        if self.reach is None:
+            return
+        kept: list[Found] = []
+        for found in sorted(self.front, key=lambda found: found.rank):
+            if not kept or found.needed_bytes < kept[-1].needed_bytes:
+                kept.append(found)
+        most = self.reach * kept[0].seconds.step if kept else 0.0
+        self.front = [found for found in kept if found.seconds.step <= most]
+
+    def _limit(self, number: int) -> int:
+        if number not in self._limits:
+            self._limits[number] = self.room.limit_bytes(self.space.setups[number], self.space)
+        return self._limits[number]

@@ -1,0 +1,109 @@
+"""From what was typed to a space to search: lists become tuples, and what was not given is searched or has its default.
+
+See NOTE [ Defaults ] in `forecast.request` for what is no axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+from jettison.errors import UsageError
+from jettison.predict.run_request import RunRequest, flag_of, resolve
+from jettison.search.space import PLANS, SCHEDULES, Axes, Space
+from jettison.spec.hardware import Hardware
+from jettison.spec.model import ModelSpec
+
+_LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_batch")
+"""Axes of numbers, of which several may be asked for: 1,2,4."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchRequest:
+    """What to search, and what all candidates have in common. An axis takes one value, or several as in 1,2,4.
+
+    Args:
+        seq: Tokens in a sequence: as many as the model has positions, at most 4096.
+        tp: Ranks of tensor parallelism: all up to a node that divide the heads.
+        sp: Sequence parallelism beside it: with and without.
+        pp: Pipeline stages: all over which the layers divide.
+        virtual_stages: Virtual stages on each device of a pipeline: all.
+        schedule: Orders of a pipeline, out of gpipe, 1f1b, interleaved and zero-bubble: 1f1b,interleaved.
+        cp: Ranks of context parallelism: all that divide the sequence.
+        ep: Ranks of expert parallelism: all that divide the experts.
+        dp: Data-parallel replicas: what the others leave.
+        zero: ZeRO stages: 0,1,2,3.
+        micro_batch: Sequences in a micro-batch: all that divide a rank's batch.
+        recompute: Plans, out of none, selective, selective-op, full, every, every:K, block:N, interval:K and auto, the
+            planner's: none,selective,selective-op,full,every,auto.
+        offload: Try each plan with what stays on the host, too.
+        attention: eager, flash or sdpa.
+        dropout: Probability, at every site that the architecture has: as the model says.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
+        optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
+        kernels: megatron, pytorch or huggingface: whose code runs.
+        loss: upcast, vocab-parallel, fused or chunked.
+        capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
+        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
+        gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
+        keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
+        gradients: one-by-one, as backward makes them, or upfront, in buffers.
+    """
+
+    seq: int | None = None
+    tp: str | None = None
+    sp: bool | None = None
+    pp: str | None = None
+    virtual_stages: str | None = None
+    schedule: str | None = None
+    cp: str | None = None
+    ep: str | None = None
+    dp: str | None = None
+    zero: str | None = None
+    micro_batch: str | None = None
+    recompute: str | None = None
+    offload: bool | None = None
+    attention: str | None = None
+    dropout: float | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    kernels: str | None = None
+    loss: str | None = None
+    capacity_factor: float | None = None
+    tp_comm_overlap: bool | None = None
+    gathered_inputs: bool | None = None
+    keep_stage_outputs: bool | None = None
+    gradients: str | None = None
+
+    def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
+        """What is to be searched.
+
+        Raises:
+            UsageError: a word or a number that makes no sense.
+        """
+        common = {f.name for f in fields(self)} - {"sp", "schedule", "recompute", "offload", *_LISTS}
+        template = resolve(model, RunRequest(**{name: getattr(self, name) for name in common})).run
+        numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
+        zero = numbers.pop("zero") or (0, 1, 2, 3)
+        if max(zero) > 3:
+            raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
+        axes = Axes(
+            **numbers, zero=zero, sp=(True, False) if self.sp is None else (self.sp,),
+            schedules=_words(self.schedule) or SCHEDULES, plans=_words(self.recompute) or PLANS,
+            offload=(False, True) if self.offload else (False,),
+        )  # fmt: skip
+        return Space(template=template, gpus=gpus, global_batch=global_batch, node=hardware.node, axes=axes)
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    """A list as it is typed, without what is there twice."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(","))) if text is not None else ()
+
+
+def _numbers(name: str, text: str | None, *, least: int) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    words = _words(text)
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise UsageError(f"got {flag_of(name)} {text}; expected whole numbers of {least} or more, such as 1,2,4")
+    return tuple(sorted(int(word) for word in words))

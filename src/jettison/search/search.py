@@ -1,0 +1,137 @@
+"""The fastest way to train a model on so many devices: layout, batch and recompute plan together, exact in its space.
+
+How it is found, and what exact means: NOTE [ The order of a search ] in `forecast.hunt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Final
+
+from jettison.errors import JettisonError, UsageError
+from jettison.progress import Progress, silent
+from jettison.search.evaluate import Bench, Question
+from jettison.search.figures import Found
+from jettison.search.hunt import REACH, Hunt, Room
+from jettison.search.journal import Journal
+from jettison.search.space import Space
+from jettison.spec.hardware import Hardware
+from jettison.units import format_bytes
+
+MORE_MEMORY: Final = Fraction(11, 10)
+MORE_GPUS: Final = (2, 3, 4)
+"""Times as many; the first with a candidate that fits."""
+
+
+class NothingFits(JettisonError, ValueError):
+    """No candidate fits."""
+
+    exit_code = 3
+
+    def __init__(self, closest: Found, *, candidates: int, advice: str) -> None:
+        """Say what the closest one lacks."""
+        super().__init__(
+            f"none of {candidates:,} candidates fits; the closest, {closest.candidate.flags}, lacks "
+            f"{format_bytes(closest.lacks)} ({closest.lacks}B): it needs {format_bytes(closest.needed_bytes)} of "
+            f"{format_bytes(closest.limit_bytes)}. {advice}"
+        )
+        self.closest = closest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class More:
+    """The fastest with more of something."""
+
+    gpus: int
+    memory: Fraction
+    best: Found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a search found.
+
+    Args:
+        ranked: the fastest of each setup, fastest first.
+        front: each takes less memory than all faster ones.
+        plain: the best one's setup without recompute, fits or not.
+        more_gpus: or why there are none.
+        evaluated: candidates worked out now; others were bounded, or known.
+    """
+
+    space: Space
+    ranked: tuple[Found, ...]
+    front: tuple[Found, ...]
+    plain: Found
+    more_memory: More
+    more_gpus: More | str
+    evaluated: int
+
+    @property
+    def best(self) -> Found:
+        """The fastest."""
+        return self.ranked[0]
+
+
+def search(
+    space: Space,
+    hardware: Hardware,
+    *,
+    budget_bytes: int | None = None,
+    top: int = 10,
+    jobs: int = 1,
+    journal: Journal | None = None,
+    progress: Progress = silent,
+) -> Answer:
+    """Find the fastest candidates that fit.
+
+    Args:
+        budget_bytes: of tensors on a device, where that is less than what the hardware leaves for them.
+        top: setups to list.
+        jobs: processes; above 1, call it below ``if __name__ == "__main__"``.
+        journal: the state to go on from, and to add to.
+        progress: is told how far it is.
+
+    Raises:
+        NothingFits: no candidate fits.
+        UsageError: the space is empty, or the hardware lacks a figure that an estimate needs.
+    """
+    if top < 1 or jobs < 1:
+        raise UsageError(f"got --top {top} and --jobs {jobs}; expected whole numbers of 1 or more")
+    room = Room(hardware=hardware, budget_bytes=budget_bytes)
+    with Bench(Question(template=space.template, hardware=hardware), jobs=jobs, journal=journal) as bench:
+        hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
+        hunt.run()
+        if not hunt.ranked:
+            raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space))
+        ranked, best = tuple(hunt.ranked[:top]), hunt.ranked[0]
+        progress("with more memory")
+        larger = Hunt(space=space, room=replace(room, scale=MORE_MEMORY), bench=bench, say=progress, known=best)
+        larger.run()
+        progress("with more GPUs")
+        return Answer(
+            space=space, ranked=ranked, front=tuple(hunt.front), plain=hunt.plain(best.number[0]),
+            more_memory=More(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
+            more_gpus=_more_gpus(space, room, bench, progress), evaluated=bench.evaluated,
+        )  # fmt: skip
+
+
+def _more_gpus(space: Space, room: Room, bench: Bench, progress: Progress) -> More | str:
+    """The first multiple of the devices that has a candidate that fits; otherwise, why there is none."""
+    why = "nothing fits"
+    for times in MORE_GPUS:
+        hunt = Hunt(space=replace(space, gpus=times * space.gpus), room=room, bench=bench, say=progress)
+        try:
+            hunt.run()
+        except UsageError as error:  # nothing divides, or the hardware's file has no network
+            why = str(error)
+            continue
+        if hunt.ranked:
+            return More(gpus=hunt.space.gpus, memory=Fraction(1), best=hunt.ranked[0])
+    return why
+
+
+def _advice(space: Space) -> str:
+    ways = ["more GPUs", "a shorter --seq"] + ([] if True in space.axes.offload else ["--offload"])
+    return f"What makes room: {', '.join(ways)}, and axes that are not fixed"

@@ -1,0 +1,227 @@
+"""The plan as an artefact: what to keep and what to compute again, layer by layer. JSON of schema ``jettison.plan/1``.
+
+A plan says enough to be applied again: which program each layer must turn out to have, which buffers of it are kept,
+and where segments lie. The hash covers these decisions and the bytes they were made for, never timings, so that every
+rank that decides alike has the same one: seconds, prices and the solver's figures are left out. Readers ignore keys
+they do not know. Nothing here is pickled; loose text becomes typed in `Plan.from_json` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from jettison.errors import PlanMismatch, UsageError
+from jettison.ledger.program import Program, Source
+
+SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
+ROOT_LAYER = ""
+
+
+class PolicyWord(StrEnum):
+    """What happened to a layer, in one word of the command line's contract."""
+
+    NONE = "none"  # nothing is computed again
+    SELECTIVE = "selective"  # only the attention core is; whoever builds the plan says so
+    FULL = "full"  # nothing is kept that could be computed again
+    OFFLOAD = "offload"
+    MIXED = "mixed"
+
+
+def policy_word(program: Program, kept: frozenset[int]) -> PolicyWord:
+    """`none`, `full` or `mixed`, as the kept buffers of a region have it."""
+    if not program.recompute_set(kept):
+        return PolicyWord.NONE
+    return PolicyWord.MIXED if any(_could_run_again(program, b) for b in kept) else PolicyWord.FULL
+
+
+def recompute_flops(program: Program, kept: frozenset[int]) -> int:
+    """FLOPs that backward spends on a region a second time when ``kept`` is held."""
+    return sum(program.ops[o].flops for o in program.recompute_set(kept))
+
+
+def _could_run_again(program: Program, b: int) -> bool:
+    buffer = program.buffers[b]
+    if buffer.free or buffer.nbytes == 0 or buffer.producer is None or buffer.source is Source.RANDOM:
+        return False
+    return program.ops[buffer.producer].anchor is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """What one layer does. ``kept`` and ``offloaded`` are buffer indices of the program with this digest, ascending.
+
+    ``price`` is seconds per byte at which this policy is the cheapest one; 0 where nothing was priced.
+    """
+
+    layer: str
+    policy: PolicyWord
+    kept_bytes: int
+    offloaded_bytes: int = 0
+    recompute_flops: int
+    digest: str
+    option: str
+    kept: tuple[int, ...]
+    offloaded: tuple[int, ...] = ()
+    price: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, indices in (("kept", self.kept), ("offloaded", self.offloaded)):
+            if list(indices) != sorted(set(indices)) or any(b < 0 for b in indices):
+                raise ValueError(f"layer {self.layer!r}: {name} must be distinct buffer indices in ascending order")
+        for name in ("kept_bytes", "offloaded_bytes", "recompute_flops"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"layer {self.layer!r}: {name} is {getattr(self, name)}; expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """Peak of allocated bytes in a step; its seconds, and recompute as a share of a plain step. 0.0 where not known."""
+
+    peak_bytes: int
+    step_seconds: float = 0.0
+    overhead_fraction: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SolverReport:
+    """Share of the step that a better plan could still save, at most, and how long it took to know."""
+
+    gap: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A feasible plan. ``segments`` are (first layer, last layer) by name, both inside the segment.
+
+    ``root`` is the policy of everything around the layers; its layer name is empty.
+    """
+
+    budget_bytes: int
+    minimum_budget_bytes: int
+    predicted: Predicted
+    solver: SolverReport
+    layers: tuple[LayerPlan, ...]
+    root: LayerPlan
+    segments: tuple[tuple[str, str], ...] = ()
+    model: str  # the model's fingerprint
+    torch_version: str = ""  # the one under which the programs were recorded
+    gradients_held: bool = False  # gradients are counted from the start of the forward on
+
+    def __post_init__(self) -> None:
+        if self.predicted.peak_bytes > self.budget_bytes:
+            raise ValueError(f"predicted peak {self.predicted.peak_bytes} is above the budget {self.budget_bytes}")
+        if self.root.layer != ROOT_LAYER:
+            raise ValueError(f"the root's layer name is {self.root.layer!r}; expected an empty one")
+        position = {entry.layer: i for i, entry in enumerate(self.layers)}
+        if len(position) != len(self.layers) or ROOT_LAYER in position:
+            raise ValueError("layer names must be distinct and not empty")
+        last = -1
+        for start, stop in self.segments:
+            if not last < position.get(start, -1) < position.get(stop, -1):
+                raise ValueError(f"segment {start!r} .. {stop!r} is out of order, or names a layer that is not there")
+            last = position[stop]
+
+    @property
+    def hash(self) -> str:
+        """sha256 over the canonical JSON of the decisions; the same for the same decisions, on every rank."""
+        text = json.dumps(self._decisions(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _decisions(self) -> dict[str, Any]:
+        """Everything but what was timed."""
+        fields = asdict(self)
+        del fields["solver"]
+        if not self.gradients_held:  # plans from before there was a choice have no word for it
+            del fields["gradients_held"]
+        fields["predicted"] = {"peak_bytes": self.predicted.peak_bytes}
+        for entry in (*fields["layers"], fields["root"]):
+            del entry["price"]
+        return {"schema": SCHEMA, **fields}
+
+    def document(self) -> dict[str, Any]:
+        """The plan as what JSON is made of."""
+        return {"schema": SCHEMA, "feasible": True, **asdict(self), "hash": self.hash}
+
+    def to_json(self) -> str:
+        """The document as JSON text; `from_json` reads it back."""
+        return json.dumps(self.document(), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read a plan back.
+
+        Raises:
+            UsageError: the text is not a feasible plan of this schema; the message names the first wrong key.
+            PlanMismatch: the decisions are not those that the hash in the text was made of.
+        """
+        stated = _header(text)
+        try:
+            plan = _adapter().validate_json(text, strict=True)
+        except ValidationError as error:
+            raise _not_a_plan(error) from error
+        if plan.hash != stated.hash:
+            raise PlanMismatch(
+                f"the plan was changed after it was written: it states hash {stated.hash}, "
+                f"its decisions have {plan.hash}. Make the plan again instead of editing it."
+            )
+        return plan
+
+    def require(self, *, model: str, digests: Mapping[str, str]) -> None:
+        """Check that the plan was made for this model; ``digests`` are its programs by layer name, "" for the root.
+
+        Raises:
+            PlanMismatch: it was not; the message names the first layer that differs.
+        """
+        planned = {entry.layer: entry.digest for entry in (self.root, *self.layers)}
+        if set(planned) != set(digests):
+            missing, extra = sorted(set(planned) - set(digests)), sorted(set(digests) - set(planned))
+            raise PlanMismatch(
+                f"the plan's layers are not the model's: not in the model {missing}, not planned {extra}"
+            )
+        for layer, digest in planned.items():
+            if digests[layer] != digest:
+                name = layer or "the part around the layers"
+                raise PlanMismatch(f"{name} has program {digests[layer]}; the plan was made for {digest}")
+        if model != self.model:
+            raise PlanMismatch(f"the model's fingerprint is {model}; the plan was made for {self.model}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """What a document states about itself."""
+
+    schema: Literal["jettison.plan/1"]
+    feasible: Literal[True]
+    hash: str
+
+
+def _header(text: str | bytes) -> _Header:
+    try:
+        return _header_adapter().validate_json(text, strict=True)
+    except ValidationError as error:
+        raise _not_a_plan(error) from error
+
+
+def _not_a_plan(error: ValidationError) -> UsageError:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the document"
+    return UsageError(f"not a {SCHEMA} document: {where}: {first['msg']} (one of {error.error_count()})")
+
+
+@cache
+def _adapter() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
+
+
+@cache
+def _header_adapter() -> TypeAdapter[_Header]:
+    return TypeAdapter(_Header)

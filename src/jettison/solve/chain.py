@@ -1,0 +1,185 @@
+"""The fastest way through a step under a budget in absolute bytes, with a certificate.
+
+What is minimised is the recompute added to a step, in seconds; what is bounded is every level of
+NOTE [ The step's levels ]. For each root option: the duals of a linear relaxation (HiGHS) give a bound from every
+position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss (labels.py) prove it,
+mostly with nothing thinned at all. Root options whose bound is no better than the best plan are left out. Every answer
+is replayed by `evaluate` before it is returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jettison.errors import Infeasible
+from jettison.solve.bound import Bound, BudgetedWalk, best_multipliers, relax
+from jettison.solve.labels import Path, fastest_path
+from jettison.solve.levels import Choice, Levels, evaluate
+from jettison.solve.moves import PICOSECONDS, Walk, walks
+from jettison.solve.problem import StepProblem
+
+DEFAULT_GAP = 0.005
+BEAM_WIDTH = 128
+PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried where the first leaves too wide a gap
+
+
+class Status(StrEnum):
+    """How a choice was come by."""
+
+    NOTHING_TO_DO = "nothing to do"  # the fastest options all fit together
+    OPTIMAL = "optimal"  # proven, to the picosecond that seconds are counted in
+    WITHIN_GAP = "within gap"
+    GAP_OPEN = "gap open"  # fits, but the gap asked for was not reached with the widest labels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """What is proven about a choice.
+
+    ``gap`` is the share of a step's time that a better choice could still save: (objective - lower bound) / (plain step
+    + objective), with a plain step of 0 seconds where it is not known.
+    """
+
+    lower_bound_seconds: float
+    objective_seconds: float
+    gap: float
+    solver_seconds: float
+    minimum_budget_bytes: int
+    status: Status
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """A choice, the levels that replaying it gave, and what is proven about it."""
+
+    choice: Choice
+    levels: Levels
+    certificate: Certificate
+
+
+def choose(problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP) -> Solution:
+    """The choice that adds the fewest seconds with every level at or below ``budget_bytes``.
+
+    Equal seconds: where the fastest options all fit, the first listed of each region; else the fewest resident bytes.
+
+    Raises:
+        Infeasible: no choice fits; the error carries the smallest budget that one does.
+    """
+    begin = time.perf_counter()
+    all_walks = walks(problem)
+    minimum = min(walk.minimum_budget_bytes for walk in all_walks)
+    if minimum > budget_bytes:
+        raise Infeasible(minimum_budget_bytes=minimum, budget_bytes=budget_bytes)
+    unhindered = _fastest_options(problem)
+    if unhindered is not None and evaluate(problem, unhindered).peak_bytes <= budget_bytes:
+        choice, bound, status = unhindered, float("inf"), Status.NOTHING_TO_DO
+    else:
+        choice, bound, status = _search(problem, all_walks, budget_bytes, gap)
+    levels = evaluate(problem, choice)
+    assert levels.peak_bytes <= budget_bytes, f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
+    bound = min(bound, levels.seconds)
+    certificate = Certificate(
+        lower_bound_seconds=bound,
+        objective_seconds=levels.seconds,
+        gap=_gap(problem, levels.seconds, bound),
+        solver_seconds=time.perf_counter() - begin,
+        minimum_budget_bytes=minimum,
+        status=status,
+    )
+    return Solution(choice=choice, levels=levels, certificate=certificate)
+
+
+def _gap(problem: StepProblem, objective: float, bound: float) -> float:
+    step = problem.plain_seconds + objective
+    return max(0.0, objective - bound) / step if step > 0 else 0.0
+
+
+def _fastest_options(problem: StepProblem) -> Choice | None:
+    """The fastest option everywhere, or None where a segment is faster than its regions' fastest options."""
+    fastest = [min(region.options, key=lambda o: o.seconds) for region in problem.regions]
+    for segment in problem.segments:
+        if segment.seconds < sum(o.seconds for o in fastest[segment.start : segment.stop]):
+            return None
+    root = min(problem.root, key=lambda o: o.seconds)
+    return Choice(root=root.key, regions=tuple(o.key for o in fastest))
+
+
+@dataclass(kw_only=True)
+class _Candidate:
+    """A root option under the budget, and what is known of the plans with it."""
+
+    budgeted: BudgetedWalk
+    bound: Bound
+    proven: float  # picoseconds that no plan with this root goes below
+
+    @property
+    def walk(self) -> Walk:
+        return self.budgeted.walk
+
+
+@dataclass(kw_only=True)
+class _Best:
+    """The best plan so far and the walk it is on; of equally fast ones the first found."""
+
+    plan: tuple[Walk, Path] | None = None
+
+    @property
+    def picoseconds(self) -> int | None:
+        return None if self.plan is None else self.plan[1].picoseconds
+
+    def offer(self, walk: Walk, path: Path | None) -> None:
+        if path is not None and (self.plan is None or path.picoseconds < self.plan[1].picoseconds):
+            self.plan = (walk, path)
+
+    def beats(self, bound: float) -> bool:
+        """Whether nothing with this lower bound can be better; seconds are whole numbers of picoseconds."""
+        best = self.picoseconds
+        return best is not None and bound > best - 1
+
+
+def _search(
+    problem: StepProblem, all_walks: tuple[Walk, ...], budget_bytes: int, gap: float
+) -> tuple[Choice, float, Status]:
+    """The best choice found, a lower bound in seconds (infinite where it is proven to be the best) and the status."""
+    best = _Best()
+    candidates = list(_candidates(all_walks, budget_bytes, best))
+    for width in PROOF_WIDTHS:
+        for candidate in candidates:
+            if not best.beats(candidate.proven):
+                _prove(candidate, best, width)
+        assert best.plan is not None, "no budget below the smallest comes here, so a beam has found a plan"
+        walk, path = best.plan
+        choice = walk.choice(path.moves)
+        bound = min((c.proven for c in candidates), default=float("inf"))
+        if best.beats(bound):
+            return choice, float("inf"), Status.OPTIMAL
+        if _gap(problem, path.picoseconds / PICOSECONDS, bound / PICOSECONDS) <= gap:
+            return choice, bound / PICOSECONDS, Status.WITHIN_GAP
+    return choice, bound / PICOSECONDS, Status.GAP_OPEN
+
+
+def _candidates(all_walks: tuple[Walk, ...], budget_bytes: int, best: _Best) -> Iterator[_Candidate]:
+    """Root options that may hold the best plan, most promising first; each one's beam is offered to ``best``."""
+    fitting = [BudgetedWalk.of(walk, budget_bytes) for walk in all_walks if walk.minimum_budget_bytes <= budget_bytes]
+    roomiest = min(fitting, key=lambda b: b.walk.minimum_budget_bytes)
+    multipliers = best_multipliers(roomiest)  # valid for the other root options, too, if not the best for them
+    bounded = [(relax(b, multipliers), b) for b in fitting]
+    for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
+        if best.beats(bound.picoseconds):
+            return
+        if budgeted is not roomiest:
+            bound = max(bound, relax(budgeted, best_multipliers(budgeted)), key=lambda b: b.picoseconds)
+        if not best.beats(bound.picoseconds):
+            best.offer(budgeted.walk, fastest_path(budgeted, bound, width=BEAM_WIDTH, beam=True).path)
+            yield _Candidate(budgeted=budgeted, bound=bound, proven=bound.picoseconds)
+
+
+def _prove(candidate: _Candidate, best: _Best, width: int) -> None:
+    """Search the candidate for something better than the best plan, and note what that proves."""
+    found = fastest_path(candidate.budgeted, candidate.bound, width=width, below=best.picoseconds)
+    best.offer(candidate.walk, found.path)
+    if best.picoseconds is not None:
+        candidate.proven = max(candidate.proven, best.picoseconds - found.loss)

@@ -1,0 +1,285 @@
+"""What one region can trade: bytes held until backward against seconds of recompute, the exact lower hull of it.
+
+NOTE [ Keep or recompute is a cut ]
+For a price per byte, choose what backward computes again so that `seconds of it + price * bytes kept` is least. Let
+`n_b` say that backward needs buffer b, and `r_o` that op o runs again. Slots are needed; an op that runs again needs
+its inputs; a needed buffer is kept unless its op runs again:
+
+    minimise  sum_o seconds_o r_o + price * sum_b bytes_b max(0, n_b - r_op(b))
+    with      n_b = 1 for slots,   r_o <= n_b for every input b of o
+
+Free buffers stand outside. This is a minimum s-t cut, with n_b -> r_op(b) at the price of the bytes (to the sink where
+the op may not run again; unbounded where the buffer cannot be kept), r_o -> sink at its seconds, and r_o -> n_b
+unbounded. Sweeping the price walks the lower hull of all (bytes, seconds) pairs; a query at the slope between two
+neighbours either finds a vertex between them or proves that there is none (Eisner & Severance 1976). Seconds are
+counted in whole picoseconds and prices as multiples of 1 / resolution with resolution > 2 * (all bytes)^2, which is
+fine enough that no vertex is missed: two lines between integer points differ by at least 1 / (all bytes). Of equally
+cheap choices the cut takes the one that needs the least (its minimal source side), which is unique.
+
+Torch's min-cut partitioner solves such a cut at one price, for the joint graph of forward and backward.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from jettison.ledger.program import Program
+from jettison.solve.mincut import SINK, SOURCE, CutNetwork, Flow, maximum_flow
+
+PICOSECONDS = 10**12
+NONE_KEY = "none"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrontierPoint:
+    """One way to treat a region: the buffers kept, what they hold in bytes, and the seconds of recompute in backward.
+
+    ``price`` (seconds per byte) is one at which no other choice is cheaper. ``key`` names the point within its program.
+    """
+
+    key: str
+    kept: frozenset[int]
+    kept_bytes: int
+    seconds: float
+    price: float
+
+
+def plain_point(program: Program) -> FrontierPoint:
+    """What plain autograd keeps; nothing is computed again."""
+    kept = program.saved_buffers()
+    return FrontierPoint(key=NONE_KEY, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
+
+
+def pareto_frontier(
+    program: Program,
+    seconds: Callable[[int], float] | Sequence[float],
+    *,
+    max_points: int = 16,
+) -> tuple[FrontierPoint, ...]:
+    """The hull's points from the fewest bytes (and the fewest seconds for these) to plain autograd, sorted by bytes.
+
+    Both ends are always there. Where the hull has more than ``max_points`` vertices, those with the widest gaps around
+    them stand for the rest. See NOTE [ Keep or recompute is a cut ].
+
+    Args:
+        program: the region.
+        seconds: how long each op takes, by op index; anything below a picosecond counts as one.
+        max_points: at least 2.
+
+    Raises:
+        ValueError: a needed buffer can neither be kept nor computed again, or an argument is out of range.
+    """
+    if max_points < 2:
+        raise ValueError(f"max_points is {max_points}; a frontier has two ends")
+    plain = plain_point(program)
+    sweep = _Sweep.of(program, seconds)
+    hull = [v.point for v in _hull(sweep, max_points - 1)]
+    if hull[-1].seconds == 0.0 and hull[-1].kept_bytes == plain.kept_bytes:
+        hull.pop()
+    return (*hull, plain)
+
+
+def fewest_bytes_point(program: Program, seconds: Callable[[int], float] | Sequence[float]) -> FrontierPoint:
+    """Fewest bytes kept; among these the fewest seconds."""
+    sweep = _Sweep.of(program, seconds)
+    return sweep.query(sweep.highest_price, None).point
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Vertex:
+    """A point of the hull in the sweep's integers, and the flow that found it."""
+
+    point: FrontierPoint
+    nbytes: int
+    picoseconds: int
+    flow: Flow
+
+    def cost(self, price: int, resolution: int) -> int:
+        return resolution * self.picoseconds + price * self.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Network:
+    """A program's cut network, and which node stands for what."""
+
+    network: CutNetwork
+    needed_node: dict[int, int]  # keepable buffer -> "backward needs it"
+    again_node: dict[int, int]  # op -> "it runs again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sweep:
+    """A program, its costs in integers, and its cut."""
+
+    program: Program
+    seconds: tuple[float, ...]
+    picoseconds: tuple[int, ...]
+    resolution: int
+    cut: _Network
+
+    @classmethod
+    def of(cls, program: Program, seconds: Callable[[int], float] | Sequence[float]) -> _Sweep:
+        price_of = seconds if callable(seconds) else seconds.__getitem__
+        by_op = tuple(float(price_of(op.index)) for op in program.ops)
+        if any(not 0 <= s < float("inf") for s in by_op):
+            raise ValueError("an op's seconds must be finite and 0 or more")
+        picoseconds = tuple(max(1, round(s * PICOSECONDS)) for s in by_op)
+        total = sum(b.nbytes for b in program.buffers) + 1
+        resolution = 1 << (2 * total * total).bit_length()
+        unbounded = resolution * (sum(picoseconds) + 1) * (total + 1) * 2
+        return cls(
+            program=program,
+            seconds=by_op,
+            picoseconds=picoseconds,
+            resolution=resolution,
+            cut=_build_network(program, picoseconds, resolution, unbounded),
+        )
+
+    @property
+    def highest_price(self) -> int:
+        """At this price one byte outweighs every op together."""
+        return self.resolution * (sum(self.picoseconds) + 1)
+
+    def _again_node(self, producer: int | None) -> int:
+        return -1 if producer is None else self.cut.again_node.get(producer, -1)
+
+    def query(self, price: int, start: Flow | None) -> _Vertex:
+        """The cheapest choice at ``price / resolution`` picoseconds per byte."""
+        flow = maximum_flow(self.cut.network, price, start)
+        side, program = flow.source_side, self.program
+        kept = [
+            b
+            for b, node in self.cut.needed_node.items()
+            if node in side and self._again_node(program.buffers[b].producer) not in side
+        ]
+        again = program.recompute_set(frozenset(kept))
+        nbytes = program.kept_bytes(frozenset(kept))
+        point = FrontierPoint(
+            key=f"keep-{nbytes}",
+            kept=frozenset(kept),
+            kept_bytes=nbytes,
+            seconds=sum(self.seconds[o] for o in again),
+            price=price / self.resolution / PICOSECONDS,
+        )
+        return _Vertex(point=point, nbytes=nbytes, picoseconds=sum(self.picoseconds[o] for o in again), flow=flow)
+
+
+def _build_network(program: Program, picoseconds: Sequence[int], resolution: int, unbounded: int) -> _Network:
+    """The cut of NOTE [ Keep or recompute is a cut ], over what backward may ask for."""
+    repeatable = _repeatable_ops(program)
+    wanted, again = _reachable(program, repeatable)
+    network = CutNetwork(unbounded=unbounded)
+    again_node: dict[int, int] = {}
+    for o, leader in _leaders(program, wanted, again).items():
+        again_node[o] = network.add_node() if leader == o else again_node[leader]
+    needed_node = {b: network.add_node() for b in wanted if program.buffers[b].keepable}
+
+    def producer(b: int) -> int | None:
+        """The op that may compute b again."""
+        made_by = program.buffers[b].producer
+        return made_by if made_by in repeatable else None
+
+    def node(b: int) -> int:
+        """Stands for "backward needs b": where b cannot be kept, its op has to run again."""
+        made_by = producer(b)
+        return needed_node[b] if program.buffers[b].keepable or made_by is None else again_node[made_by]
+
+    for b, tail in needed_node.items():
+        made_by = producer(b)
+        network.add_edge(tail, SINK if made_by is None else again_node[made_by], priced=program.buffers[b].nbytes)
+    for o, tail in again_node.items():
+        network.add_edge(tail, SINK, fixed=resolution * picoseconds[o])
+        for b in _costly(program, program.ops[o].inputs):
+            if node(b) != tail:
+                network.add_edge(tail, node(b), fixed=unbounded)
+    for b in _costly(program, program.needed_buffers()):
+        network.add_edge(SOURCE, node(b), fixed=unbounded)
+    return _Network(network=network, needed_node=needed_node, again_node=again_node)
+
+
+def _reachable(program: Program, repeatable: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Buffers that backward may come to need, and ops that it may come to run again.
+
+    Raises:
+        ValueError: a slot's buffer can neither be kept nor computed again.
+    """
+    wanted = set(_costly(program, program.needed_buffers()))
+    for b in sorted(wanted):
+        buffer = program.buffers[b]
+        if not buffer.keepable and buffer.producer not in repeatable:
+            what = f"buffer {b} ({buffer.source}, {buffer.name or 'unnamed'})"
+            raise ValueError(f"{what} is needed in backward and can neither be kept nor computed again")
+    again = []
+    for op in reversed(program.ops):
+        if op.index in repeatable and any(b in wanted and program.buffers[b].producer == op.index for b in op.outputs):
+            again.append(op.index)
+            wanted.update(_costly(program, op.inputs))
+    return sorted(wanted), again
+
+
+def _leaders(program: Program, wanted: Iterable[int], again: Iterable[int]) -> dict[int, int]:
+    """For each op, last first, the op that decides whether it runs again: itself, or its only reader.
+
+    An op whose results can neither be kept nor are saved, and that one op alone reads, has no choice of its own. Runs
+    of such ops become one node, which keeps the network small.
+    """
+    readers: dict[int, set[int]] = {b: set() for b in wanted}
+    leaders: dict[int, int] = {}
+    needed = program.needed_buffers()
+    for o in again:
+        results = [b for b in program.ops[o].outputs if b in readers and program.buffers[b].producer == o]
+        forced = {leader for b in results for leader in readers[b]}
+        own = len(forced) != 1 or any(program.buffers[b].keepable or b in needed for b in results)
+        leaders[o] = o if own else forced.pop()
+        for b in _costly(program, program.ops[o].inputs):
+            readers[b].add(leaders[o])
+    return leaders
+
+
+def _costly(program: Program, buffers: Iterable[int]) -> list[int]:
+    """Those that are not free, each once, in order."""
+    return sorted({b for b in buffers if not program.buffers[b].free})
+
+
+def _repeatable_ops(program: Program) -> frozenset[int]:
+    """Ops that may run again and whose inputs can all be had."""
+    repeatable: set[int] = set()
+    for op in program.ops:
+        if op.anchor is None and all(
+            program.buffers[b].free or program.buffers[b].keepable or program.buffers[b].producer in repeatable
+            for b in op.inputs
+        ):
+            repeatable.add(op.index)
+    return frozenset(repeatable)
+
+
+def _hull(sweep: _Sweep, max_points: int) -> list[_Vertex]:
+    """Vertices by bytes, ascending; the interval with the widest gap is asked first."""
+    fastest = sweep.query(1, None)
+    smallest = sweep.query(sweep.highest_price, fastest.flow)
+    if smallest.nbytes == fastest.nbytes:
+        return [fastest]
+    if max_points < 2:
+        return [smallest]
+    found = [fastest, smallest]
+    open_intervals: list[tuple[int, int, _Vertex, _Vertex]] = []
+
+    def push(fast: _Vertex, small: _Vertex) -> None:
+        area = (fast.nbytes - small.nbytes) * (small.picoseconds - fast.picoseconds)
+        heapq.heappush(open_intervals, (-area, small.nbytes, fast, small))
+
+    push(fastest, smallest)
+    while open_intervals and len(found) < max_points:
+        *_, fast, small = heapq.heappop(open_intervals)
+        fewer_bytes = fast.nbytes - small.nbytes
+        slope = (sweep.resolution * (small.picoseconds - fast.picoseconds) + fewer_bytes // 2) // fewer_bytes
+        price = max(slope, fast.flow.price)
+        middle = sweep.query(price, fast.flow)
+        limit = min(fast.cost(price, sweep.resolution), small.cost(price, sweep.resolution))
+        if middle.cost(price, sweep.resolution) < limit:
+            found.append(middle)
+            push(fast, middle)
+            push(middle, small)
+    return sorted(found, key=lambda v: v.nbytes)

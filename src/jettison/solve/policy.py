@@ -1,0 +1,278 @@
+"""Policies: from a recorded program to the set of buffers to keep. One type, one verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jettison.cost import CPU, op_seconds
+from jettison.errors import UsageError
+from jettison.ledger.program import Op, Program, Source
+from jettison.solve.frontier import pareto_frontier
+
+MATMULS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten.baddbmm",
+    "aten._scaled_dot_product",
+    "aten._grouped_mm",
+    "aten.convolution",
+)
+_PRODUCTS = ("aten.mm", "aten.addmm")
+"""With a weight: the counted ones of an alternating policy."""
+
+
+_SUMMED = ("reduce_scatter", "all_reduce")
+"""Collectives that make whole sums of the parts that ranks have of a product."""
+_TRANSFERS = ("c10d.", "_c10d_functional.", "_dtensor.")
+"""Collectives of formulas and of recordings begin like this."""
+
+BATCHED = ("aten.bmm", "aten.baddbmm")
+"""Products of two activations, as attention scores are; a router's scores are a product with a weight."""
+
+
+class CheckpointPolicy(Protocol):
+    """Decides what a region keeps. Must be deterministic."""
+
+    @property
+    def word(self) -> str:
+        """How plans and tables call it."""
+
+    def kept(self, program: Program) -> frozenset[int]:
+        """Buffers to hold between forward and backward; always enough to compute the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAll:
+    """Plain autograd: what it saves stays."""
+
+    word: str = "none"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        return program.saved_buffers()
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Only the inputs stay, and what cannot be computed again."""
+
+    word: str = "full"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        wanted = {
+            b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM, Source.BLOCK) and b.keepable
+        }
+        return close(program, frozenset(b for b in wanted if program.buffers[b].producer is None))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveOp:
+    """Outputs of matrix products and fused attention stay, and what reduce-scatters return; the rest is computed again.
+
+    Of a product whose parts ranks add up it is the sum that stays. ``alternate`` is torchtitan's policy for each op: of
+    the products with a weight every second one is computed again.
+    """
+
+    word: str = "selective-op"
+    alternate: bool = False
+
+    def kept(self, program: Program) -> frozenset[int]:
+        inputs = frozenset(b.index for b in program.buffers if b.source is Source.INPUT)
+        return close(program, self.named(program) | inputs | Full().kept(program))
+
+    def named(self, program: Program) -> frozenset[int]:
+        """Outputs that the policy is to keep, whether backward asks for them or not.
+
+        torch's selective checkpoint caches all of them when it runs eagerly; a compiled region, like `kept`, leaves
+        those out that nobody reads.
+        """
+        found: set[int] = set()
+        readers = _readers(program)
+        products = 0
+        for op in program.ops:
+            products += op.name.startswith(_PRODUCTS)
+            second = self.alternate and op.name.startswith(_PRODUCTS) and products % 2 == 0
+            if second:
+                continue
+            if op.name.startswith(MATMULS):
+                found.update(b for b in op.outputs if program.buffers[b].keepable)
+            elif any(word in op.name for word in _SUMMED[: 1 if self.alternate else None]):
+                found.update(_holdable(program, b, readers) for b in op.outputs)
+        return frozenset(b for b in found if program.buffers[b].keepable)
+
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """The paper's selective recomputation: the attention core (scores, softmax, dropout) goes, the rest stays.
+
+    No collective is repeated: what of the core hangs on one stays too.
+    """
+
+    word: str = "selective"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        core = attention_core(program)
+        base = frozenset(b.index for b in program.buffers if b.source in (Source.INPUT, Source.RANDOM) and b.keepable)
+        return close(program, program.saved_buffers() - core | base, transfers=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Exactly:
+    """A decision made before: these buffers of this program, and of the same ops on other shapes; any other program
+    falls back to ``otherwise``.
+    """
+
+    digest: str
+    buffers: frozenset[int]
+    otherwise: CheckpointPolicy
+    form: str = ""
+    word: str = "mixed"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        if program.digest() == self.digest:
+            return self.buffers
+        if self.form and program.form() == self.form:
+            return close(program, self.buffers)
+        return self.otherwise.kept(program)
+
+
+@dataclass(frozen=True, slots=True)
+class KeepShare:
+    """The cheapest recompute that keeps no more than this share of what plain autograd would."""
+
+    fraction: float
+    word: str = "mixed"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        points = pareto_frontier(program, [op_seconds(op, CPU) for op in program.ops])
+        limit = self.fraction * program.kept_bytes(program.saved_buffers())
+        fitting = [p for p in points if p.kept_bytes <= limit]
+        return min(fitting, key=lambda p: p.seconds).kept if fitting else points[0].kept
+
+
+def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -> frozenset[int]:
+    """Add what must be kept because it can be neither computed nor found, and leave out what nobody would read.
+
+    Args:
+        transfers: collectives may run again.
+    """
+    must = set(wanted)
+    while True:
+        needed, missing = _demand(program, frozenset(must), transfers=transfers)
+        if not missing:
+            return frozenset(b for b in must if b in needed and not program.buffers[b].free)
+        must |= missing
+
+
+def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple[set[int], set[int]]:
+    """Buffers that backward reads under ``kept``, and slots to keep as well so that it can."""
+    missing: set[int] = set()
+    needed: set[int] = set()
+    for slot_buffer in program.needed_buffers():
+        stack, local, broken = [slot_buffer], set(), False
+        while stack:
+            b = stack.pop()
+            if b in local:
+                continue
+            local.add(b)
+            buffer = program.buffers[b]
+            if b in kept or buffer.free:
+                continue
+            op = program.ops[buffer.producer] if buffer.producer is not None else None
+            if op is None or op.anchor is not None or (not transfers and op.name.startswith(_TRANSFERS)):
+                nearest = b if buffer.keepable else slot_buffer
+                missing.add(nearest)
+                broken = True
+                continue
+            stack.extend(op.inputs)
+        if not broken:
+            needed |= local
+    return needed, missing
+
+
+def _readers(program: Program) -> dict[int, list[Op]]:
+    readers: dict[int, list[Op]] = {}
+    for op in program.ops:
+        for b in op.inputs:
+            readers.setdefault(b, []).append(op)
+    return readers
+
+
+def _holdable(program: Program, b: int, readers: dict[int, list[Op]]) -> int:
+    """A buffer, or what its only reader makes of it at the same size (a bias added) where only that can be held."""
+    buffer = program.buffers[b]
+    while not buffer.keepable and len(readers.get(buffer.index, ())) == 1:
+        made = readers[buffer.index][0].outputs
+        if len(made) != 1 or program.buffers[made[0]].nbytes != buffer.nbytes:
+            break
+        buffer = program.buffers[made[0]]
+    return buffer.index
+
+
+def attention_core(program: Program) -> frozenset[int]:
+    """Buffers between the product that makes the attention scores and the one that uses the probabilities.
+
+    Found from each softmax: back through elementwise ops to a matrix product, forward to the next ones. Empty with
+    fused
+    attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
+    """
+    readers = _readers(program)
+    core: set[int] = set()
+    for op in program.ops:
+        if "softmax" not in op.name or "backward" in op.name:
+            continue
+        size = max((program.buffers[b].nbytes for b in op.outputs), default=0)
+        back, forth, begins, ends = [op], [op], False, False
+        seen: set[int] = set()
+        found: set[int] = set()
+        while back:
+            current = back.pop()
+            for b in current.inputs:
+                producer = program.buffers[b].producer
+                if producer is None or producer in seen or program.buffers[b].source is Source.RANDOM:
+                    continue
+                seen.add(producer)
+                found.add(b)
+                begins = begins or program.ops[producer].name.startswith(BATCHED)
+                if not program.ops[producer].name.startswith(MATMULS):
+                    back.append(program.ops[producer])
+        while forth:
+            current = forth.pop()
+            for b in current.outputs:
+                if program.buffers[b].source is Source.RANDOM:  # who draws next is no part of the core
+                    continue
+                found.add(b)
+                for reader in readers.get(b, ()):
+                    if reader.name.startswith(MATMULS):
+                        ends = ends or reader.name.startswith(BATCHED)
+                    elif reader.index not in seen:
+                        seen.add(reader.index)
+                        forth.append(reader)
+        if begins and ends:
+            core |= {b for b in found if program.buffers[b].nbytes * 8 >= size}
+    return frozenset(core & program.saved_buffers())
+
+
+NAMED: dict[str, CheckpointPolicy] = {
+    t.word: t
+    for t in (
+        KeepAll(),
+        Full(),
+        SelectiveOp(),
+        SelectiveOp(word="selective-op-alternate", alternate=True),
+        Selective(),
+    )
+}
+
+
+def policy_named(word: str) -> CheckpointPolicy:
+    """The policy that a policy word names.
+
+    Raises:
+        UsageError: no such word.
+    """
+    try:
+        return NAMED[word]
+    except KeyError:
+        raise UsageError(f"unknown policy {word!r}; expected one of {', '.join(NAMED)} or every:K") from None

@@ -1,0 +1,152 @@
+"""The model of a recipe, and what it is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from jettison.capture.traced import LossFn
+from jettison.errors import UsageError
+from jettison.models.huggingface import ConfigRequest
+from jettison.models.huggingface import build as build_hub_model
+from jettison.models.huggingface import read_config as read_hub_config
+from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
+from jettison.models.request import call_factory
+from jettison.spec.config import parse_config, read_config
+from jettison.spec.model import ModelSpec
+from jettison.spec.presets import PRESETS, preset
+from jettison.train.recipe import ModelSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model in training mode.
+
+    Args:
+        call: what the model is called with for token rows [b, s + 1]: positional arguments, or keywords.
+        spec: None where only the code knows what it is.
+    """
+
+    model: nn.Module
+    call: Callable[[torch.Tensor], Any]
+    loss_fn: LossFn | None = None
+    spec: ModelSpec | None = None
+
+
+def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
+    """The whole model, its weights drawn from torch's default generators, on the device.
+
+    Raises:
+        UsageError: the section says what there is not.
+    """
+    if section.factory is not None:
+        return _from_factory(section.factory, device)
+    if (section.code or ("reference" if section.architecture else "huggingface")) == "reference":
+        return _reference(section, seq, device)
+    values, spec = _described(section, seq)
+    asked = ConfigRequest(precision="fp32", attention=section.attention)
+    with device:
+        model = build_hub_model(values, asked, None)
+    return Built(model=model, call=shifted_within, spec=spec)
+
+
+def shifted_within(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """For models that shift labels themselves, as those of transformers do."""
+    return {"input_ids": rows[:, :-1], "labels": rows[:, :-1]}
+
+
+def shifted_before(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For models that are given, at every position, the token that follows it, as the reference models are."""
+    return rows[:, :-1], rows[:, 1:]
+
+
+def _from_factory(target: str, device: torch.device) -> Built:
+    """What a factory returns, without the batch that it may have for other verbs."""
+    module, colon, name = target.partition(":")
+    if not colon or not name:
+        raise UsageError(f"model.factory: got {target!r}; expected module:function")
+    made = call_factory(target, module, name)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise UsageError(f"{target} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
+    model, _, loss_fn = (*parts, None, None)[:3]
+    return Built(model=model.to(device).train(), call=shifted_within, loss_fn=loss_fn)
+
+
+def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
+    """Our own code, which has one form of each architecture."""
+    values = _sizes(section, seq)
+    spec = parse_config(values, name=str(section.architecture))
+    fixed: dict[str, Any] = {"tied": False, "attention": "sdpa"}
+    if section.architecture == "gpt":
+        fixed = {"tied": True, "attention": "eager", "ffn": 4 * section.hidden}
+    for name, only in fixed.items():
+        if getattr(section, name) not in (None, only):
+            raise UsageError(f'model.{name}: the reference model has {only} only; set code = "huggingface"')
+    config: Any
+    if section.architecture == "gpt":
+        config = GptConfig(
+            layers=section.layers, hidden=section.hidden, heads=section.heads, vocab=section.vocab,
+            positions=values["n_positions"], dropout=section.dropout,
+        )  # fmt: skip
+    elif section.architecture == "llama":
+        config = LlamaConfig(
+            layers=section.layers, hidden=section.hidden, heads=section.heads,
+            kv_heads=values["num_key_value_heads"], head_dim=section.hidden // section.heads,
+            ffn=values["intermediate_size"], vocab=section.vocab,
+        )  # fmt: skip
+    else:
+        raise UsageError('model.code: "reference" goes with an architecture and its sizes')
+    with device:
+        model: nn.Module = Gpt(config) if section.architecture == "gpt" else Llama(config)
+    return Built(model=model.train(), call=shifted_before, spec=spec)
+
+
+def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
+    """A configuration as transformers has it, and what it comes to."""
+    if section.config is not None:
+        path = Path(section.config)
+        return read_hub_config(path), read_config(path)
+    if section.preset is not None:
+        spec = preset(section.preset)
+        return _hub_config(PRESETS[section.preset]), spec
+    values = _sizes(section, seq)
+    return _hub_config(values), parse_config(values, name=str(section.architecture))
+
+
+def _sizes(section: ModelSection, seq: int) -> dict[str, Any]:
+    """The sizes of a section as a config.json would write them."""
+    positions = section.positions or seq
+    if section.architecture == "gpt":
+        dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), section.dropout)
+        if section.kv_heads not in (None, section.heads):
+            raise UsageError("model.kv_heads: a GPT has as many as heads")
+        return {
+            "model_type": "gpt2", "n_embd": section.hidden, "n_layer": section.layers, "n_head": section.heads,
+            "n_inner": section.ffn or 4 * section.hidden, "vocab_size": section.vocab, "n_positions": positions,
+            "activation_function": "gelu_pytorch_tanh", "tie_word_embeddings": section.tied is not False,
+            "dtype": "float32", "bos_token_id": None, "eos_token_id": None, **dropout,
+        }  # fmt: skip
+    if section.dropout:
+        raise UsageError("model.dropout: a Llama has none")
+    return {
+        "model_type": "llama", "hidden_size": section.hidden, "num_hidden_layers": section.layers,
+        "num_attention_heads": section.heads, "num_key_value_heads": section.kv_heads or section.heads,
+        "intermediate_size": section.ffn or -(-8 * section.hidden // 3 // 64) * 64, "vocab_size": section.vocab,
+        "max_position_embeddings": positions, "tie_word_embeddings": bool(section.tied),
+        "dtype": "float32", "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+
+
+def _hub_config(values: Any) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise UsageError("this model's code is that of transformers: pip install 'jettison[hf]'") from error
+    return AutoConfig.for_model(**values)

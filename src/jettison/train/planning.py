@@ -1,0 +1,167 @@
+"""What a budget, a plan file or a policy comes to on one rank, and doing it to the rank's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jettison.capture.traced import Loop, LossFn, ModelTrace
+from jettison.capture.tracer import trace_model
+from jettison.dryrun.step import DryStep
+from jettison.errors import PlanMismatch, UsageError
+from jettison.parallel.agree import Agreement, groups_for
+from jettison.planner.apply import Applied, agreed, apply, apply_from_another_rank, likeness
+from jettison.planner.parts import plan_parts
+from jettison.planner.planner import fingerprint
+from jettison.progress import Progress
+from jettison.quantities import parse_bytes
+from jettison.solve.artefact import Plan
+from jettison.train.log import plan_name
+from jettison.train.recipe import PlanSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModule:
+    """What planning looks at: one module of a rank, and a micro-batch as it is called.
+
+    Args:
+        regions: names of its blocks; those that repeat where left out.
+        mode: of the module's fake copy in a scene.
+        in_flight: the most micro-batches that it has between forward and backward.
+        number: of the stages of a pipeline, which it is; None where it is the whole model.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn | None
+    regions: Sequence[str] | None = None
+    mode: FakeTensorMode | None = None
+    in_flight: int = 1
+    number: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is to be done on a rank: a plan for each part, or a policy word.
+
+    Args:
+        likenesses: what a rank's parts have to be like for the plans.
+    """
+
+    plans: tuple[Plan, ...] = ()
+    likenesses: tuple[str, ...] = ()
+    policy: str | None = None
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Of a rank that follows the plans."""
+        return max((plan.predicted.peak_bytes for plan in self.plans), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What was done.
+
+    Args:
+        recomputed_flops: of one micro-batch, on this rank.
+        plans: of every part of the model, in its order; none where a policy was applied.
+        predicted_peak_bytes: of the rank where it is highest; None where nothing is predicted.
+    """
+
+    recomputed_flops: int
+    plans: tuple[Plan, ...] = ()
+    predicted_peak_bytes: int | None = None
+
+
+def decide(parts: Sequence[RankModule], section: PlanSection, scene: DryStep | None, progress: Progress) -> Decision:
+    """What is to be done, on this rank alone. Changes nothing.
+
+    Args:
+        scene: the step, over fake copies of the parts; where there is a budget.
+
+    Raises:
+        Infeasible: no plan fits the budget.
+        UsageError, PlanMismatch: plan files that cannot be read, or are of something else.
+    """
+    if section.file is not None:
+        return _from_files(Path(section.file), parts)
+    if section.policy is not None:
+        return Decision(policy=section.policy)
+    assert section.budget is not None and scene is not None
+    traces = [_trace(part) for part in parts]
+    progress("planning")
+    counts = [part.in_flight for part in parts]
+    made = plan_parts(traces, counts, scene, parse_bytes(section.budget), progress=progress)
+    return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
+
+
+def carry_out(parts: Sequence[RankModule], decision: Decision) -> int:
+    """Do it to this rank's modules; FLOPs that backwards of a micro-batch then compute again."""
+    if decision.policy is not None:
+        word = decision.policy
+        return sum(
+            _recomputed_flops(apply(p.model, word, batch=p.batch, loss_fn=p.loss_fn, regions=p.regions)) for p in parts
+        )
+    return sum(
+        _recomputed_flops(_apply(part, plan, like))
+        for part, plan, like in zip(parts, decision.plans, decision.likenesses, strict=True)
+    )
+
+
+def _from_files(path: Path, parts: Sequence[RankModule]) -> Decision:
+    """Plans that were made before, for this model as it is on this rank."""
+    if parts[0].number is not None and path.is_file():
+        raise UsageError(
+            f"plan.file: got the file {path}, and every stage of a pipeline has a plan of its own; expected the folder "
+            f"that holds {plan_name(0)} and those that follow, such as the log folder of a run under a budget"
+        )
+    found = [_from_file(path / plan_name(part.number) if path.is_dir() else path, part) for part in parts]
+    return Decision(plans=tuple(plan for plan, _ in found), likenesses=tuple(like for _, like in found))
+
+
+def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
+    """A plan, and what a module has to be like for it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"plan.file: {path} cannot be read: {error}") from None
+    traced = _trace(part)
+    digests = {call.name: traced.program(call).digest() for call in traced.calls}
+    plan = Plan.from_json(text)
+    try:
+        plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest()} | digests)
+    except PlanMismatch as error:
+        raise PlanMismatch(f"plan.file: {path} is of another model, batch or layout: {error}") from None
+    return plan, likeness(traced)
+
+
+def _apply(part: RankModule, plan: Plan, like: str) -> Applied:
+    """The planning rank's plan on this rank's programs.
+
+    Raises:
+        PlanMismatch: this rank's model is another one, or ranks would not run the same.
+    """
+    with Agreement(groups_for(part.model, None)) as agreement:
+        return agreed(apply_from_another_rank(part.model, _trace(part), plan, like), agreement)
+
+
+def _trace(part: RankModule) -> ModelTrace:
+    return trace_model(
+        part.model, part.batch, loss_fn=part.loss_fn, regions=part.regions, mode=part.mode,
+        loop=Loop(holds_output=False),
+    )  # fmt: skip
+
+
+def _recomputed_flops(applied: Applied) -> int:
+    """FLOPs that a backward of one micro-batch spends on computing again. Regions without a program count nothing."""
+    total = 0
+    for region in applied.regions:
+        recipes = [prepared.recipe for prepared in region.prepared.values() if prepared.recipe is not None]
+        for recipe in recipes[:1]:
+            total += sum(recipe.trace.program.ops[i].flops for i in recipe.recomputed_ops)
+    return total

@@ -1,0 +1,63 @@
+"""`estimate`: how long a step of a described run takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jettison.cost.execution import execution_of
+from jettison.errors import UsageError
+from jettison.predict.allowance import available_bytes
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_request import RunRequest, is_live, model_spec, resolve
+from jettison.predict.stage_time import Chosen
+from jettison.predict.time import Estimate
+from jettison.predict.time import estimate as estimate_run
+from jettison.report.estimate import EstimateReport
+from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.run import Mode, Run
+
+if TYPE_CHECKING:
+    from jettison.predict.trilemma import Trilemma
+
+
+def estimate(
+    model: str, request: RunRequest, *, gpu: str, compiled: bool = False, explain: bool = False
+) -> EstimateReport:
+    """What a step of a described run takes on a GPU.
+
+    Args:
+        compiled: under torch.compile.
+        explain: where the time goes, and what else could be chosen, too.
+
+    Raises:
+        UsageError: no such model or GPU, a run that makes no sense, or a figure that the GPU's file lacks.
+        Infeasible: recompute was left to a planner, and no plan fits.
+    """
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
+    asked, device = resolve(model_spec(model), request), hardware(gpu)
+    run = asked.run
+    if explain and run.recompute.mode is Mode.AUTO:
+        raise UsageError("--explain compares recompute modes; give another than auto")
+    how = execution_of(run).compiled() if compiled else execution_of(run)
+    memory, chosen = _memory(run, device)
+    found = estimate_run(run, device, execution=how, chosen=chosen)
+    return EstimateReport(
+        model=model, asked=asked, found=found, memory=memory, available_bytes=available_bytes(device, run),
+        trilemma=_explain(found) if explain else None,
+    )  # fmt: skip
+
+
+def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
+    if run.recompute.mode is not Mode.AUTO:
+        return forecast(run), None
+    from jettison.predict.auto import choose  # the planner takes its time to load
+
+    found = choose(run, available_bytes(device, run)).forecast
+    return found, [part.chosen for part in found.parts if part.is_layer]
+
+
+def _explain(found: Estimate) -> Trilemma:
+    from jettison.predict.trilemma import explain
+
+    return explain(found)

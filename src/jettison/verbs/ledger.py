@@ -1,0 +1,135 @@
+"""`ledger`: what a run needs, of a description in closed form, of a live model from a trace; and whether two agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jettison.errors import UsageError
+from jettison.ledger.compare import compare, in_step
+from jettison.ledger.ledger import Ledger
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.limit import limit_of
+from jettison.predict.run_request import Resolved, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.progress import Progress, silent
+from jettison.report.forecast import forecast_report
+from jettison.report.summary import Comparison, LedgerReport
+from jettison.spec.run import Mode
+
+if TYPE_CHECKING:
+    from jettison.predict.auto import AutoForecast
+    from jettison.predict.explanation import Explanation
+    from jettison.predict.largest import FitAnswer
+
+
+def ledger(
+    model: str,
+    request: RunRequest,
+    *,
+    trace: bool = False,
+    budget: str | None = None,
+    gpu: str | None = None,
+    fit: bool = False,
+    explain: bool = False,
+    against: Path | None = None,
+    progress: Progress = silent,
+) -> LedgerReport:
+    """What `jettison ledger` says of a preset, of a config.json or of a live model.
+
+    Args:
+        trace: build a config's model and trace it.
+        budget, gpu: hold the peak against these.
+        fit: answer, too, what would fit them.
+        explain: answer, too, where the peak comes from.
+        against: another ledger's document, to be compared with this one.
+
+    Raises:
+        UsageError: no such model, or a request that makes no sense for it.
+        TraceError: a live model cannot be recorded.
+        Infeasible: recompute was left to a planner, and no plan fits.
+    """
+    other = None if against is None else _read(against)
+    if trace or is_live(model):
+        also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain)) if given)
+        refuse_for_trace(model, request, asked=trace, also=also)
+        limit = limit_of(budget=budget, gpu=gpu)
+        report = replace(_live(model, request, progress), limit=limit)
+    else:
+        report = _described(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain)
+    if other is None:
+        return report
+    own = report.ledger.on_rank(report.mesh_sizes)
+    return replace(report, comparison=Comparison(path=str(against), differences=tuple(compare(*in_step(own, other)))))
+
+
+def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
+    progress("loading torch")
+    from jettison.verbs.live import live_ledger, model_request
+
+    return live_ledger(model_request(model, request), recompute=request.recompute or "none", progress=progress)
+
+
+def _described(
+    model: str,
+    request: RunRequest,
+    *,
+    budget: str | None,
+    gpu: str | None,
+    fit: bool,
+    explain: bool,
+) -> LedgerReport:
+    """What `jettison ledger` says of a preset or of a config.json.
+
+    Args:
+        budget, gpu: hold the peak against these.
+        fit: answer, too, what would fit them.
+        explain: answer, too, where the peak comes from.
+
+    Raises:
+        UsageError: no such model, or a request that makes no sense for it.
+        Infeasible: recompute was left to a planner, and no plan fits.
+    """
+    asked = resolve(model_spec(model), request)
+    limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
+    budget_bytes = None if limit is None else limit.nbytes
+    auto = asked.run.recompute.mode is Mode.AUTO
+    if budget_bytes is None and (fit or auto):
+        flag = "--fit" if fit else "--recompute auto"
+        raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
+    if fit and auto:
+        raise UsageError("--fit looks for runs of one recompute mode; give another than auto")
+    choice = _choose(asked, budget_bytes) if budget_bytes is not None and auto else None
+    found = forecast(asked.run) if choice is None else choice.forecast
+    return forecast_report(
+        model, asked, found, limit=limit, choice=choice,
+        fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
+        explanation=_explain(found, budget_bytes) if explain else None,
+    )  # fmt: skip
+
+
+def _choose(asked: Resolved, budget_bytes: int) -> AutoForecast:
+    from jettison.predict.auto import choose  # the planner takes its time to load
+
+    return choose(asked.run, budget_bytes)
+
+
+def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:
+    from jettison.predict.largest import fit
+
+    return fit(asked.run, budget_bytes=budget_bytes)
+
+
+def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
+    from jettison.predict.explain import explain
+
+    return explain(found, budget_bytes=budget_bytes)
+
+
+def _read(path: Path) -> Ledger:
+    """Of a document that `jettison ledger --format json` wrote: as one rank has it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--compare: {path} cannot be read: {error}") from None
+    return Ledger.from_json(text)

@@ -1,0 +1,133 @@
+"""Ledgers and plans of live models: what `jettison ledger` and `jettison plan` ask torch for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from jettison.capture.entries import ledger_of
+from jettison.capture.traced import ModelTrace
+from jettison.dryrun.step import dry_run_batch
+from jettison.ledger.program import Program
+from jettison.measure.memory import unique_bytes
+from jettison.models.request import ModelRequest, load, optimizer_for
+from jettison.planner import plan as plan_trace
+from jettison.planner.apply import policies_of
+from jettison.predict.run_request import RunRequest
+from jettison.progress import Progress, silent
+from jettison.quantities import parse_bytes
+from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
+from jettison.report.tables import plan_table
+from jettison.solve.artefact import Plan
+from jettison.solve.policy import CheckpointPolicy, KeepAll
+
+MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A plan, and how its model was made."""
+
+    plan: Plan
+    request: ModelRequest
+
+    def document(self) -> dict[str, Any]:
+        """Schema ``jettison.plan/1`` with the key ``made_by``."""
+        return self.plan.document() | {"made_by": self.request.document()}
+
+    def table(self) -> RenderableType:
+        """What each layer does, for people."""
+        return plan_table(self.plan)
+
+
+def model_request(model: str, request: RunRequest) -> ModelRequest:
+    """What of a run's request is about a live model."""
+    given = {name: getattr(request, name) for name in request.given() if name != "recompute"}
+    return ModelRequest(model=model, **given)
+
+
+def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Progress = silent) -> LedgerReport:
+    """What a training forward saves, and the peak of a step, under a policy.
+
+    Raises:
+        UsageError: no such model, or no such policy.
+        TraceError: the model cannot be recorded.
+    """
+    progress("building the model")
+    loaded = load(request, fake=True)
+    progress("tracing")
+    traced = loaded.trace()
+    policies, segments = policies_of(recompute, list(dict.fromkeys(c.name for c in traced.calls)))
+    root = KeepAll()
+    optimizer = optimizer_for(request, traced.fake_model)
+    progress("dry-running a step")
+    step = dry_run_batch(traced, policies, root, segments, optimizer=optimizer)
+    progress("reading the ledger")
+    entries = ledger_of(traced, _kept(traced, policies, segments, root))
+    parameters = list(traced.fake_model.parameters())
+    state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)] if optimizer else []
+    stage = StageBytes(
+        stage=0,
+        layers=entries.layers,
+        in_flight=1,
+        activation_bytes=entries.total_bytes(),
+        parameter_bytes=unique_bytes(parameters),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        optimizer_bytes=unique_bytes(state),
+        peak_bytes=step.peak_bytes,
+    )
+    phases = (
+        PhaseRow(phase="forward", peak_bytes=step.forward_peak_bytes),
+        PhaseRow(phase="backward", peak_bytes=step.backward_peak_bytes),
+        PhaseRow(phase="optimizer", peak_bytes=step.optimizer_peak_bytes),
+    )
+    return LedgerReport(
+        model=request.model, recompute=recompute, parameters=_count(traced.fake_model), ledger=entries, stages=(stage,),
+        phases=phases if optimizer else phases[:2], warnings=tuple(traced.warnings),
+    )  # fmt: skip
+
+
+def live_plan(request: ModelRequest, *, budget: str, progress: Progress = silent) -> PlanReport:
+    """The fastest plan under a budget.
+
+    Ops of a model that this machine could hold are run once each, for their seconds and their workspace; those of a
+    larger one are priced by their FLOPs and bytes, and their kernels' workspace is not in the predicted peak.
+
+    Raises:
+        Infeasible: no plan fits.
+        UsageError: no such model, or the budget cannot be read.
+        TraceError: the model cannot be recorded.
+    """
+    parse_bytes(budget)
+    progress("building the model")
+    loaded = load(request, fake=True)
+    progress("tracing")
+    traced = loaded.trace()
+    progress("planning")
+    small = unique_bytes(traced.fake_model.parameters()) <= MEASURED_BELOW_BYTES
+    found = plan_trace(traced, budget, optimizer=optimizer_for(request, traced.fake_model), measure=small)
+    return PlanReport(plan=found, request=request)
+
+
+def _kept(
+    traced: ModelTrace, policies: dict[str, CheckpointPolicy], segments: list[list[str]], root: CheckpointPolicy
+) -> Callable[[str, Program], frozenset[int]]:
+    """What each region holds: within a segment, only the first block holds its input."""
+    inside = {name for run in segments for name in run[1:]}
+    linked = {c.name: {position for position, _ in c.links} if c.name in inside else set() for c in traced.calls}
+    inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
+
+    def kept(name: str, program: Program) -> frozenset[int]:
+        chosen = policies[name].kept(program) if name else root.kept(program)
+        return chosen - {b for b, position in inputs.get(name, {}).items() if position in linked[name]}
+
+    return kept
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,69 @@
+"""`plan`: a live model's, which can be applied and verified; or a described run's, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jettison.errors import UsageError
+from jettison.predict.limit import limit_of
+from jettison.predict.run_request import TRACED, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.progress import Progress, silent
+from jettison.report.plan import ForecastPlan, LayerChoice
+from jettison.spec.presets import PRESETS
+from jettison.spec.run import Mode, Recompute
+
+if TYPE_CHECKING:
+    from jettison.verbs.live import PlanReport
+
+
+def plan(model: str, request: RunRequest, *, budget: str, progress: Progress = silent) -> PlanReport | ForecastPlan:
+    """What `jettison plan` answers.
+
+    A live model or a config.json is traced; a preset, or any model with a parallel layout, is planned from its spec.
+
+    Raises:
+        Infeasible: no plan fits.
+        UsageError: no such model, a request that makes no sense, or a recompute mode beside the budget.
+        TraceError: a live model cannot be recorded.
+    """
+    beyond = [name for name in request.given() if name not in TRACED]
+    if not is_live(model) and (model in PRESETS or beyond):
+        return _described(model, request, budget)
+    refuse_for_trace(model, request, asked=False)
+    progress("loading torch")
+    from jettison.verbs.live import live_plan, model_request
+
+    return live_plan(model_request(model, request), budget=budget, progress=progress)
+
+
+def _described(model: str, request: RunRequest, budget: str) -> ForecastPlan:
+    """Plan a preset or a config.json under its layout.
+
+    Raises:
+        Infeasible: some stage fits no choice.
+        UsageError: no such model, a request that makes no sense, or a recompute mode beside the budget.
+    """
+    if request.recompute not in (None, "auto"):
+        raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
+    from jettison.predict.auto import choose, layer_policies
+
+    run = resolve(model_spec(model), replace(request, recompute="none")).run
+    run = replace(run, recompute=Recompute(mode=Mode.AUTO))
+    limit = limit_of(budget=budget, gpu=None)
+    assert limit is not None
+    begin = time.perf_counter()
+    choice = choose(run, limit.nbytes)
+    seconds = time.perf_counter() - begin
+    policies = dict(layer_policies(choice))
+    layers = tuple(
+        LayerChoice(
+            layer=part.name, stage=stage.index, policy=policies[part.name], offloaded_bytes=0,
+            kept_bytes=part.region.program.kept_bytes(part.kept),
+            recompute_flops=part.passes(run.precision.gradient).recompute_flops,
+        )
+        for stage in choice.forecast.stages for chunk in stage.parts for part in chunk if part.is_layer
+    )  # fmt: skip
+    ordered = tuple(sorted(layers, key=lambda entry: run.model.layer_names.index(entry.layer)))
+    return ForecastPlan(model=model, choice=choice, layers=ordered, solver_seconds=seconds)

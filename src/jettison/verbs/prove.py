@@ -1,0 +1,102 @@
+"""`verify`: of a plan file, or of a model and a budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jettison.errors import UsageError
+from jettison.models.request import ModelRequest, load, optimizer_for
+from jettison.planner import apply
+from jettison.progress import Progress, silent
+from jettison.quantities import parse_bytes
+from jettison.report.plan import DESCRIBED
+from jettison.report.proof import Proof
+from jettison.solve.artefact import SCHEMA as PLAN_SCHEMA
+from jettison.solve.artefact import Plan
+from jettison.verbs.verify import verify
+
+
+def prove(
+    request: ModelRequest,
+    *,
+    plan: Plan | None = None,
+    budget: str | None = None,
+    recompute: str | None = None,
+    rounds: int = 8,
+    progress: Progress = silent,
+) -> Proof:
+    """Build the real model and verify a plan, a budget or a policy on it; exactly one of the three is given.
+
+    Raises:
+        UsageError: not exactly one of the three, or no such model.
+        Infeasible: no plan fits the budget.
+        PlanMismatch: the plan was made for another model.
+    """
+    if sum(given is not None for given in (plan, budget, recompute)) != 1:
+        raise UsageError("verify needs exactly one of a plan file, --budget and --recompute")
+    if budget is not None:
+        parse_bytes(budget)
+    progress("building the model")
+    loaded = load(request, fake=False)
+    optimizer = optimizer_for(request, loaded.model)
+    more: dict[str, Any] = {"loss_fn": loaded.loss_fn, "optimizer": optimizer, "rounds": rounds, "progress": progress}
+    if recompute is None:
+        return verify(loaded.model, loaded.batch, plan=plan, budget=budget, **more)
+    with apply(loaded.model, recompute, batch=loaded.batch, loss_fn=loaded.loss_fn) as handle:
+        return verify(loaded.model, loaded.batch, handle=handle, **more)
+
+
+def read_plan(path: Path) -> tuple[Plan, Any] | None:
+    """A plan file, and what it says under ``made_by``; None where the file is no plan document at all.
+
+    Raises:
+        UsageError: it is a plan document, but not a feasible plan, or not of a module.
+        PlanMismatch: it was edited.
+    """
+    if not path.is_file():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(document, dict) or document.get("schema") != PLAN_SCHEMA:
+        return None
+    if document.get("made_from") == DESCRIBED:
+        raise UsageError(
+            f"{path} plans a described run: it says how much each layer keeps, not which tensors of a module. "
+            "Plan a config.json without a layout, or module:factory, to get a plan that can be verified"
+        )
+    return Plan.from_json(text), document.get("made_by")
+
+
+def request_for(
+    target: str, *, model: str | None = None, optimizer: str | None = None, **flags: Any
+) -> tuple[ModelRequest, Plan | None]:
+    """What `jettison verify` was given: a plan file with the model that it was made for, or a model.
+
+    Raises:
+        UsageError: a flag contradicts what the plan was made for.
+    """
+    found = read_plan(Path(target))
+    given = {name: value for name, value in flags.items() if value is not None}
+    if optimizer is not None:
+        given["optimizer"] = optimizer
+    if found is None:
+        if model is not None:
+            raise UsageError(f"--model goes with a plan file, and {target!r} is none")
+        return ModelRequest(model=target, **given), None
+    made, document = found
+    if model is None:
+        stated = ModelRequest.from_document(document)
+    else:
+        known = document if isinstance(document, dict) else {}
+        stated = ModelRequest.from_document({**known, "model": model})
+    for name, value in given.items():
+        if isinstance(document, dict) and getattr(stated, name) != value:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UsageError(f"{flag} is not what the plan was made for: {getattr(stated, name) or 'not given'}")
+    return replace(stated, **given), made

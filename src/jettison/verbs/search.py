@@ -1,0 +1,52 @@
+"""`search`: the fastest way to train a described model on so many devices."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+from jettison.errors import UsageError
+from jettison.predict.run_request import is_live, model_spec
+from jettison.progress import Progress, silent
+from jettison.quantities import parse_bytes
+from jettison.report.search import SearchReport
+from jettison.search.journal import Journal
+from jettison.search.request import SearchRequest
+from jettison.search.search import search as find
+from jettison.spec.hardware import hardware
+
+
+def search(
+    model: str,
+    request: SearchRequest,
+    *,
+    gpus: int,
+    gpu: str,
+    global_batch: int,
+    budget: str | None = None,
+    top: int = 10,
+    jobs: int = 1,
+    state: Path | None = None,
+    progress: Progress = silent,
+) -> SearchReport:
+    """Search for the fastest way to train a preset or a config.json.
+
+    Args:
+        state: a file to go on from and to write to.
+
+    Raises:
+        NothingFits: no candidate fits.
+        UsageError: no such model or GPU, or a request that makes no sense.
+    """
+    if is_live(model):
+        raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
+    device = hardware(gpu)
+    space = request.space(model_spec(model), device, gpus=gpus, global_batch=global_batch)
+    begin = time.perf_counter()
+    with nullcontext() if state is None else Journal(state) as journal:
+        answer = find(
+            space, device, budget_bytes=None if budget is None else parse_bytes(budget), top=top, jobs=jobs,
+            journal=journal, progress=progress,
+        )  # fmt: skip
+    return SearchReport(model=model, hardware=device, answer=answer, seconds=time.perf_counter() - begin)

@@ -1,0 +1,46 @@
+"""`train`: a recipe, with what was asked for beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jettison.progress import Progress, silent
+from jettison.train.loop import train as run_recipe
+from jettison.train.read import read_recipe
+from jettison.train.recipe import PlanSection, TrainRecipe
+from jettison.train.result import TrainResult
+
+
+def train(
+    recipe: TrainRecipe | str,
+    *,
+    steps: int | None = None,
+    plan: PlanSection | None = None,
+    gpu: str | None = None,
+    must_resume: bool = False,
+    progress: Progress = silent,
+    warn: Progress = silent,
+) -> TrainResult:
+    """Train as a recipe says, on the ranks that torchrun started, or on this one.
+
+    Args:
+        recipe: one, or its TOML file, or ``module:name``.
+        steps, plan, gpu: instead of what the recipe says.
+        must_resume: fail where there is no checkpoint.
+
+    Raises:
+        UsageError: what was asked makes no sense on this machine or with these files.
+        Infeasible: no plan fits the budget.
+    """
+
+    def made() -> TrainRecipe:
+        found = read_recipe(recipe) if isinstance(recipe, str) else recipe
+        if steps is not None:
+            found = replace(found, steps=steps)
+        if plan is not None:
+            found = replace(found, plan=plan)
+        if gpu is not None:
+            found = replace(found, log=replace(found.log, gpu=gpu, peak_tflops=None))
+        return found
+
+    return run_recipe(made, must_resume=must_resume, say=progress, warn=warn)

@@ -1,0 +1,148 @@
+"""`jettison estimate`: its document, its tables, its refusals, and how soon it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jettison.cli.main import EXIT_USAGE, run
+from jettison.cost.flops import Counting
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.time import estimate
+from jettison.spec.hardware import hardware
+from jettison.spec.presets import preset
+
+PAPER = ("gpt-175b", "--gpu", "a100-80gb", "--tp", "8", "--pp", "8", "--virtual-stages", "3", "--micro-batches", "64")
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["estimate", *arguments, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_document_is_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, *PAPER, "--recompute", "selective")
+    request = RunRequest(tp=8, pp=8, virtual_stages=3, micro_batches=64, recompute="selective")
+    expected = estimate(resolve(preset("gpt-175b"), request).run, hardware("a100-80gb"))
+    assert found["schema"] == "jettison.estimate/1"
+    assert found["step_seconds"] == expected.step_seconds
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(64 * 2048 / expected.step_seconds / 64)
+    assert (found["mfu"], found["hfu"]) == (expected.mfu, expected.hfu)
+    assert found["mfu_by"] == {str(counting): expected.mfu_by(counting) for counting in Counting}
+    parts = found["breakdown"]
+    assert set(parts) == {f"{name}_seconds" for name in ("compute", "communication", "bubble", "recompute", "other")}
+    assert sum(parts.values()) == pytest.approx(found["step_seconds"])
+    assert [stage["stage"] for stage in found["stages"]] == list(range(8))
+    assert found["busiest_stage"] == 7 and found["fits"] is True and found["gpus"] == 64
+
+
+def test_the_peak_is_the_ledgers(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("llama3-8b", "--gpu", "h100-80gb", "--dp", "8", "--zero", "3", "--seq", "4096")
+    peak = document(capsys, *flags)["peak_bytes"]
+    assert run(["ledger", *flags, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == peak
+
+
+def test_explaining_adds_the_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, *PAPER, "--recompute", "selective", "--explain")
+    options = {option["recompute"]: option for option in found["options"]}
+    assert set(options) == {"none", "selective", "full", "none + offload"}
+    assert options["none"]["fits"] is False and options["selective"]["current"] is True
+    assert options["full"]["step_seconds"] > options["selective"]["step_seconds"] > options["none"]["step_seconds"]
+    assert [link["bytes_per_second"] for link in found["links"]] == sorted(
+        link["bytes_per_second"] for link in found["links"]
+    )
+    assert found["trades"][0]["nbytes"] == max(trade["nbytes"] for trade in found["trades"])
+    assert found["offload"]["hides"] is False
+    assert sum(kind["seconds"] for kind in found["kinds"]) == pytest.approx(
+        found["breakdown"]["compute_seconds"], rel=0.05
+    )
+
+
+def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", *PAPER, "--recompute", "selective", "--explain"]) == 0
+    out = capsys.readouterr().out
+    for words in ("gpt-175b on 64 x a100-80gb", "Where the time of stage 7 goes", "Ways to keep activations",
+                  "1 to 6", "break-even link", "PCIe 4.0 x16 and quicker", "selective (as it is)"):  # fmt: skip
+        assert words in out
+
+
+def test_compiled_code_is_quicker(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("llama3-8b", "--gpu", "h100-80gb", "--kernels", "huggingface")
+    eager, compiled = document(capsys, *flags), document(capsys, *flags, "--compile")
+    assert compiled["step_seconds"] < eager["step_seconds"]
+    assert (eager["fusion"], compiled["fusion"]) == ("none", "compiled")
+
+
+def test_a_planner_may_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("llama2-7b", "--gpu", "a100-80gb", "--dp", "8", "--zero", "1", "--micro-batch", "4")
+    auto, none, full = (document(capsys, *flags, "--recompute", word) for word in ("auto", "none", "full"))
+    assert not none["fits"] and auto["fits"]
+    assert none["step_seconds"] < auto["step_seconds"] < full["step_seconds"]
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", "llama3-70b", "--gpu", "h100-80gb", "--format", "json"]) == 0
+    captured = capsys.readouterr()
+    assert "this run does not fit h100-80gb" in captured.err
+    assert json.loads(captured.out)["fits"] is False
+
+
+def test_guesses_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", "gpt2", "--gpu", "mi300x-192gb"]) == 0
+    assert "is estimated, not measured" in capsys.readouterr().err
+    assert run(["estimate", "gpt2", "--gpu", "a100-80gb"]) == 0
+    assert "estimated" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("llama3-8b",), "--gpu"),
+        (("llama3-9b", "--gpu", "h100-80gb"), "llama3-8b"),
+        (("llama3-8b", "--gpu", "h1000"), "the closest are h100-80gb"),
+        (("json:loads", "--gpu", "h100-80gb"), "an estimate is of a preset or of a config.json"),
+        (("llama3-8b", "--gpu", "h100-80gb", "--tp", "3"), "--tp 3"),
+        (("llama3-8b", "--gpu", "h100-80gb", "--recompute", "auto", "--explain"), "give another than auto"),
+        (("llama3-8b", "--gpu", "rtx4090-24gb", "--dp", "16"), "does not state its network"),
+    ],
+)
+def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str) -> None:
+    assert run(["estimate", *arguments]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+
+
+def test_a_hardware_file_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('memory = "80GiB"\n[teraflops]\nbf16 = 100\n[gigabytes_per_second]\nmemory = 1000\n')
+    assert document(capsys, "gpt2", "--gpu", str(file))["gpu"] == "mine"
+    file.write_text('memory = "80GiB"\n[teraflops]\nbf16 = 100\n')
+    assert run(["estimate", "gpt2", "--gpu", str(file)]) == EXIT_USAGE
+    assert "does not state its memory bandwidth" in capsys.readouterr().err
+
+
+def test_it_is_light_and_quick(tmp_path: Path) -> None:
+    """Below 0.5 s of processor time from a cold start, without torch or numpy; twice that where the machine is slow."""
+    code = (
+        "import sys; from jettison.cli.main import run; code = run(sys.argv[1:]); print([m for m in ('torch', 'numpy')"
+    )
+    code += " if m in sys.modules], file=sys.stderr); sys.exit(code)"
+    command = [sys.executable, "-c", code, "estimate", *PAPER, "--recompute", "selective", "--explain"]
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ, check=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.stderr.strip().endswith("[]")
+    assert min(seconds) < 1.0

@@ -1,0 +1,261 @@
+"""A search as it is asked for: cut off and gone on with, over processes, on the command line, and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import threading
+from contextlib import redirect_stdout
+from itertools import count, pairwise
+
+import pytest
+
+from jettison.cli.main import run as cli
+from jettison.errors import UsageError
+from jettison.predict.forecast import forecast
+from jettison.predict.run_request import model_spec
+from jettison.report.search import SearchReport
+from jettison.search import evaluate
+from jettison.search.journal import Journal
+from jettison.search.request import SearchRequest
+from jettison.search.space import setup_run
+from jettison.spec.hardware import hardware
+from jettison.units import GIB
+from jettison.verbs.search import search as search_report
+
+# state ----------------------------------------------------------------------------------------------------------------
+
+
+def report(path=None, jobs: int = 1, progress=None) -> SearchReport:
+    request = SearchRequest(seq=512, cp="1")
+    return search_report(
+        "gpt2", request, gpus=4, gpu="a100-80gb", global_batch=16, budget="3GiB", state=path, jobs=jobs,
+        progress=progress,
+    )  # fmt: skip
+
+
+def answer_of(found: SearchReport) -> dict[str, object]:
+    document = found.document()
+    return {name: value for name, value in document.items() if name not in ("seconds", "evaluated")}
+
+
+def keys_of(path) -> list[str]:
+    return [json.loads(line)["key"] for line in path.read_text().splitlines()[1:]]
+
+
+def test_a_search_goes_on_where_it_was_cut_off(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    whole = report(path)
+    written = path.read_bytes()
+    assert whole.answer.evaluated >= len(keys_of(path)) > 50
+    again = report(path)
+    assert again.answer.evaluated == 0
+    assert answer_of(again) == answer_of(whole)
+    assert path.read_bytes() == written
+    for share in (0.1, 0.5, 0.99):
+        path.write_bytes(written[: int(share * len(written))])  # the last line is cut off
+        kept = len(keys_of_whole_lines(path))
+        more = report(path)
+        assert 0 < more.answer.evaluated < whole.answer.evaluated
+        assert kept + more.answer.evaluated <= whole.answer.evaluated + 1
+        assert answer_of(more) == answer_of(whole)
+
+
+def keys_of_whole_lines(path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")[1:-1]
+
+
+def test_an_interrupted_search_leaves_what_it_has(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    rounds = iter(range(3))
+
+    def interrupt(_text: str) -> None:
+        if next(rounds, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        report(path, progress=interrupt)
+    kept = len(keys_of(path))
+    assert kept > 0
+    more = report(path)
+    assert more.answer.evaluated > 0
+    assert answer_of(more) == answer_of(report())
+    assert kept + more.answer.evaluated == report().answer.evaluated
+
+
+def test_what_was_worked_out_within_a_round_is_there_too(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "state.jsonl"
+    work, calls = evaluate._work, count()
+
+    def interrupted(question, task):
+        if next(calls) == 3 * evaluate.NOTED + 5:
+            raise KeyboardInterrupt
+        return work(question, task)
+
+    monkeypatch.setattr(evaluate, "_work", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report(path)
+    monkeypatch.undo()
+    assert 2 * evaluate.NOTED < len(keys_of(path)) <= 3 * evaluate.NOTED + 5
+    assert answer_of(report(path)) == answer_of(report())
+
+
+def test_the_state_of_another_question_is_of_no_use_and_does_no_harm(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    report(path)
+    other = search_report(
+        "gpt2", SearchRequest(seq=256, cp="1"), gpus=4, gpu="a100-80gb", global_batch=16, budget="3GiB", state=path
+    )
+    assert other.answer.evaluated > 50
+    assert report(path).answer.evaluated == 0
+
+
+def test_processes_change_nothing() -> None:
+    assert answer_of(report(jobs=2)) == answer_of(report(jobs=1))
+
+
+def test_a_search_that_fails_leaves_neither_processes_nor_threads() -> None:
+    device = hardware("a100-80gb")
+    space = SearchRequest(seq=512).space(model_spec("gpt2"), device, gpus=8, global_batch=16)
+    setups = list(space.setups)[: 2 * evaluate.WORTH_STARTING]
+    threads = set(threading.enumerate())
+    with (
+        pytest.raises(RuntimeError, match="nothing fits"),
+        evaluate.Bench(evaluate.Question(template=space.template, hardware=device), jobs=2) as bench,
+    ):
+        bench.planner_bounds(setups, [GIB] * len(setups))
+        assert multiprocessing.active_children()
+        raise RuntimeError("nothing fits")
+    assert not multiprocessing.active_children()
+    assert set(threading.enumerate()) == threads
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"hello\n", "is not the state of a search"),
+        (b"hel", "is not the state of a search"),
+        (b'{"schema": "jettison.search-state/1"}\n{"key": 1}\n', "line 2 is not what a search writes"),
+    ],
+)
+def test_other_files_are_left_alone(tmp_path, content: bytes, words: str) -> None:
+    path = tmp_path / "state.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_a_header_that_was_cut_off_is_none(tmp_path) -> None:
+    path = tmp_path / "state.jsonl"
+    path.write_bytes(b'{"schema": "jett')
+    with Journal(path) as journal:
+        assert journal.known == {}
+    assert path.read_text() == '{"schema": "jettison.search-state/1"}\n'
+
+
+# the command line -----------------------------------------------------------------------------------------------------
+
+FLAGS = ("--gpus", "4", "--gpu", "a100-80gb", "--seq", "512", "--global-batch", "16", "--cp", "1", "--jobs", "1")
+
+
+def call(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli(["search", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_document_with_the_keys_of_the_contract(capsys) -> None:
+    code, out, err = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB", "--top", "4", "--format", "json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["schema"] == "jettison.search/1"
+    assert len(found["candidates"]) == 4
+    for candidate in found["candidates"]:
+        assert candidate["layout"]["world"] == 4
+        assert candidate["peak_bytes"] <= candidate["available_bytes"] == 3 * GIB
+        assert sum(candidate["breakdown"].values()) == pytest.approx(candidate["step_seconds"])
+        assert 0 < candidate["mfu"] < 1
+        assert candidate["plan"]["recompute"] in candidate["flags"]
+    lost = found["runner_up"][0]
+    best, second = found["candidates"][:2]
+    assert lost["lost_seconds"] == pytest.approx(second["step_seconds"] - best["step_seconds"])
+    assert sum(lost["more"].values()) == pytest.approx(lost["lost_seconds"])
+    assert found["more_gpus"]["gpus"] == 8
+    assert found["more_memory"]["saved_seconds"] >= 0
+
+
+def test_what_is_printed_can_be_given_to_estimate(capsys) -> None:
+    *_, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB", "--recompute", "full,none", "--format", "json")
+    for candidate in json.loads(out)["candidates"][:3]:
+        flags = candidate["flags"].split()
+        with redirect_stdout(io.StringIO()) as said:
+            assert cli(["estimate", "gpt2", "--gpu", "a100-80gb", "--seq", "512", *flags, "--format", "json"]) == 0
+        stated = json.loads(said.getvalue())
+        assert stated["step_seconds"] == candidate["step_seconds"]
+        assert stated["peak_bytes"] == candidate["peak_bytes"]
+
+
+def test_for_people(capsys) -> None:
+    code, out, _ = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB")
+    assert code == 0
+    words = ("The fastest 10", "The runner-up", "10.0 % more memory", "8 devices would take", "Less memory costs time")
+    for text in words:
+        assert text in out
+
+
+def test_nothing_fits(capsys) -> None:
+    """The closest one is the smallest of all, and what it lacks is to the byte."""
+    whole = SearchRequest(seq=512, cp="1", recompute="none,full").space(
+        model_spec("gpt2"), hardware("a100-80gb"), gpus=4, global_batch=16
+    )
+    peaks = [
+        forecast(setup_run(setup, whole.template, plan)).peak_bytes
+        for setup in whole.setups for plan in whole.plans(setup)
+    ]  # fmt: skip
+    flags = (*FLAGS, "--recompute", "none,full", "--budget", "100MiB", "--format", "json")
+    code, out, err = call(capsys, "gpt2", *flags)
+    assert code == 3
+    found = json.loads(out)
+    assert found["feasible"] is False
+    assert found["candidates"] == []
+    assert found["closest"]["peak_bytes"] == min(peaks)
+    assert found["lacks_bytes"] == min(peaks) - 100 * 2**20
+    assert f"({found['lacks_bytes']}B)" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tp", "3"), "--tp 3 does not divide 4"),
+        (("--tp", "x"), "expected whole numbers of 1 or more, such as 1,2,4"),
+        (("--zero", "4"), "expected some of 0, 1, 2 and 3"),
+        (("--schedule", "dualpipe"), "expected some of gpipe, 1f1b"),
+        (("--recompute", "some"), "got --recompute 'some'"),
+        (("--ep", "2"), "gpt2 has no experts"),
+        (("--micro-batch", "3"), "--micro-batch 3 does not divide"),
+        (("--budget", "3"), "without a unit"),
+        (("--top", "0"), "got --top 0"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(capsys, flags, words: str) -> None:
+    code, out, err = call(capsys, "gpt2", *FLAGS, *flags)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_live_model_is_refused(capsys) -> None:
+    code, _, err = call(capsys, "module:factory", *FLAGS)
+    assert code == 2
+    assert "a search is for a preset" in err
+
+
+def test_the_front_is_a_front() -> None:
+    front = report().answer.front
+    assert len(front) > 2
+    for faster, smaller in pairwise(front):
+        assert faster.seconds.step < smaller.seconds.step
+        assert faster.needed_bytes > smaller.needed_bytes

@@ -1,0 +1,257 @@
+"""What a region launches, and what that takes on given hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jettison.cost.collective import RankGroup, group, transfer_seconds
+from jettison.cost.execution import Execution, Fusion, execution_of
+from jettison.cost.launches import Half, Product, groups, work
+from jettison.cost.layer import RegionSeconds, region_seconds
+from jettison.cost.matmul import memory_seconds, product_seconds, rate
+from jettison.errors import UsageError
+from jettison.formula.region import Region, head_region, layer_region
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.spec.hardware import Edges, EdgesOf, Hardware, Throughput, hardware
+from jettison.spec.layout import Layout
+from jettison.spec.presets import preset
+from jettison.spec.run import Run
+
+A100 = hardware("a100-80gb")
+BARE = Hardware(name="bare", memory_bytes=1, usable_bytes=1)
+
+
+def run_of(model: str = "gpt-22b", **request: object) -> Run:
+    return resolve(preset(model), RunRequest(**request)).run  # type: ignore[arg-type]
+
+
+def region_of(model: str = "gpt-22b", **request: object) -> Region:
+    run = run_of(model, **request)
+    return layer_region(run.scene, run.model.layers[0])
+
+
+# fusion ---------------------------------------------------------------------------------------------------------------
+
+
+def names(region: Region, fusion: Fusion) -> list[list[str]]:
+    steps = region.tape.steps
+    return [[steps[i].name.split(".")[1] for i in group] for group in groups(steps, fusion)]
+
+
+def test_every_step_is_in_one_group_and_groups_start_in_order() -> None:
+    for fusion in Fusion:
+        found = groups(region_of("llama3-8b", kernels="huggingface").tape.steps, fusion)
+        assert sorted(i for group in found for i in group) == list(range(sum(map(len, found))))
+        assert all(group == sorted(group) for group in found)
+
+
+def test_dropout_and_the_residual_sum_are_one_kernel_in_megatron() -> None:
+    region = region_of()
+    assert names(region, Fusion.NONE).count(["native_dropout"]) == 3
+    fused = names(region, Fusion.POINTWISE)
+    assert fused.count(["native_dropout", "add"]) == 2  # after attention and after the feed-forward block
+    assert ["native_dropout"] in fused  # of the probabilities, between a softmax and a product
+    assert ["gelu"] in fused
+
+
+def test_compiled_code_fuses_norms_written_out() -> None:
+    run = run_of("llama3-8b")
+    scene = replace(run, kernels=replace(run.kernels, fused_norm=False)).scene
+    region = layer_region(scene, run.model.layers[0])
+    separate, fused = names(region, Fusion.NONE), names(region, Fusion.COMPILED)
+    norm = ["_to_copy", "pow", "mean", "add", "rsqrt", "mul", "_to_copy", "mul"]
+    assert fused[0] == norm and separate[: len(norm)] == [[name] for name in norm]
+
+
+def test_fusing_moves_fewer_bytes_and_changes_no_flops() -> None:
+    region = region_of("llama3-8b", kernels="huggingface")
+    listed = [work(region, fusion, "bfloat16", None) for fusion in (Fusion.NONE, Fusion.POINTWISE, Fusion.COMPILED)]
+    for passes in ("forward", "backward"):
+        moved = [sum(kernel.nbytes for kernel in getattr(each, passes)) for each in listed]
+        assert moved[0] > moved[1] > moved[2]
+        flops = {sum(k.product.flops for k in getattr(each, passes) if k.product) for each in listed}
+        assert len(flops) == 1
+
+
+def test_bytes_of_a_norm_are_counted_by_hand() -> None:
+    """s x b x h in 16 bits: 2 reads and writes forward; backward reads the gradient and the input and writes one."""
+    run = run_of("gpt-22b", micro_batch=4, seq=2048)
+    region = layer_region(run.scene, run.model.layers[0])
+    whole = 4 * 2048 * 6144 * 2
+    listed = work(region, Fusion.NONE, "float32", None)
+    first = listed.forward[0]
+    statistics = 2 * 4 * 2048 * 4
+    weights = 2 * 6144 * 2
+    assert first.nbytes == 2 * whole + statistics + weights
+    last = next(k for k in reversed(listed.backward) if k.steps == (0,) and k.product is None)
+    assert last.nbytes == 3 * whole + statistics + 2 * 6144 * 4
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_products_are_those_of_the_layer(tp: int) -> None:
+    """arXiv 2205.05198 Appendix A: 24 bsh^2 + 4 bs^2h forward, twice that backward, over t ranks."""
+    region = region_of(micro_batch=4, seq=2048, tp=tp)
+    listed = work(region, Fusion.POINTWISE, "float32", None)
+    tokens, h, s = 4 * 2048, 6144, 2048
+    expected = (24 * tokens * h * h + 4 * tokens * s * h) // tp
+    assert sum(k.product.flops for k in listed.forward if k.product) == expected
+    assert sum(k.product.flops for k in listed.backward if k.product) == 2 * expected
+    weights = sum(k.product.flops for k in listed.backward if k.product and k.half is Half.WEIGHTS)
+    assert weights == 24 * tokens * h * h // tp
+
+
+@pytest.mark.parametrize("loss", ["upcast", "fused", "chunked"])
+def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
+    run = run_of("llama3-8b", loss=loss, seq=1024)
+    listed = work(head_region(run.scene), Fusion.NONE, "float32", None)
+    flops = [k.product.flops for k in (*listed.forward, *listed.backward) if k.product]
+    once = 2 * 1024 * 4096 * 128256
+    assert sum(flops) == once * (4 if loss == "chunked" else 3)  # chunks are computed again
+
+
+def test_quantising_is_counted_by_hand() -> None:
+    """tokens x h into 4 products of a layer: qkv, projection, up and down, of 12 h^2 weights.
+
+    Scales that are looked for read x, W and dy once more and take W's copy each time; delayed ones let the two norms
+    and the activation write fp8 alone, and leave a pass over what attention made.
+    """
+    region = region_of("gpt-22b", micro_batch=4, seq=2048, precision="fp8", attention="flash")
+    tokens, h = 4 * 2048, 6144
+    looked, delayed = (
+        work(region, Fusion.POINTWISE, "bfloat16", "float8_e4m3fn", delayed_scaling=late) for late in (False, True)
+    )
+    inputs, gradients, weights = 7 * tokens * h, 9 * tokens * h, 12 * h * h  # elements; h + h + h + 4h, 3h + h + 4h + h
+    forward, backward = (
+        sum(k.nbytes for k in getattr(looked, name)) - sum(k.nbytes for k in getattr(delayed, name))
+        for name in ("forward", "backward")
+    )
+    maxima, copies = 2 * inputs, 2 * 2 * weights + weights
+    made_narrow = 2 * (2 + 2 + 4) * tokens * h  # norms: not written wide and not read again; the activation was not
+    assert forward == maxima + copies + made_narrow
+    assert backward == 2 * gradients
+    quantised = [k for k in delayed.forward if region.tape.steps[k.steps[0]].name == "quantise.fp8"]
+    assert [k.nbytes for k in quantised] == [3 * tokens * h]
+    assert not any(step.differentiable for step in region.tape.steps if step.name == "quantise.fp8")
+    narrow = [k for k in looked.backward if all(region.tape.steps[i].name == "quantise.fp8" for i in k.steps)]
+    assert not narrow  # what is only kept for backward has no gradient, and adds none to its original's
+
+
+def test_experts_are_products_of_their_own_rows() -> None:
+    region = region_of("mixtral-8x7b", seq=4096)
+    grouped = [
+        k.product for k in work(region, Fusion.NONE, "float32", None).forward if k.product and k.product.batch > 1
+    ]
+    assert {(p.batch, p.m) for p in grouped} == {(8, 4096 * 2 // 8)}
+
+
+# seconds --------------------------------------------------------------------------------------------------------------
+
+
+def test_large_products_reach_what_the_file_says_and_none_more() -> None:
+    """8192 cubed on an A100: about 245 TFLOP/s, as cuBLAS has it."""
+    product = Product(1, 8192, 8192, 8192, "bfloat16")
+    reached = product.flops / product_seconds(product, A100)
+    assert 235e12 < reached < A100.reached.matmul * 312e12
+
+
+sizes = st.integers(1, 300).map(lambda n: 32 * n)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 8))
+def test_no_product_is_quicker_than_its_ceiling_or_slower_for_being_smaller(m: int, n: int, k: int, batch: int) -> None:
+    product = Product(batch, m, n, k, "bfloat16")
+    seconds = product_seconds(product, A100)
+    assert seconds >= product.flops / (312e12 * A100.reached.matmul)
+    deeper = product_seconds(Product(batch, m, n, 2 * k, "bfloat16"), A100)
+    assert seconds <= deeper <= 2 * seconds * 1.0001
+
+
+CPU = replace(
+    BARE, flops_per_second=Throughput(fp32=200 * 10**9, bf16=10**12), memory_bytes_per_second=20 * 10**9,
+    reached=replace(BARE.reached, matmul=1.0), edges=EdgesOf(fp32=Edges(50, 80, 60)), synchronous=True,
+    delays=replace(BARE.delays, kernel=8e-6, dispatch=1e-9, hook=20e-6),
+)  # fmt: skip
+
+
+def test_edges_take_the_place_of_tiles() -> None:
+    """2 x 100 x 200 x 300 FLOPs at 200 GFLOP/s are 60 µs, and 1/2 + 2/5 + 1/5 as much again."""
+    assert product_seconds(Product(1, 100, 200, 300, "float32"), CPU) == pytest.approx(60e-6 * 2.1)
+    assert product_seconds(Product(3, 100, 200, 300, "float32"), CPU) == pytest.approx(3 * 60e-6 * 2.1)
+    tiled = product_seconds(Product(1, 100, 200, 300, "bfloat16"), CPU)  # nothing is stated of its edges
+    assert tiled == product_seconds(Product(1, 100, 200, 300, "bfloat16"), replace(CPU, edges=EdgesOf()))
+
+
+@given(sizes, sizes, sizes)
+def test_with_edges_no_product_is_slower_for_being_smaller(m: int, n: int, k: int) -> None:
+    whole = product_seconds(Product(1, m, n, k, "float32"), CPU)
+    assert whole >= 2 * m * n * k / 200e9
+    for half in ((m // 2, n, k), (m, n // 2, k), (m, n, k // 2)):
+        smaller = product_seconds(Product(1, *half, "float32"), CPU)
+        assert whole / 2 * 0.9999 <= smaller <= whole
+
+
+def test_rates_fall_back_to_the_next_wider_type() -> None:
+    assert rate(A100, "float8_e4m3fn") == rate(A100, "bfloat16") == 312 * 10**12
+    assert rate(A100, "float32") == 19.5e12
+    assert rate(hardware("tpu-v5p-95gb"), "float32") == 459 * 10**12
+    for price in (lambda: rate(BARE, "bfloat16"), lambda: memory_seconds(1, BARE)):
+        with pytest.raises(UsageError, match="does not state"):
+            price()
+
+
+# transfers ------------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_ranks_of_an_axis_are() -> None:
+    layout = Layout(tp=4, sp=True, cp=2, dp=8, pp=4, ep=8, zero=1)
+    assert group(layout, "tp", 8) == RankGroup(4, 4)
+    assert group(layout, "cp", 8) == RankGroup(2, 2)
+    assert group(layout, "shards", 8) == RankGroup(16, 2)
+    assert group(layout, "ep", 8) == RankGroup(8, 2)
+    assert group(layout, "pp", 8) == RankGroup(4, 1)
+    assert group(Layout(tp=16, sp=True), "tp", 8).nodes == 2
+
+
+def test_a_ring_within_a_node_is_counted_by_hand() -> None:
+    """100 MB over 8 ranks of 225 GB/s: 7/8 of it once for a gathering, twice for a sum, and 7 steps' latency."""
+    nbytes = 10**8
+    gather = transfer_seconds("all_gather_into_tensor", nbytes, RankGroup(8, 8), A100)
+    assert gather == pytest.approx(nbytes * 7 / 8 / 225e9 + 7 * 2e-6)
+    assert transfer_seconds("reduce_scatter_tensor", nbytes, RankGroup(8, 8), A100) == gather
+    tree = 2 * (nbytes * 7 / 8 / 225e9 + 3 * 2e-6)
+    assert transfer_seconds("all_reduce", nbytes, RankGroup(8, 8), A100) == pytest.approx(tree)
+    assert transfer_seconds("all_reduce", nbytes, RankGroup(1, 1), A100) == 0
+
+
+def test_each_rank_of_a_node_brings_an_adapter() -> None:
+    nbytes = 10**9
+    alone, together = (
+        transfer_seconds("all_gather_into_tensor", nbytes, RankGroup(16, n), A100) for n in (1, 8)
+    )  # fmt: skip
+    assert alone == pytest.approx(nbytes * 15 / 16 / (25e9 * 0.85), rel=0.01)
+    assert together == pytest.approx(nbytes * 15 / 16 / (8 * 25e9 * 0.85), rel=0.02)
+
+
+def test_pieces_of_products_hide_all_but_one_of_each_transfer() -> None:
+    """Forward over 4 ranks: of two gatherings and two reductions a quarter is waited for, and 15 % of the rest."""
+    run = run_of("gpt-22b", micro_batch=4, seq=2048, tp=4, sp=True)
+    region, how = layer_region(run.scene, run.model.layers[0]), execution_of(run)
+    each = transfer_seconds("all_gather_into_tensor", 4 * 2048 * 6144 * 2, RankGroup(4, 4), A100)
+
+    def found(execution: Execution) -> RegionSeconds:
+        return region_seconds(region, frozenset(), A100, execution, run.precision, run.layout, 1.0)
+
+    waiting, cut = found(how), found(replace(how, pipelines_tensor=True))
+    assert waiting.forward.transfers == pytest.approx(4 * each)
+    assert cut.forward.transfers == pytest.approx(4 * each * (1 / 4 + 3 / 4 * A100.reached.shared))
+    assert cut.forward.compute == waiting.forward.compute
+    assert cut.inputs.transfers < waiting.inputs.transfers
+
+
+def test_two_nodes_need_a_network() -> None:
+    with pytest.raises(UsageError, match="does not state its network"):
+        transfer_seconds("all_reduce", 1, RankGroup(16, 8), hardware("rtx4090-24gb"))

@@ -1,0 +1,127 @@
+"""The replay of pipeline schedules: bubbles of the papers, and properties that hold for any stage times."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jettison.cost import pipeline
+from jettison.cost.pipeline import Replay, replay, schedule_seconds
+from jettison.ledger.schedule import ScheduledPass, Work, orders
+from jettison.spec.layout import Schedule
+
+ONE_F_ONE_B, GPIPE, ZERO_BUBBLE = Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZERO_BUBBLE
+Times = list[list[float]]
+
+
+def even(stages: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0) -> tuple[Times, Times]:
+    return [[forward / chunks] * chunks] * stages, [[backward / chunks] * chunks] * stages
+
+
+@pytest.mark.parametrize("schedule", [GPIPE, ONE_F_ONE_B])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 4), (4, 8), (8, 64)])
+def test_the_bubble_of_equal_stages(schedule: Schedule, stages: int, micro_batches: int) -> None:
+    """(p - 1)(f + b): arXiv 2104.04473 §2.2.1, for GPipe and 1F1B alike."""
+    found = schedule_seconds(schedule, micro_batches, *even(stages))
+    assert found.makespan == pytest.approx((micro_batches + stages - 1) * 3)
+    assert found.bubble == pytest.approx([(stages - 1) * 3] * stages)
+    assert found.efficiency == pytest.approx(micro_batches / (micro_batches + stages - 1))
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 6])
+def test_virtual_stages_divide_the_bubble(chunks: int) -> None:
+    """arXiv 2104.04473 §2.2.2."""
+    found = schedule_seconds(ONE_F_ONE_B, 16, *even(4, chunks))
+    assert found.makespan == pytest.approx(16 * 3 + 3 * 3 / chunks)
+
+
+def test_zero_bubble_leaves_a_third() -> None:
+    """ZB-H1, arXiv 2401.10241 §2.1: (p - 1)(f + b - w) for f = b = w, where 1F1B has three times as much."""
+    ones = [[1.0]] * 4
+    found = schedule_seconds(ZERO_BUBBLE, 12, ones, ones, ones)
+    assert found.makespan == pytest.approx(12 * 3 + 3)
+
+
+def test_the_slowest_stage_decides() -> None:
+    """Stage 2: it waits 2 for its first forward; after two of them 1.5 for its first backward, which stage 3 sends at
+    6.5; and 4 remain when it has done."""
+    forward, backward = [[1.0], [1.0], [1.5], [1.0]], [[2.0], [2.0], [3.0], [2.0]]
+    found = schedule_seconds(ONE_F_ONE_B, 100, forward, backward)
+    assert found.makespan == pytest.approx(100 * 4.5 + 7.5)
+    assert found.bubble[2] == pytest.approx(2 + 1.5 + 4)
+
+
+def test_a_device_waits_for_what_is_sent() -> None:
+    step = [ScheduledPass(Work.FORWARD, 0, 0), ScheduledPass(Work.BACKWARD, 0, 0)]
+    found = replay([step, step], [[1.0], [1.0]], [[2.0], [2.0]], transfer=0.25)
+    assert found == Replay(busy=(3.0, 3.0), ends=(6.5, 4.25))
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    backward_first = [ScheduledPass(Work.BACKWARD, 0, 0), ScheduledPass(Work.FORWARD, 0, 0)]
+    with pytest.raises(ValueError, match="wait for each other"):
+        replay([backward_first], [[1.0]], [[1.0]])
+
+
+# any times ------------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(0.1, 3)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, most: int = 5) -> tuple[Schedule, int, Times, Times, Times | None]:
+    """Schedule, p, and times of p stages."""
+    stages = draw(st.integers(1, most))
+    schedule = draw(st.sampled_from(Schedule))
+    chunks = draw(st.integers(1, 3)) if schedule is ONE_F_ONE_B and stages > 1 else 1
+
+    def times() -> Times:
+        return [draw(st.lists(seconds, min_size=chunks, max_size=chunks)) for _ in range(stages)]
+
+    return schedule, stages, times(), times(), times() if schedule is ZERO_BUBBLE else None
+
+
+@given(pipelines(), st.integers(1, 4), st.floats(0, 1))
+def test_no_step_is_shorter_than_its_busiest_device_or_its_longest_path(pipeline, groups: int, transfer: float) -> None:
+    schedule, stages, forward, backward, weight = pipeline
+    found = schedule_seconds(schedule, groups * stages, forward, backward, weight, transfer=transfer)
+    chunks = len(forward[0])
+    path = sum(map(sum, forward)) + sum(map(sum, backward)) + 2 * (stages * chunks - 1) * transfer * (stages > 1)
+    assert found.makespan >= max(found.busy) - 1e-9
+    assert found.makespan >= path - 1e-9
+    assert found.makespan <= groups * stages * (sum(map(sum, forward)) + sum(map(sum, backward))) + groups * stages * (
+        sum(map(sum, weight)) if weight else 0
+    ) + groups * stages * 2 * stages * chunks * transfer + 1e-9  # fmt: skip
+
+
+@given(pipelines(), st.integers(1, 6), st.floats(0, 1))
+def test_a_shorter_transfer_never_costs_time(pipeline, groups: int, transfer: float) -> None:
+    schedule, stages, forward, backward, weight = pipeline
+    longer, shorter = (
+        schedule_seconds(schedule, groups * stages, forward, backward, weight, transfer=t)
+        for t in (transfer, transfer / 2)
+    )
+    assert shorter.makespan <= longer.makespan + 1e-9
+
+
+@given(pipelines(), st.integers(1, 8))
+def test_more_micro_batches_never_lower_efficiency(pipeline, groups: int) -> None:
+    schedule, stages, forward, backward, weight = pipeline
+    fewer, more = (
+        schedule_seconds(schedule, count * stages, forward, backward, weight).efficiency
+        for count in (groups, groups + 1)
+    )
+    assert more >= fewer - 1e-9
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_many_micro_batches_are_extrapolated(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of unequal stages, against the replay of everything."""
+    forward, backward = [[1.0], [1.4], [1.1]], [[2.0], [2.1], [2.6]]
+    weight = [[0.9], [0.8], [1.0]] if schedule is ZERO_BUBBLE else None
+    whole = replay(orders(schedule, stages=3, micro_batches=100), forward, backward, weight, transfer=0.1)
+    monkeypatch.setattr(pipeline, "MOST_EVENTS", 150)
+    found = schedule_seconds(schedule, 100, forward, backward, weight, transfer=0.1)
+    assert found.makespan == pytest.approx(whole.makespan)
+    assert found.busy == pytest.approx(whole.busy)

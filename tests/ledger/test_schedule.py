@@ -1,0 +1,389 @@
+"""Orders of pipeline work agree with torch's, run without deadlock, and hold what the papers say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from jettison.errors import UsageError
+from jettison.ledger.schedule import (
+    Occupancy,
+    ScheduledPass,
+    Work,
+    in_flight,
+    occupancies,
+    order,
+    orders,
+    peak_in_flight,
+    stage_occupancies,
+)
+from jettison.spec.layout import Schedule
+
+Order = Sequence[ScheduledPass]
+Case = tuple[Schedule, int, int, int]
+"""Schedule, stages, micro-batches, virtual stages."""
+
+ALL = tuple(Schedule)
+GPIPE, ONE_F_ONE_B, ZERO_BUBBLE = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZERO_BUBBLE
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    schedule = draw(st.sampled_from(ALL))
+    stages = draw(st.integers(1, 7))
+    virtual_stages = draw(st.integers(1, 4)) if schedule is ONE_F_ONE_B else 1
+    if virtual_stages > 1:
+        return schedule, stages, stages * draw(st.integers(1, 6)), virtual_stages
+    return schedule, stages, draw(st.integers(1, 30)), 1
+
+
+def orders_of(case: Case) -> tuple[tuple[ScheduledPass, ...], ...]:
+    schedule, stages, micro_batches, virtual_stages = case
+    return orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+
+
+# --- torch.distributed.pipelining -----------------------------------------------------------------------------------
+
+TORCH_WORK = {
+    torch_schedules._ComputationType.FORWARD: Work.FORWARD,
+    torch_schedules._ComputationType.FULL_BACKWARD: Work.BACKWARD,
+    torch_schedules._ComputationType.BACKWARD_INPUT: Work.BACKWARD,
+    torch_schedules._ComputationType.BACKWARD_WEIGHT: Work.WEIGHT,
+}
+
+
+def torch_stages(stages: int, virtual_stages: int) -> list[SimpleNamespace]:
+    """What torch's schedules ask of the stages of rank 0; they lay out the orders of all ranks from it."""
+    shared = {"group_size": stages, "group_rank": 0, "num_stages": stages * virtual_stages, "submod": nn.Identity()}
+    return [SimpleNamespace(stage_index=chunk * stages, **shared) for chunk in range(virtual_stages)]
+
+
+def from_torch(actions: Iterable[torch_schedules._Action | None], stages: int) -> tuple[ScheduledPass, ...]:
+    """Its steps in our words, bubbles and the reduction of gradients left out."""
+    return tuple(
+        ScheduledPass(TORCH_WORK[action.computation_type], action.microbatch_index, action.stage_index // stages)
+        for action in actions
+        if action is not None and action.computation_type in TORCH_WORK
+    )
+
+
+def torch_orders(case: Case) -> list[tuple[ScheduledPass, ...]]:
+    schedule, stages, micro_batches, virtual_stages = case
+    dummies = torch_stages(stages, virtual_stages)
+    if schedule is GPIPE:
+        found = torch_schedules.ScheduleGPipe(dummies[0], micro_batches)
+    elif schedule is ZERO_BUBBLE:  # its "ZB1P" with one chunk a rank is ZB-H1
+        found = torch_schedules.ScheduleInterleavedZeroBubble(dummies, micro_batches)
+    elif virtual_stages == 1:
+        found = torch_schedules.Schedule1F1B(dummies[0], micro_batches)
+    else:
+        found = torch_schedules.ScheduleInterleaved1F1B(dummies, micro_batches)
+    return [from_torch(found.pipeline_order[stage], stages) for stage in range(stages)]
+
+
+def renumbered(order: Order) -> tuple[ScheduledPass, ...]:
+    """With micro-batches numbered in the order in which each kind of work meets them."""
+    seen: dict[Work, int] = {}
+    steps = []
+    for step in order:
+        steps.append(ScheduledPass(step.work, seen.get(step.work, 0), step.chunk))
+        seen[step.work] = seen.get(step.work, 0) + 1
+    return tuple(steps)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (4, 1), (4, 8), (5, 7)])
+def test_gpipe_is_torchs(stages: int, micro_batches: int) -> None:
+    case = (GPIPE, stages, micro_batches, 1)
+    assert list(orders_of(case)) == torch_orders(case)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (2, 9), (4, 4), (4, 7), (8, 32)])
+def test_1f1b_is_torchs(stages: int, micro_batches: int) -> None:
+    case = (ONE_F_ONE_B, stages, micro_batches, 1)
+    *ours, our_last = orders_of(case)
+    *theirs, their_last = torch_orders(case)
+    assert ours == theirs
+    # torch 2.13 prints the forwards of its last stage as 1 to n; what it runs counts from 0
+    assert our_last == renumbered(our_last) == renumbered(their_last)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "virtual_stages"),
+    [(2, 2, 2), (8, 8, 4), (2, 4, 2), (2, 6, 3), (3, 6, 4), (4, 8, 2), (4, 12, 3), (5, 20, 2), (8, 64, 4)],
+)
+def test_interleaved_1f1b_is_torchs(stages: int, micro_batches: int, virtual_stages: int) -> None:
+    case = (ONE_F_ONE_B, stages, micro_batches, virtual_stages)
+    assert list(orders_of(case)) == torch_orders(case)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches"), [(1, 3), (2, 2), (2, 6), (4, 2), (4, 4), (4, 8), (5, 20), (8, 64)]
+)
+def test_zb_h1_is_torchs(stages: int, micro_batches: int) -> None:
+    case = (ZERO_BUBBLE, stages, micro_batches, 1)
+    assert list(orders_of(case)) == torch_orders(case)
+
+
+# --- can it run? ----------------------------------------------------------------------------------------------------
+
+
+def needs(stage: int, step: ScheduledPass, stages: int, virtual_stages: int) -> list[tuple[int, ScheduledPass]]:
+    """Steps that must be done before ``step`` on ``stage``, each with its stage."""
+    place, last = step.chunk * stages + stage, stages * virtual_stages - 1
+
+    def at(place: int, work: Work) -> tuple[int, ScheduledPass]:
+        return place % stages, ScheduledPass(work, step.micro_batch, place // stages)
+
+    if step.work is Work.FORWARD:
+        return [at(place - 1, Work.FORWARD)] if place else []
+    if step.work is Work.WEIGHT:
+        return [at(place, Work.BACKWARD)]
+    return [at(place, Work.FORWARD)] + ([at(place + 1, Work.BACKWARD)] if place < last else [])
+
+
+def left_undone(found: Sequence[Order], virtual_stages: int) -> list[tuple[int, ScheduledPass]]:
+    """Where each device stands when no device can go on; empty where all have finished."""
+    done: set[tuple[int, ScheduledPass]] = set()
+    position = [0] * len(found)
+    moved = True
+    while moved:
+        moved = False
+        for stage, steps in enumerate(found):
+            while position[stage] < len(steps):
+                step = steps[position[stage]]
+                if any(need not in done for need in needs(stage, step, len(found), virtual_stages)):
+                    break
+                done.add((stage, step))
+                position[stage] += 1
+                moved = True
+    return [
+        (stage, steps[at]) for stage, (steps, at) in enumerate(zip(found, position, strict=True)) if at < len(steps)
+    ]
+
+
+@given(cases())
+def test_every_step_runs_once_and_nothing_waits_for_ever(case: Case) -> None:
+    schedule, stages, micro_batches, virtual_stages = case
+    found = orders_of(case)
+    works = list(Work) if schedule is ZERO_BUBBLE else [Work.FORWARD, Work.BACKWARD]
+    expected = {ScheduledPass(*each) for each in product(works, range(micro_batches), range(virtual_stages))}
+    assert len(found) == stages
+    for steps in found:
+        assert len(steps) == len(expected)
+        assert set(steps) == expected
+    assert left_undone(found, virtual_stages) == []
+
+
+def test_the_check_finds_a_deadlock() -> None:
+    first, second = orders(ONE_F_ONE_B, stages=2, micro_batches=4)
+    early = (first[0], first[2], first[1], *first[3:])  # a backward before the forward that the other waits for
+    assert left_undone([early, second], 1) == []
+    hasty = (first[2], first[0], first[1], *first[3:])
+    assert left_undone([hasty, second], 1) == [(0, first[2]), (1, second[0])]
+    late = tuple(reversed(second))
+    assert left_undone([first, late], 1)
+
+
+# --- what is held ---------------------------------------------------------------------------------------------------
+
+
+def moments(steps: Order) -> list[tuple[set[tuple[int, int]], set[tuple[int, int]], ScheduledPass]]:
+    """(micro-batch, chunk) waiting for their backward and for their weight step, while each step runs."""
+    splits = any(step.work is Work.WEIGHT for step in steps)
+    whole: set[tuple[int, int]] = set()
+    half: set[tuple[int, int]] = set()
+    found = []
+    for step in steps:
+        who = (step.micro_batch, step.chunk)
+        if step.work is Work.FORWARD:
+            assert who not in whole
+            whole.add(who)
+        found.append((set(whole), set(half), step))
+        if step.work is Work.BACKWARD:
+            whole.remove(who)
+            if splits:
+                half.add(who)
+        if step.work is Work.WEIGHT:
+            half.remove(who)
+    assert not whole
+    assert not half
+    return found
+
+
+PRICES = st.lists(st.integers(0, 50), min_size=4, max_size=4)
+
+
+@given(cases(), PRICES, PRICES, PRICES, PRICES)
+def test_the_dearest_occupancy_is_the_dearest_moment(
+    case: Case, whole_price: list[int], half_price: list[int], backward_price: list[int], weight_price: list[int]
+) -> None:
+    adds = {Work.FORWARD: [0] * 4, Work.BACKWARD: backward_price, Work.WEIGHT: weight_price}
+
+    def price(state: Occupancy) -> int:
+        assert state.step is not None
+        held = zip((*state.forward, *state.weight), (*whole_price[: len(state.forward)], *half_price), strict=False)
+        return sum(count * bytes_ for count, bytes_ in held) + adds[state.step.work][state.step.chunk]
+
+    for steps in orders_of(case):
+        brute = max(
+            sum(whole_price[chunk] for _, chunk in whole)
+            + sum(half_price[chunk] for _, chunk in half)
+            + adds[step.work][step.chunk]
+            for whole, half, step in moments(steps)
+        )
+        assert max(map(price, occupancies(steps))) == brute
+
+
+@given(cases())
+def test_occupancies_are_few_and_happen(case: Case) -> None:
+    virtual_stages = case[-1]
+    for steps in orders_of(case):
+        happened = {
+            (
+                tuple(sum(c == chunk for _, c in whole) for chunk in range(virtual_stages)),
+                tuple(sum(c == chunk for _, c in half) for chunk in range(virtual_stages)),
+                step,
+            )
+            for whole, half, step in moments(steps)
+        }
+        states = occupancies(steps)
+        assert {(state.forward, state.weight, state.step) for state in states} <= happened
+        assert len(set(states)) == len(states) <= 4 * virtual_stages
+        assert peak_in_flight(steps) == max(len(whole) + len(half) for whole, half, _ in moments(steps))
+        peaks = in_flight(steps)
+        assert peaks.step is None
+        assert peaks.forward == tuple(map(max, zip(*(forward for forward, _, _ in happened), strict=True)))
+        assert peaks.weight == tuple(map(max, zip(*(weight for _, weight, _ in happened), strict=True)))
+
+
+def assert_truncation_changes_nothing(case: Case) -> None:
+    schedule, stages, micro_batches, virtual_stages = case
+    for stage, steps in enumerate(orders_of(case)):
+        assert occupancies(steps) == stage_occupancies(
+            schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+        )
+
+
+@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+def test_few_micro_batches_stand_for_many(schedule: Schedule, stages: int) -> None:
+    for micro_batches in range(1, 6 * stages + 2):
+        assert_truncation_changes_nothing((schedule, stages, micro_batches, 1))
+
+
+@pytest.mark.parametrize(("stages", "virtual_stages"), [*product([2, 3, 4, 6], [2, 3, 4])])
+def test_few_micro_batches_stand_for_many_interleaved(stages: int, virtual_stages: int) -> None:
+    for rounds in range(1, 8):
+        assert_truncation_changes_nothing((ONE_F_ONE_B, stages, rounds * stages, virtual_stages))
+
+
+def test_large_pipelines_are_replayed_in_part() -> None:
+    for stage in (0, 31, 63):
+        many, more = (
+            stage_occupancies(ONE_F_ONE_B, stage=stage, stages=64, micro_batches=n, virtual_stages=4)
+            for n in (2048, 64 * 10**9)
+        )
+        assert many is more
+        assert max(state.total for state in many) == 2 * (63 - stage) + 3 * 64 + 1
+
+
+# --- what the papers say --------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 30))
+def test_gpipe_holds_every_micro_batch_on_every_stage(stages: int, micro_batches: int) -> None:
+    """ArXiv 1811.06965 §2.2: forwards of the whole batch come before the first backward."""
+    found = orders(GPIPE, stages=stages, micro_batches=micro_batches)
+    assert [peak_in_flight(steps) for steps in found] == [micro_batches] * stages
+    assert len(set(found)) == 1
+
+
+@given(st.integers(1, 8), st.integers(1, 30))
+def test_1f1b_stage_i_holds_p_less_i_micro_batches(stages: int, micro_batches: int) -> None:
+    """ArXiv 2104.04473 §2.2.1: at most as many as the pipeline is deep, where GPipe holds all; fewer further down."""
+    found = orders(ONE_F_ONE_B, stages=stages, micro_batches=micro_batches)
+    assert peak_in_flight(found[0]) == min(stages, micro_batches)
+    assert [peak_in_flight(steps) for steps in found] == [min(stages - i, micro_batches) for i in range(stages)]
+
+
+@pytest.mark.parametrize(("stages", "virtual_stages"), [*product(range(2, 9), range(2, 5))])
+def test_interleaved_first_stage_holds_a_model_and_p_less_1_chunks(stages: int, virtual_stages: int) -> None:
+    """ArXiv 2205.05198 §4.2.3: L (1 + (p-1)/(p m)) layers' worth on the first stage, m virtual stages."""
+    layers = 5 * stages * virtual_stages
+    paper = layers * (1 + Fraction(stages - 1, stages * virtual_stages))
+    for rounds in (2, 3, 10):
+        first, *_, last = orders(
+            ONE_F_ONE_B, stages=stages, micro_batches=rounds * stages, virtual_stages=virtual_stages
+        )
+        assert peak_in_flight(first) == stages * virtual_stages + stages - 1
+        assert peak_in_flight(first) * 5 == paper
+        assert peak_in_flight(last) == (virtual_stages - 1) * stages + 1
+
+
+def test_gpt_530b_first_stage_holds_139_layers() -> None:
+    """ArXiv 2205.05198 Table 3: 105 layers, p = 35, m = 3, batch 280 of 1: 105 (1 + 34/105)."""
+    states = stage_occupancies(ONE_F_ONE_B, stage=0, stages=35, micro_batches=280, virtual_stages=3)
+    assert max(state.total for state in states) == 139
+
+
+@given(st.integers(1, 8), st.integers(1, 30))
+def test_zb_h1_holds_on_every_stage_what_1f1b_holds_on_the_first(stages: int, micro_batches: int) -> None:
+    """ArXiv 2401.10241 §2.1: the peak of 1F1B, and as many micro-batches in flight on all workers."""
+    found = orders(ZERO_BUBBLE, stages=stages, micro_batches=micro_batches)
+    plain = orders(ONE_F_ONE_B, stages=stages, micro_batches=micro_batches)
+    assert [peak_in_flight(steps) for steps in found] == [peak_in_flight(plain[0])] * stages
+    for stage, (steps, whole) in enumerate(zip(found, plain, strict=True)):
+        assert tuple(step for step in steps if step.work is not Work.WEIGHT) == whole
+        assert in_flight(steps).forward == in_flight(whole).forward
+        assert in_flight(steps).weight == (min(stage + 1, micro_batches),)
+
+
+def test_zb_h1_with_four_stages() -> None:
+    """Every worker holds four, and later ones more of them as halves."""
+    states = [stage_occupancies(ZERO_BUBBLE, stage=stage, stages=4, micro_batches=64) for stage in range(4)]
+    before = [[(*s.forward, *s.weight) for s in found if s.step and s.step.work is Work.BACKWARD] for found in states]
+    assert before == [[(4, 0)], [(3, 1)], [(2, 2)], [(1, 3)]]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ((ONE_F_ONE_B, 4, 10, 2), "got 10 micro-batches for 4 pipeline stages .* takes a multiple of 4"),
+        ((ONE_F_ONE_B, 4, 2, 2), "got 2 micro-batches"),
+        ((GPIPE, 2, 4, 2), "2 virtual stages with the schedule gpipe"),
+        ((ZERO_BUBBLE, 2, 4, 2), "2 virtual stages with the schedule zero-bubble; only 1f1b interleaves"),
+        ((GPIPE, 2, 0, 1), "got 0 micro-batches"),
+        ((ONE_F_ONE_B, 2, 2, 0), "got 0 virtual stages"),
+    ],
+)
+def test_what_a_schedule_does_not_know(case: Case, says: str) -> None:
+    schedule, stages, micro_batches, virtual_stages = case
+    calls: list[Callable[..., object]] = [order, stage_occupancies]
+    for call in calls:
+        with pytest.raises(UsageError, match=says):
+            call(schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    with pytest.raises(UsageError, match=says):
+        orders_of(case)
+
+
+def test_a_stage_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="got stage 4 of a pipeline of 4; expected 0 to 3"):
+        order(GPIPE, stage=4, stages=4, micro_batches=1)
+    with pytest.raises(UsageError, match="got 0 stages"):
+        orders(GPIPE, stages=0, micro_batches=1)
+
+
+def test_an_order_without_a_backward_has_no_peak() -> None:
+    with pytest.raises(UsageError, match="got an order of 1 steps without a backward"):
+        peak_in_flight((ScheduledPass(Work.FORWARD, 0, 0),))

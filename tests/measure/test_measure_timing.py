@@ -1,0 +1,132 @@
+"""Interleaved rounds and operator prices: order, ratios, caching, and no trace left on the random stream."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jettison.dryrun.prices import MeasuredWorkspace, measure_ops
+from jettison.dryrun.trial import OpRequest
+from jettison.measure import interleaved, rng_digest
+from jettison.measure.memory import AllocationCounter
+
+aten = torch.ops.aten
+
+
+def test_interleaved_visits_every_case_each_round_and_reports_ratios():
+    seen = []
+    cases = {
+        "short": lambda: (seen.append("short"), time.sleep(0.004)),
+        "long": lambda: (seen.append("long"), time.sleep(0.012)),
+    }
+    report = interleaved(4, cases, warmup=1)
+    assert [seen.count(name) for name in cases] == [5, 5]
+    assert seen[2:6] == ["short", "long", "long", "short"]
+    assert report["short"].ratio == 1.0
+    assert 2.0 < report["long"].ratio < 4.0
+    assert report["long"].min_seconds <= report["long"].median_seconds
+    assert report["long"].ratio_low <= report["long"].ratio <= report["long"].ratio_high
+    assert json.loads(json.dumps(report.to_json()))["baseline"] == "short"
+    assert gc.isenabled()
+
+
+def test_interleaved_refuses_nonsense():
+    with pytest.raises(ValueError, match="0 rounds"):
+        interleaved(0, {"a": lambda: None})
+    with pytest.raises(ValueError, match="baseline 'b'"):
+        interleaved(1, {"a": lambda: None}, baseline="b")
+
+
+def request(func, *args, **kwargs):
+    return OpRequest.of(func, args, kwargs)
+
+
+def test_prices_are_cached_and_leave_the_random_stream_alone():
+    x = torch.randn(64, 64)
+    mm = request(aten.mm.default, x, x.t())
+    embedding = request(aten.embedding.default, torch.randn(100, 8), torch.randint(0, 100, (4, 4)))
+    before = rng_digest()
+    prices = measure_ops([mm, embedding, mm])
+    assert rng_digest() == before
+    assert set(prices) == {mm.key, embedding.key}
+    assert all(price.seconds > 0 for price in prices.values())
+    assert measure_ops([mm])[mm.key] is prices[mm.key]
+    assert mm.key != request(aten.mm.default, x, x).key, "strides are part of the key"
+
+
+def test_operator_that_fails_has_no_seconds_and_a_bounded_workspace():
+    bad = request(aten.mm.default, torch.randn(2, 3), torch.randn(2, 3))
+    price = measure_ops([bad])[bad.key]
+    assert price.seconds is None
+    assert price.workspace_bytes == 2 * (24 + 24)
+    assert "RuntimeError" in price.problem
+
+
+def test_a_deadline_never_leaves_a_workspace_unmeasured():
+    x, weight = torch.randn(1, 8, 32, 32, dtype=torch.float64), torch.randn(8, 8, 5, 5, dtype=torch.float64)
+    late = request(aten.convolution.default, x, weight, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1)
+    price = measure_ops([late], total_seconds=-1.0)[late.key]
+    assert price.workspace_bytes >= 25 * x.nbytes, "the unfolded columns"
+    assert price.seconds > 0, "of the one run that there was"
+    assert measure_ops([late])[late.key].workspace_bytes == price.workspace_bytes
+
+
+def test_kernel_that_ends_its_process_is_priced_in_another_one():
+    met: dict[str, OpRequest] = {}
+
+    class Meeting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            met[func._schema.name] = OpRequest.of(func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Meeting():
+        torch.nn.LSTM(8, 8)(torch.randn(20, 4, 8))[0].sum().backward()
+    forward, backward = met["aten::mkldnn_rnn_layer"], met["aten::mkldnn_rnn_layer_backward"]
+    sliced = request(torch.ops.aten._embedding_bag.default, torch.randn(4, 8), *torch.zeros(2, 3, dtype=torch.long))
+    prices = measure_ops([forward, backward, sliced])
+    assert prices[backward.key].seconds is None
+    assert "ended" in prices[backward.key].problem
+    assert prices[backward.key].workspace_bytes > 0
+    assert prices[forward.key].seconds > 0, "those before the crash were priced"
+    assert prices[sliced.key].seconds > 0, "and those after it, by another worker"
+
+
+def test_an_optimizers_numbers_are_no_part_of_a_key():
+    x = torch.randn(4)
+    a, b = (request(aten.addcdiv_.default, x, x, x, value=value) for value in (-0.1, -0.2))
+    assert a.key == b.key
+    assert request(aten.pow.Tensor_Scalar, x, 2.0).key != request(aten.pow.Tensor_Scalar, x, 2.5).key
+
+
+def test_expanded_arguments_cost_one_row():
+    wide = torch.zeros(1, 8).expand(1 << 40, 8)
+    template = request(aten.sum.default, wide).args[0]
+    assert template.storage_elements == 8
+
+
+def test_workspace_is_what_the_kernel_takes_beyond_its_outputs():
+    scores = torch.zeros(2, 4, 64, 64)
+    safe = request(aten._safe_softmax.default, scores, -1)  # builds a mask of booleans inside
+    add = request(aten.add.Tensor, scores, scores)
+    prices = measure_ops([safe, add])
+    assert prices[add.key].workspace_bytes == 0
+    assert prices[safe.key].workspace_bytes >= scores.numel()
+    workspace = MeasuredWorkspace(prices)
+    with AllocationCounter([scores], workspace=workspace) as counter:
+        aten._safe_softmax.default(scores, -1)
+        scores.neg()
+    extra_bytes = prices[safe.key].workspace_bytes
+    assert counter.peak_bytes == 2 * scores.numel() * 4 + extra_bytes
+    assert [unknown.func for unknown in workspace.unknown.values()] == [aten.neg.default]
+
+
+def test_grouped_matmul_is_priced_over_all_its_rows():
+    a, b = torch.randn(64, 32), torch.randn(4, 32, 16)
+    grouped = request(aten._grouped_mm.default, a, b, torch.tensor([16, 32, 48, 64], dtype=torch.int32))
+    assert measure_ops([grouped])[grouped.key].seconds > 0

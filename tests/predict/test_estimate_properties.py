@@ -1,0 +1,329 @@
+"""Properties of step times that hold for any run, and what the parts of a step have to do with each other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jettison.cost.execution import execution_of
+from jettison.cost.layer import Class
+from jettison.errors import UsageError
+from jettison.predict.forecast import forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.time import Estimate, estimate
+from jettison.predict.trilemma import LINKS, explain, microbatch_level, trades
+from jettison.spec.config import parse_config
+from jettison.spec.hardware import Delays, Hardware, Reached, hardware
+from jettison.spec.presets import preset
+from jettison.spec.run import Run
+
+GPUS = ("a100-80gb", "h100-80gb", "gb200-192gb", "mi300x-192gb")
+BANDWIDTHS = (
+    "memory_bytes_per_second", "link_bytes_per_second", "host_bytes_per_second", "network_bytes_per_second",
+)  # fmt: skip
+SHARES = ("matmul", "attention", "attention_backward", "memory", "link", "network", "host")
+DELAYS = ("kernel", "dispatch", "link", "network", "hook")
+
+
+def run_of(model: str, **request: object) -> Run:
+    return resolve(preset(model), RunRequest(**request)).run  # type: ignore[arg-type]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """Small models over up to 64 devices."""
+    model = draw(st.sampled_from(["gpt2", "llama-1b-mha", "bert-base"]))
+    tp, pp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 16]))
+    recompute = draw(st.sampled_from(["none", "selective", "full", "every:2", "block:1"]))
+    return run_of(
+        model, seq=512, tp=tp, pp=pp, dp=dp, zero=draw(st.integers(0, 3)), recompute=recompute,
+        micro_batches=draw(st.sampled_from([1, 2, 3])) * pp, offload=draw(st.booleans()),
+        virtual_stages=draw(st.sampled_from([1, 2])) if pp == 2 and model == "gpt2" else 1,
+        kernels=draw(st.sampled_from(["megatron", "pytorch"])),
+    )  # fmt: skip
+
+
+devices = st.sampled_from(GPUS).map(hardware)
+
+
+@given(runs(), devices)
+def test_the_parts_add_up_to_the_step(run: Run, device: Hardware) -> None:
+    found = estimate(run, device)
+    parts = found.breakdown
+    assert parts.seconds == pytest.approx(found.step_seconds)
+    values = (parts.compute, parts.communication, parts.bubble, parts.recompute, parts.other)
+    assert all(value >= -1e-12 for value in values) and parts.compute > 0
+    assert 0 < found.mfu <= found.hfu < 1
+    assert found.tokens_per_second_per_gpu * found.step_seconds * run.layout.world == pytest.approx(
+        run.seq * run.micro_batch * run.micro_batches * run.layout.dp
+    )
+
+
+@given(runs(), devices, st.sampled_from(BANDWIDTHS), st.floats(1, 10))
+def test_more_bandwidth_never_costs_time(run: Run, device: Hardware, name: str, times: float) -> None:
+    faster = replace(device, **{name: int(getattr(device, name) * times)})
+    assert estimate(run, faster).step_seconds <= estimate(run, device).step_seconds * (1 + 1e-9)
+
+
+@given(runs(), devices, st.sampled_from(SHARES), st.floats(0.2, 1))
+def test_reaching_less_never_saves_time(run: Run, device: Hardware, name: str, share: float) -> None:
+    worse = replace(device, reached=replace(device.reached, **{name: getattr(device.reached, name) * share}))
+    assert estimate(run, worse).step_seconds >= estimate(run, device).step_seconds * (1 - 1e-9)
+
+
+@given(runs(), devices, st.sampled_from(DELAYS), st.floats(1, 10))
+def test_delays_never_save_time(run: Run, device: Hardware, name: str, times: float) -> None:
+    device = replace(device, delays=replace(device.delays, hook=5e-6))
+    worse = replace(device, delays=replace(device.delays, **{name: getattr(device.delays, name) * times}))
+    assert estimate(run, worse).step_seconds >= estimate(run, device).step_seconds * (1 - 1e-9)
+
+
+@given(runs(), devices)
+def test_overlap_never_makes_a_step_slower(run: Run, device: Hardware) -> None:
+    how = execution_of(run)
+    waits = estimate(run, device, execution=how.without_overlap()).step_seconds
+    for hidden in ("hides_tensor", "pipelines_tensor", "hides_data", "hides_stages", "hides_offload"):
+        one = replace(how.without_overlap(), **{hidden: True})
+        assert estimate(run, device, execution=one).step_seconds <= waits * (1 + 1e-9)
+    assert estimate(run, device, execution=how).step_seconds <= waits * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 6), devices)
+def test_more_micro_batches_never_lower_throughput(pp: int, groups: int, device: Hardware) -> None:
+    fewer, more = (
+        estimate(run_of("gpt2", seq=512, pp=pp, micro_batches=count * pp, dp=2), device)
+        for count in (groups, groups + 1)
+    )
+    assert more.replay.efficiency >= fewer.replay.efficiency - 1e-12
+    # the second micro-batch is the first whose gradients are added to others
+    slack = 1.01 if groups * pp == 1 else 1 + 1e-9
+    assert more.tokens_per_second_per_gpu * slack >= fewer.tokens_per_second_per_gpu
+
+
+def test_what_recompute_costs_is_ordered() -> None:
+    device = hardware("a100-80gb")
+    found = {
+        mode: estimate(run_of("gpt-22b", micro_batch=4, tp=8, recompute=mode), device)
+        for mode in ("none", "selective", "block:24", "full")
+    }
+    seconds = [each.step_seconds for each in found.values()]
+    assert seconds == sorted(seconds)
+    assert found["none"].breakdown.recompute == 0
+    assert found["none"].mfu == found["none"].hfu
+    half, whole = (found[mode].breakdown.recompute for mode in ("block:24", "full"))
+    assert half == pytest.approx(whole / 2)
+
+
+def test_segments_compute_whole_layers_again() -> None:
+    """PyTorch stops a checkpoint where nothing more is needed; within a segment every layer's output is."""
+    device = hardware("a100-80gb")
+    flops = [
+        estimate(run_of("llama2-7b", recompute=mode), device).recomputed_flops
+        for mode in ("full", "every:2", "every:4")
+    ]
+    assert flops == sorted(flops)
+    forward = estimate(run_of("llama2-7b"), device).model_flops() / 3
+    assert flops[0] < flops[-1] < forward
+
+
+def test_a_planners_choice_is_priced() -> None:
+    run, device = run_of("llama2-7b"), hardware("a100-80gb")
+    everything = estimate(run, device, chosen=[None] * 32)
+    assert everything.step_seconds == pytest.approx(estimate(run, device).step_seconds)
+    from jettison.formula.region import layer_region
+    from jettison.predict.stage_layers import kept_by
+
+    full = kept_by(layer_region(run.scene, run.model.layers[0]), "full")
+    mixed = estimate(run, device, chosen=[full] * 8 + [None] * 24)
+    whole = estimate(replace(run, recompute=run_of("llama2-7b", recompute="full").recompute), device)
+    assert mixed.breakdown.recompute == pytest.approx(whole.breakdown.recompute / 4)
+
+
+def test_hooks_cost_the_host_what_the_file_says() -> None:
+    """For each tensor that the layers, the embedding and the head save; where nothing is planned, nothing."""
+    cpu = replace(
+        hardware("a100-80gb"), synchronous=True, delays=Delays(kernel=8e-6, dispatch=1e-9, hook=20e-6, link=1e-6)
+    )  # fmt: skip
+    free = replace(cpu, delays=replace(cpu.delays, hook=0.0))
+    run = run_of("llama-1b-mha", recompute="full", kernels="huggingface", attention="sdpa")
+    slots = sum(len(part.region.program.slots) for part in forecast(run).parts)
+    assert slots > 25 * run.model.depth
+    more = estimate(run, cpu).step_seconds - estimate(run, free).step_seconds
+    assert more == pytest.approx(20e-6 * slots)
+    assert estimate(run, cpu).breakdown.other - estimate(run, free).breakdown.other == pytest.approx(20e-6 * slots)
+    plain = run_of("llama-1b-mha", kernels="huggingface", attention="sdpa")
+    assert estimate(plain, cpu).step_seconds == estimate(plain, free).step_seconds
+    kept = estimate(plain, cpu, chosen=[None] * plain.model.depth).step_seconds
+    assert kept - estimate(plain, cpu).step_seconds == pytest.approx(20e-6 * slots)
+    theirs = run_of("llama-1b-mha", recompute="full", kernels="megatron")
+    assert estimate(theirs, cpu).step_seconds == estimate(theirs, free).step_seconds
+
+
+def test_hooks_hide_behind_a_device_that_has_work() -> None:
+    gpu = hardware("a100-80gb")
+    hooked = replace(gpu, delays=replace(gpu.delays, hook=20e-6))
+    long, short = (run_of("llama2-7b", recompute="full", kernels="pytorch", seq=seq) for seq in (4096, 16))
+    assert estimate(long, hooked).step_seconds == pytest.approx(estimate(long, gpu).step_seconds, rel=1e-4)
+    forward, plain = (sum(estimate(short, device).stages[0].forward) for device in (hooked, gpu))
+    assert forward > 1.5 * plain
+
+
+def test_a_slow_link_is_felt_by_offloading_alone() -> None:
+    device = hardware("h100-80gb")
+    slow = replace(device, host_bytes_per_second=10**9)
+    run = run_of("llama2-7b", recompute="full", offload=False)
+    assert estimate(run, slow).step_seconds == estimate(run, device).step_seconds
+    moved = replace(run, recompute=replace(run.recompute, offload=True))
+    assert estimate(moved, slow).step_seconds > 2 * estimate(moved, device).step_seconds
+    with pytest.raises(UsageError, match="does not state its link to the host"):
+        estimate(moved, replace(device, host_bytes_per_second=None))
+
+
+def test_a_file_without_rates_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not state its"):
+        estimate(run_of("gpt2"), Hardware(name="bare", memory_bytes=1, usable_bytes=1))
+
+
+def test_a_search_can_ask_thousands_of_times() -> None:
+    """Below 2 ms a call once regions are priced, here for 16 stages x 2 and 64 micro-batches; time of this process."""
+    run = run_of("gpt-175b", tp=8, pp=16, virtual_stages=2, micro_batches=64, recompute="selective", dp=4, zero=1)
+    device = hardware("a100-80gb")
+    estimate(run, device)
+    best = min(_cpu_seconds(lambda: estimate(run, device)) for _ in range(9))
+    assert best < 0.002 * 2  # machines differ by a factor of two
+
+
+def _cpu_seconds(call: object) -> float:
+    start = time.process_time()
+    call()  # type: ignore[operator]
+    return time.process_time() - start
+
+
+# the trilemma ---------------------------------------------------------------------------------------------------------
+
+
+def explained(model: str = "llama2-7b", gpu: str = "a100-80gb", **request: object) -> tuple[Estimate, object]:
+    found = estimate(run_of(model, **request), hardware(gpu))
+    return found, explain(found)
+
+
+def test_options_are_the_run_with_another_mode() -> None:
+    found = estimate(run_of("gpt-22b", micro_batch=4, tp=8, recompute="selective"), hardware("a100-80gb"))
+    told = explain(found)
+    assert [option.recompute for option in told.options] == ["none", "selective", "full", "none + offload"]
+    assert [option.current for option in told.options] == [False, True, False, False]
+    assert told.options[1].step_seconds == found.step_seconds
+    peaks = [option.peak_bytes for option in told.options[:3]]
+    assert peaks == sorted(peaks, reverse=True)
+    kinds = dict(told.kinds)
+    assert kinds[Class.PRODUCTS] > kinds[Class.ATTENTION] > 0
+    assert sum(kinds.values()) == pytest.approx(found.breakdown.compute, rel=0.01)
+
+
+def test_a_tensors_trade_is_counted_by_hand() -> None:
+    """gelu's output: again is a read and a write of 4 bsh/t each in 16 bits; there and back over the link is two."""
+    run, device = run_of("gpt-22b", micro_batch=4, tp=8), hardware("a100-80gb")
+    (trade,) = (t for t in trades(run, device) if t.path == "mlp.down")
+    nbytes = 4 * 2048 * 4 * 6144 * 2 // 8
+    assert trade.nbytes == nbytes
+    again = 2 * nbytes / (2039e9 * device.reached.memory) + device.delays.kernel
+    assert trade.again_seconds == pytest.approx(again)
+    assert trade.moved_seconds == pytest.approx(nbytes / (32e9 * device.reached.host))
+    assert trade.break_even_bytes_per_second == pytest.approx(2 * nbytes / again)
+    assert trade.links == ()
+
+
+def test_products_are_worth_moving_and_pointwise_results_are_not() -> None:
+    """Even over PCIe 4: the input of an activation, which a product makes, against its output."""
+    found = {(t.role, t.path): t for t in trades(run_of("llama2-70b", tp=8), hardware("a100-80gb"))}
+    gate = next(trade for (role, path), trade in found.items() if "linear input" in role and path == "mlp.down")
+    product = next(trade for (role, _), trade in found.items() if role.startswith("attention"))
+    assert "PCIe 4.0 x16" not in gate.links
+    assert product.links[-1] == "NVLink-C2C (GH200)"
+
+
+def test_the_grace_example() -> None:
+    """ "3 GB a layer, 80 layers, out and back: 480 GB at 900 GB/s, about 0.5 s." 900 GB/s are both directions of the
+    link, and out and back are in different passes: 240 GB take 0.53 s out, at 450 GB/s, and as long back.
+    """
+    links = {link.name: link.bytes_per_second for link in LINKS}
+    one_way = 3 * 80 * 10**9
+    assert 2 * one_way / 900e9 == pytest.approx(0.53, abs=0.01)  # what the example divides
+    assert one_way / links["NVLink-C2C (GH200)"] == pytest.approx(0.53, abs=0.01)  # of each pass
+    assert one_way / links["NVLink-C2C shared by two (GB200)"] == pytest.approx(1.07, abs=0.01)
+    assert hardware("gb200-192gb").host_bytes_per_second == links["NVLink-C2C shared by two (GB200)"]
+
+
+def test_the_lessons_layer() -> None:
+    """ "d = 8192, L = 8192, B = 1: 800 MB a layer; full recompute costs a third." On an H100 all but the last product
+    of a layer is computed again in 19 ms, a fifth of a step. So 800 MB out and back break even at 86 GB/s: no PCIe does
+    that, NVLink-C2C does. The 134 MB of a layer's input, all that full recompute keeps, hide even over PCIe 4.
+    """
+    model = parse_config(
+        {
+            "model_type": "gpt2", "n_embd": 8192, "n_layer": 64, "n_head": 64, "n_positions": 8192, "vocab_size": 50304,
+            "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_function": "gelu",
+        },
+        name="lesson",
+    )  # fmt: skip
+    device = hardware("h100-80gb")
+    run = resolve(model, RunRequest(seq=8192, attention="flash", kernels="pytorch")).run
+    told = explain(estimate(run, device))
+    assert told.offload is not None
+    rate = device.reached.matmul * 989.4e12
+    again = (16 * 8192 * 8192**2) / rate + 2 * 8192**2 * 8192 / (device.reached.attention * 989.4e12)
+    assert told.offload.again_seconds == pytest.approx(again, rel=0.1)
+    none, full = (next(o for o in told.options if o.recompute == name) for name in ("none", "full"))
+    assert 0.18 < full.step_seconds / none.step_seconds - 1 < 1 / 3
+    even = 2 * 800e6 / told.offload.again_seconds
+    quick = [link.name for link in LINKS if link.bytes_per_second > even]
+    assert quick == ["NVLink-C2C shared by two (GB200)", "NVLink-C2C (GH200)"]
+    assert even == pytest.approx(86e9, rel=0.02)
+    assert 8192 * 8192 * 2 / (32e9 * device.reached.host) < told.offload.forward_seconds / 4
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h100-80gb", "gb200-192gb"])
+def test_a_layer_over_each_link(gpu: str) -> None:
+    """Out and back take as long as computing it again exactly at the break-even link."""
+    told = explain(estimate(run_of("llama3-8b", seq=4096), hardware(gpu)))
+    offload = told.offload
+    assert offload is not None
+    assert [way.link for way in offload.ways] == list(LINKS)
+    at_hand = next(w for w in offload.ways if w.link.bytes_per_second == hardware(gpu).host_bytes_per_second)
+    assert (at_hand.one_way_seconds, at_hand.hides) == (offload.one_way_seconds, offload.hides)
+    for way in offload.ways:
+        reached = way.link.bytes_per_second * hardware(gpu).reached.host
+        assert way.one_way_seconds == pytest.approx(offload.layer_bytes / reached)
+        assert way.quicker is (reached > offload.break_even_bytes_per_second)
+        assert way.hides is (way.one_way_seconds <= min(offload.forward_seconds, offload.backward_seconds))
+    slow = explain(estimate(run_of("llama3-8b"), replace(hardware(gpu), host_bytes_per_second=10**9))).offload
+    assert slow is not None and len(slow.ways) == len(LINKS) + 1 and not slow.ways[0].quicker
+
+
+def test_the_grace_examples_model_hides_all_it_saves() -> None:
+    """Llama 3 70B, 4 x 8192 tokens over 8 devices: the link of a Grace is quick enough, PCIe 5 is not."""
+    run = run_of("llama3-70b", seq=8192, micro_batch=4, tp=8)
+    for gpu, hides in (("gb200-192gb", True), ("b200-192gb", False)):
+        told = explain(estimate(run, hardware(gpu)))
+        assert told.offload is not None and told.offload.hides is hides, told.offload
+
+
+def test_keeping_micro_batches_whole_needs_something_to_keep() -> None:
+    with pytest.raises(UsageError, match="got --recompute none"):
+        microbatch_level(run_of("gpt2"), hardware("a100-80gb"))
+    with pytest.raises(UsageError, match="the run peaks at"):
+        microbatch_level(run_of("gpt-1t", recompute="full"), hardware("a100-80gb"))
+    run = run_of("gpt2", recompute="full", pp=4, micro_batches=8)
+    device = hardware("a100-80gb")
+    assert microbatch_level(run, device).breakdown.recompute == 0  # everything fits
+
+
+def test_reached_shares_are_defaults_that_a_file_may_change() -> None:
+    assert Reached().matmul == 0.8
+    with pytest.raises(UsageError, match="recompute"):
+        resolve(preset("gpt2"), RunRequest(recompute="some"))

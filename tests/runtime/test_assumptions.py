@@ -1,0 +1,170 @@
+"""A loop that is not the one that was planned for is noticed: one warning, that says what, and what was assumed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jettison
+from jettison.capture.tracer import trace_model
+from jettison.errors import Infeasible
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
+from jettison.planner import apply, plan
+
+HIDDEN = 32
+
+
+class Model(nn.Module):
+    """Four blocks; the output is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+            for _ in range(4)
+        )
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x if mask is None else x * mask).square().mean()
+
+
+def planned(model: nn.Module, x: Tensor, *, gradients_held: bool = False) -> Any:
+    """Under its smallest budget."""
+    try:
+        plan(trace_model(model, (x,)), 1, measure=False, gradients_held=gradients_held)
+    except Infeasible as refused:
+        least = refused.minimum_budget_bytes
+    found = plan(trace_model(model, (x,)), least, measure=False, gradients_held=gradients_held)
+    return apply(model, plan=found, batch=(x,))
+
+
+def twice(model: nn.Module, x: Tensor) -> None:
+    (model(x) / 2).backward()
+    (model(x) / 2).backward()
+
+
+def kept_at_zero(model: nn.Module, x: Tensor) -> None:
+    model(x).backward()
+    model.zero_grad(set_to_none=False)
+    model(x).backward()
+
+
+def longer(model: nn.Module, x: Tensor) -> None:
+    model(torch.cat([x, x])).backward()
+
+
+def masked(model: nn.Module, x: Tensor) -> None:
+    model(x, mask=torch.ones(x.shape[0], 1)).backward()
+
+
+def retained(model: nn.Module, x: Tensor) -> None:
+    model(x).backward(retain_graph=True)
+
+
+def partial(model: nn.Module, x: Tensor) -> None:
+    model(x).backward(inputs=[next(model.layers[3].parameters())])
+
+
+def in_autocast(model: nn.Module, x: Tensor) -> None:
+    loss = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+
+
+def two_at_once(model: nn.Module, x: Tensor) -> None:
+    (model(x) + model(x)).backward()
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (twice, "gradients .* are there already when the forward begins"),
+        (kept_at_zero, "gradients .* are there already when the forward begins"),
+        (longer, r"the batch is larger .*\[0\] is 32 x 32, planned was 16 x 32"),
+        (masked, r"'mask'\] is new \(16 x 1\)"),
+        (retained, "backward keeps the graph"),
+        (partial, "backward stops before all parameters"),
+        (in_autocast, "backward runs inside autocast"),
+        (two_at_once, "a forward begins while 1 earlier one still waits"),
+    ],
+)
+def test_other_loops_are_noticed_once(loop: Callable[[nn.Module, Tensor], None], said: str):
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, HIDDEN)
+    with planned(model, x), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loop(model, x)
+            model.zero_grad(set_to_none=True)
+    about = [str(w.message) for w in found if "the plan for" in str(w.message)]
+    assert len(about) == 1, about
+    with pytest.warns(UserWarning, match=said):
+        warnings.warn(about[0], stacklevel=1)
+    assert "To have it held" in about[0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_planned_loop_says_nothing_nor_does_a_shorter_batch():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, HIDDEN)
+    with planned(model, x):
+        for batch in (x, x, x[:8].clone()):  # warnings are errors
+            model(batch).backward()
+            model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            model(torch.cat([x, x]))
+
+
+class Spare(Model):
+    """Its first parameter is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(0, nn.Identity())
+        self.layers[0].scale = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in list(self.layers)[1:]:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_parameter_that_nobody_uses_makes_no_backward_partial():
+    torch.manual_seed(0)
+    model, x = Spare(), torch.randn(8, HIDDEN)
+    with planned(model, x), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).backward()
+    with planned(model, x), pytest.warns(UserWarning, match="backward stops before"):
+        model(x).backward(inputs=[model.layers[3][1].weight])
+
+
+def test_gradients_that_are_held_are_counted():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, HIDDEN)
+    handle = planned(model, x, gradients_held=True)
+    for _ in range(3):
+        peak = measured_peak(lambda: model(x).backward(), static_tensors=static_tensors(model, (x,)))
+        assert peak.peak_bytes <= handle.plan.budget_bytes
+    assert peak.peak_bytes == handle.plan.predicted.peak_bytes
+    assert handle.plan.from_json(handle.plan.to_json()).gradients_held
+
+
+def test_gradients_that_are_there_while_planning_are_counted():
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(16, HIDDEN)
+    model(x).backward()
+    with jettison.auto_checkpoint(model, (x,), "1GiB") as handle:
+        assert handle.plan.gradients_held
+    model.zero_grad(set_to_none=True)
+    with jettison.auto_checkpoint(model, (x,), "1GiB") as handle:
+        assert not handle.plan.gradients_held

@@ -1,0 +1,292 @@
+"""The function wrapper and the class decorator, over the same mechanism as plans."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jettison
+from jettison.errors import UsageError
+from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
+from jettison.measure.memory import AllocationCounter
+from jettison.runtime.function import _SHELF, _ownerless
+
+N, ROWS = 8, 16
+POLICIES = ("none", "selective-op", "full")
+
+
+class Mlp(nn.Module):
+    """Two linear layers and a dropout; ``run`` says how its inner function is called."""
+
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(N, 4 * N), nn.Linear(4 * N, N), nn.Dropout(rate)
+
+    def inner(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None) -> Tensor:
+        y = self.dropout(self.down(self.up(x).sigmoid().sin())) * scale
+        return y if shift is None else y * shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+Call = Callable[[Mlp, Tensor], Tensor]
+
+
+def check(call: Call, plain_call: Call | None = None, steps: int = 3) -> Mlp:
+    """Train through ``call`` beside an independent copy that does the same without Jettison. Returns the former."""
+    torch.manual_seed(0)
+    model = Mlp()
+    plain = independent_copy(model)
+    for n in range(steps):
+        x = torch.randn(ROWS, N)
+        results = []
+        for m, how in ((model, call), (plain, plain_call or Mlp.inner)):
+            m.zero_grad(set_to_none=True)
+            torch.manual_seed(n)
+            given = x.clone().requires_grad_()
+            loss = how(m, given).square().sum()
+            loss.backward()
+            results.append((loss.detach(), given.grad, rng_digest()))
+        (loss, grad, state), (plain_loss, plain_grad, plain_state) = results
+        assert grad is not None and plain_grad is not None
+        assert same_bits(loss, plain_loss) and same_bits(grad, plain_grad) and state == plain_state
+        report = compare_gradients(model, plain)
+        assert report.identical, report.differences
+    return model
+
+
+def regions(model: nn.Module) -> list[Any]:
+    return [region.planned for region in vars(model).get(_SHELF, {}).values()]
+
+
+def recorded_once(model: nn.Module) -> None:
+    (region,) = regions(model)
+    assert region.recordings == 1
+    assert region.report().calls == 3 and not region.report().fallback
+
+
+# ways to name a function ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_module(policy: str) -> None:
+    model = check(lambda m, x: jettison.checkpoint(m, x, policy=policy))
+    recorded_once(model)
+    assert (regions(model)[0].report().slots_dropped > 0) == (policy != "none")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_bound_method_with_keywords(policy: str) -> None:
+    shift = torch.randn(N)
+
+    def plain(m: Mlp, x: Tensor) -> Tensor:
+        return m.inner(x, 2.0, shift=shift)
+
+    recorded_once(check(lambda m, x: jettison.checkpoint(m.inner, x, 2.0, policy=policy, shift=shift), plain))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_lambda_made_anew_at_each_call(policy: str) -> None:
+    recorded_once(check(lambda m, x: jettison.checkpoint(lambda y: m.inner(y), x, policy=policy)))
+
+
+def test_a_partial() -> None:
+    def plain(m: Mlp, x: Tensor) -> Tensor:
+        return m.inner(x, 3.0)
+
+    recorded_once(check(lambda m, x: jettison.checkpoint(functools.partial(m.inner, scale=3.0), x), plain))
+
+
+def test_a_closure_over_a_tensor_that_is_no_parameter() -> None:
+    """A tensor that no name leads to is kept, and is each call's own."""
+    made: list[Tensor] = []
+
+    def scaled(m: Mlp, x: Tensor) -> Callable[[Tensor], Tensor]:
+        table = x.detach().cos()
+        made.append(table)
+        return lambda y: (m.inner(y) * table).sin()
+
+    model = check(lambda m, x: jettison.checkpoint(scaled(m, x), x), lambda m, x: scaled(m, x)(x))
+    recorded_once(model)
+    assert not same_bits(made[0], made[2])
+
+
+def test_a_closure_over_a_tensor_that_wants_gradients() -> None:
+    torch.manual_seed(0)
+    outer = [torch.randn(N, requires_grad=True) for _ in range(2)]
+    outer[1].data.copy_(outer[0].data)
+    x = torch.randn(ROWS, N)
+    for _ in range(2):
+        jettison.checkpoint(lambda y: (y * outer[0]).sin() * outer[0].exp(), x).sum().backward()
+        ((x * outer[1]).sin() * outer[1].exp()).sum().backward()
+    assert outer[0].grad is not None and outer[1].grad is not None
+    assert same_bits(outer[0].grad, outer[1].grad)
+
+
+def test_a_closure_over_numbers_that_change() -> None:
+    """The same code with another number in its closure is another function."""
+    scales = iter((2.0, 3.0, 2.0) * 2)
+    order: list[float] = []
+
+    def planned(m: Mlp, x: Tensor) -> Tensor:
+        scale = next(scales)
+        order.append(scale)
+        return jettison.checkpoint(lambda y: (m.inner(y) * scale).sin(), x)
+
+    check(planned, lambda m, x: (m.inner(x) * order[-1]).sin())
+
+
+def test_parameters_in_a_closure_are_read_again_and_not_kept() -> None:
+    torch.manual_seed(0)
+    weight, twin = nn.Parameter(torch.randn(N, N)), nn.Parameter(torch.empty(N, N))
+    twin.data.copy_(weight.data)
+    x = torch.randn(ROWS, N)
+
+    def function(y: Tensor) -> Tensor:
+        return (y @ weight).sin() @ weight
+
+    for step in range(3):
+        jettison.checkpoint(function, x).sum().backward()
+        ((x @ twin).sin() @ twin).sum().backward()
+        assert weight.grad is not None and twin.grad is not None and same_bits(weight.grad, twin.grad), step
+        with torch.no_grad():
+            weight.sub_(0.1 * weight.grad)
+            twin.sub_(0.1 * twin.grad)
+    (region,) = [r.planned for r in vars(weight)[_SHELF].values()]
+    assert region.recordings == 1 and region.report().slots_dropped >= 2
+
+
+def test_other_arguments_are_recorded_once_each() -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    plain = independent_copy(model)
+    for rows in (4, 6, 4, 6):
+        x = torch.randn(rows, N)
+        for m, run in ((model, lambda y: jettison.checkpoint(model, y)), (plain, plain)):
+            m.zero_grad(set_to_none=True)
+            torch.manual_seed(1)
+            run(x).sum().backward()
+        assert compare_gradients(model, plain).identical
+    (region,) = regions(model)
+    assert region.recordings == 2
+
+
+def test_one_function_inside_another_is_the_outer_ones() -> None:
+    def nested(m: Mlp, x: Tensor) -> Tensor:
+        return jettison.checkpoint(lambda y: jettison.checkpoint(m.inner, y).sin() * 2.0, x)
+
+    model = check(nested, lambda m, x: m.inner(x).sin() * 2.0)
+    recorded_once(model)
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    model, x = Mlp(0.0), torch.randn(ROWS, N)
+    with torch.no_grad():
+        assert same_bits(jettison.checkpoint(model, x), model(x))
+    assert regions(model) == []
+
+
+def test_an_unknown_policy_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="unknown policy 'some'; expected one of none, full"):
+        jettison.checkpoint(torch.sin, torch.randn(3), policy="some")
+
+
+def test_a_policy_does_what_it_says() -> None:
+    kept, model, x = {}, Mlp(), torch.randn(ROWS, N, requires_grad=True)
+    for policy in POLICIES:
+        jettison.checkpoint(model, x, policy=policy, check="off").sum().backward()
+        with AllocationCounter([*model.parameters(), x]) as counter:
+            before = counter.live_bytes
+            out = jettison.checkpoint(model, x, policy=policy, check="off")
+            kept[policy] = counter.live_bytes - before - out.nbytes
+            del out
+            assert counter.live_bytes == before
+    state, wide, narrow = torch.get_rng_state().nbytes, 4 * ROWS * 4 * N, 4 * ROWS * N
+    assert kept["none"] == wide + wide + narrow, "results of sigmoid and sin, and the mask"
+    assert kept["selective-op"] == wide + narrow + state and kept["full"] == state, "dropout is drawn again"
+
+
+# what is left behind --------------------------------------------------------------------------------------------------
+
+
+def closure_over(model: Mlp) -> Any:
+    return lambda y: model.inner(y)
+
+
+@pytest.mark.parametrize("how", ["module", "method", "lambda"])
+def test_a_module_that_goes_takes_its_regions_along(how: str) -> None:
+    model, x = Mlp(), torch.randn(ROWS, N)
+    function: Any = {"module": model, "method": model.inner, "lambda": closure_over(model)}[how]
+    for _ in range(2):
+        jettison.checkpoint(function, x).sum().backward()
+    assert regions(model)
+    gone = [weakref.ref(model), weakref.ref(model.up.weight), weakref.ref(regions(model)[0])]
+    del model, function
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_activations_of_a_call_go_with_its_graph() -> None:
+    model = Mlp()
+    x = torch.randn(ROWS, N)
+    jettison.checkpoint(model, x).sum().backward()
+    gc.disable()
+    try:
+        loss = jettison.checkpoint(lambda y: model.inner(y).sin(), x).sum()
+        y = torch.randn(ROWS, N)
+        gone = weakref.ref(y.untyped_storage())
+        loss = jettison.checkpoint(lambda z: model.inner(z).sin(), y).sum()
+        del y
+        assert gone() is not None, "backward needs it"
+        loss.backward()
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_functions_without_modules_are_not_recorded_again_and_again() -> None:
+    x = torch.randn(ROWS, N, requires_grad=True)
+    before = len(_ownerless)
+    for _ in range(20):
+        jettison.checkpoint(lambda y: y.sin().exp(), x).sum().backward()
+    assert len(_ownerless) == before + 1
+    (*_, region) = _ownerless.values()
+    assert region.planned.recordings == 1
+
+
+# the decorator --------------------------------------------------------------------------------------------------------
+
+
+def test_a_marked_class_is_planned_by_name_and_runs_plainly_without_a_plan() -> None:
+    @jettison.checkpointable
+    class Marked(Mlp):
+        pass
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = Marked(), nn.Sequential(Marked(), nn.ReLU()), nn.Linear(N, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.second(self.first(x))).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(ROWS, N)
+    plain = independent_copy(model)
+    assert isinstance(Marked(), Mlp) and Marked.__name__ == "Marked" and "forward" not in vars(model.first)
+    with jettison.apply(model, {"first": "full", "second.0": "selective-op"}, batch=(x,)) as handle:
+        for m in (model, plain):
+            torch.manual_seed(1)
+            m(x).backward()
+        words = {report.name: report.word for report in handle.report()}
+        assert words == {"first": "full", "second.0": "selective-op", "": "none"}
+        assert all(report.slots_dropped > 0 for report in handle.report()[:-1])
+    assert compare_gradients(model, plain).identical

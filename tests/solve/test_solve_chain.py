@@ -1,0 +1,266 @@
+"""The choice over a step against brute force, and its certificate."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jettison.errors import Infeasible
+from jettison.solve import (
+    Choice,
+    LevelPhase,
+    ProblemRegion,
+    RegionOption,
+    RootOption,
+    SegmentOption,
+    Solution,
+    Status,
+    StepProblem,
+    choose,
+    evaluate,
+    minimum_budget,
+)
+from jettison.solve.bound import BudgetedWalk, best_multipliers, relax
+from jettison.solve.labels import fastest_path
+from jettison.solve.moves import walks
+from support.plan_cases import all_choices, brute_force, step_problems
+
+MIB = 1 << 20
+EXACT = 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(step_problems(), st.integers(0, 400))
+def test_the_choice_is_the_best_of_all(problem: StepProblem, budget: int) -> None:
+    fitting = [seconds for peak, seconds in brute_force(problem) if peak <= budget]
+    if not fitting:
+        with pytest.raises(Infeasible):
+            choose(problem, budget)
+        return
+    solution = choose(problem, budget)
+    assert solution.levels == evaluate(problem, solution.choice)
+    assert solution.levels.peak_bytes <= budget
+    assert solution.levels.seconds == pytest.approx(min(fitting), abs=EXACT)
+    assert solution.certificate.lower_bound_seconds <= min(fitting) + EXACT
+    assert solution.certificate.status in {Status.OPTIMAL, Status.NOTHING_TO_DO}
+
+
+@settings(max_examples=200, deadline=None)
+@given(step_problems())
+def test_the_smallest_budget_is_exact_and_works(problem: StepProblem) -> None:
+    everything = brute_force(problem)
+    minimum = min(peak for peak, _ in everything)
+    assert minimum_budget(problem) == minimum
+    with pytest.raises(Infeasible) as error:
+        choose(problem, minimum - 1)
+    assert (error.value.minimum_budget_bytes, error.value.budget_bytes) == (minimum, minimum - 1)
+    solution = choose(problem, error.value.minimum_budget_bytes)
+    assert solution.levels.peak_bytes == solution.certificate.minimum_budget_bytes == minimum
+    assert solution.levels.seconds == pytest.approx(min(s for peak, s in everything if peak == minimum), abs=EXACT)
+
+
+@settings(max_examples=100, deadline=None)
+@given(step_problems(), st.integers(0, 200), st.integers(0, 200))
+def test_more_budget_is_never_slower(problem: StepProblem, less: int, more: int) -> None:
+    base = minimum_budget(problem)
+    slow, fast = choose(problem, base + less), choose(problem, base + less + more)
+    assert fast.levels.seconds <= slow.levels.seconds + EXACT
+
+
+@settings(max_examples=100, deadline=None)
+@given(step_problems(), st.integers(0, 200), st.lists(st.floats(0, 1e10), min_size=6, max_size=6))
+def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multipliers: list[float]) -> None:
+    budget = minimum_budget(problem) + more
+    for walk in walks(problem):
+        fitting = [
+            replay.seconds
+            for replay in (evaluate(problem, c) for c in all_choices(problem) if c.root == walk.root)
+            if replay.peak_bytes <= budget
+        ]
+        assume(fitting)
+        budgeted = BudgetedWalk.of(walk, budget)
+        for prices in (multipliers[: walk.count + 1], best_multipliers(budgeted)):
+            assert relax(budgeted, prices).picoseconds <= min(fitting) * 1e12 + 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(step_problems(), st.integers(0, 100), st.integers(1, 4))
+def test_thin_labels_say_what_they_lost(problem: StepProblem, more: int, width: int) -> None:
+    budget = minimum_budget(problem) + more
+    for walk in walks(problem):
+        if walk.minimum_budget_bytes > budget:
+            continue
+        budgeted = BudgetedWalk.of(walk, budget)
+        bound = relax(budgeted, [0.0] * (walk.count + 1))
+        exact = fastest_path(budgeted, bound, width=10**6)
+        thin = fastest_path(budgeted, bound, width=width)
+        beam = fastest_path(budgeted, bound, width=width, beam=True)
+        assert exact.path is not None and thin.path is not None and beam.path is not None
+        assert exact.loss == 0
+        assert thin.path.picoseconds - thin.loss <= exact.path.picoseconds <= thin.path.picoseconds
+        assert exact.path.picoseconds <= beam.path.picoseconds
+
+
+@settings(max_examples=50, deadline=None)
+@given(step_problems(plain_seconds=1.0), st.integers(0, 200))
+def test_the_same_problem_has_the_same_answer(problem: StepProblem, more: int) -> None:
+    budget = minimum_budget(problem) + more
+
+    def decided(solution: Solution) -> tuple[object, ...]:
+        certificate = dataclasses.replace(solution.certificate, solver_seconds=0.0)
+        return solution.choice, solution.levels, certificate
+
+    assert decided(choose(problem, budget)) == decided(choose(problem, budget))
+
+
+def layer(index: int, options: tuple[RegionOption, ...], *, kind: str = "block", gradient: int = 0) -> ProblemRegion:
+    return ProblemRegion(name=f"layers.{index}", class_key=kind, options=options, gradient_bytes=gradient)
+
+
+def quiet_root(count: int) -> RootOption:
+    zeros = (0,) * count
+    return RootOption(
+        key="none", held_forward_bytes=zeros, held_backward_bytes=zeros, loss_peak_bytes=0, tail_peak_bytes=0, seconds=0
+    )
+
+
+KEEP = RegionOption(key="none", resident_bytes=10, forward_peak_bytes=12, backward_peak_bytes=3, seconds=0.0)
+DROP = RegionOption(key="full", resident_bytes=1, forward_peak_bytes=12, backward_peak_bytes=12, seconds=1.0)
+
+
+def small_problem(segments: tuple[SegmentOption, ...] = ()) -> StepProblem:
+    return StepProblem(
+        static_bytes=100,
+        optimizer_peak_bytes=7,
+        regions=tuple(layer(r, (KEEP, DROP), gradient=2) for r in range(3)),
+        root=(quiet_root(3),),
+        segments=segments,
+    )
+
+
+def test_levels_by_hand() -> None:
+    levels = evaluate(small_problem(), Choice(root="none", regions=("full", "none", "none")))
+    assert [(level.phase.value, level.region, level.nbytes) for level in levels.levels] == [
+        ("forward", 0, 112),
+        ("forward", 1, 113),
+        ("forward", 2, 123),
+        ("loss", None, 121),
+        ("backward", 2, 124),
+        ("backward", 1, 116),
+        ("backward", 0, 117),
+        ("tail", None, 106),
+        ("optimizer", None, 107),
+    ]
+    assert (levels.peak.phase, levels.peak.region, levels.peak_bytes) == (LevelPhase.BACKWARD, 2, 124)
+    assert (levels.seconds, levels.resident_bytes) == (1.0, 21)
+
+
+def test_levels_of_a_segment_by_hand() -> None:
+    segment = SegmentOption(
+        key="pair", start=0, stop=2, resident_bytes=1, forward_peak_bytes=13, backward_peak_bytes=(14, 24), seconds=1.5
+    )
+    problem = small_problem((segment,))
+    levels = evaluate(problem, Choice(root="none", regions=("pair", "pair", "none"), segments=((0, 2),)))
+    assert [level.nbytes for level in levels.levels] == [113, 113, 113, 111, 114, 127, 119, 106, 107]
+    assert levels.seconds == 1.5
+
+
+def test_everything_kept_is_a_normal_answer() -> None:
+    solution = choose(small_problem(), 10_000)
+    assert solution.choice == Choice(root="none", regions=("none",) * 3)
+    assert solution.certificate.status is Status.NOTHING_TO_DO
+    assert (solution.certificate.gap, solution.certificate.objective_seconds) == (0.0, 0.0)
+
+
+def test_a_step_without_regions() -> None:
+    root = dataclasses.replace(quiet_root(0), loss_peak_bytes=5, tail_peak_bytes=9)
+    problem = StepProblem(static_bytes=1, optimizer_peak_bytes=4, regions=(), root=(root,))
+    assert minimum_budget(problem) == 10
+    assert choose(problem, 10).choice == Choice(root="none", regions=())
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (Choice(root="other", regions=("none",) * 3), "root has no option"),
+        (Choice(root="none", regions=("none",) * 2), "has 2 regions"),
+        (Choice(root="none", regions=("none", "half", "none")), "no option 'half'"),
+        (Choice(root="none", regions=("none",) * 3, segments=((0, 2),)), "no segment 'none'"),
+        (Choice(root="none", regions=("none",) * 3, segments=((3, 4),)), "outside"),
+    ],
+)
+def test_a_wrong_choice_is_named(choice: Choice, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(small_problem(), choice)
+
+
+def test_a_malformed_problem_is_refused() -> None:
+    problem = small_problem()
+    with pytest.raises(ValueError, match="distinct keys"):
+        dataclasses.replace(problem, regions=(layer(0, (KEEP, KEEP)), *problem.regions[1:]))
+    with pytest.raises(ValueError, match="1 figures, 3 regions"):
+        dataclasses.replace(problem, root=(quiet_root(1),))
+    with pytest.raises(ValueError, match="holds -1 bytes"):
+        dataclasses.replace(
+            problem, regions=(layer(0, (dataclasses.replace(KEEP, resident_bytes=-1),)), *problem.regions[1:])
+        )
+
+
+def deep_problem(*, same: bool, gradient: int, roots: int = 1, count: int = 128, options: int = 12) -> StepProblem:
+    """A deep model: convex trade-offs of up to 2 GB a layer, all layers alike or all different."""
+    rng = random.Random(7)
+
+    def trade_off() -> tuple[RegionOption, ...]:
+        everything, seconds = rng.randrange(300 * MIB, 2000 * MIB), rng.uniform(5e-3, 20e-3)
+        shares = [0.0, *sorted(rng.random() for _ in range(options - 2)), 1.0]
+        residents = [int(16 * MIB + (everything - 16 * MIB) * (1 - share)) for share in shares]
+        return tuple(
+            RegionOption(
+                key=f"keep-{i}",
+                resident_bytes=resident,
+                forward_peak_bytes=resident + rng.randrange(50 * MIB, 100 * MIB),
+                backward_peak_bytes=everything - resident + rng.randrange(50 * MIB, 200 * MIB),
+                seconds=seconds * share ** rng.uniform(1.2, 3.0),
+            )
+            for i, (share, resident) in enumerate(zip(shares, residents, strict=True))
+        )
+
+    shared = trade_off()
+    return StepProblem(
+        static_bytes=20 << 30,
+        optimizer_peak_bytes=0,
+        regions=tuple(
+            layer(r, shared if same else trade_off(), kind="block" if same else f"block{r}", gradient=gradient)
+            for r in range(count)
+        ),
+        root=tuple(
+            RootOption(
+                key=f"root-{i}",
+                held_forward_bytes=(64 * MIB,) * count,
+                held_backward_bytes=(96 * MIB,) * count,
+                loss_peak_bytes=(4 << 30) - i * 200 * MIB,
+                tail_peak_bytes=1 << 30,
+                seconds=i * 1e-3,
+            )
+            for i in range(roots)
+        ),
+        plain_seconds=count * 0.04,
+    )
+
+
+@pytest.mark.parametrize("gradient", [1 * MIB, 200 * MIB, 600 * MIB])
+@pytest.mark.parametrize(("same", "roots", "limit_seconds"), [(True, 1, 0.5), (False, 1, 5.0), (False, 6, 5.0)])
+def test_deep_models_are_planned_quickly(same: bool, roots: int, limit_seconds: float, gradient: int) -> None:
+    problem = deep_problem(same=same, gradient=gradient, roots=roots)
+    minimum = minimum_budget(problem)
+    choose(problem, minimum)  # the first call loads the solver
+    seconds = []
+    for more in (0, 1, 5, 20, 60, 150, 250):
+        solution = choose(problem, minimum + (more << 30))
+        seconds.append(solution.levels.seconds)
+        assert solution.certificate.gap <= 0.005
+        assert solution.certificate.solver_seconds < limit_seconds
+        assert solution.levels.peak_bytes <= minimum + (more << 30)
+    assert seconds == sorted(seconds, reverse=True)

@@ -1,0 +1,40 @@
+"""Keeping a narrow buffer between two wide halves lowers what backward holds."""
+
+from __future__ import annotations
+
+from jettison.ledger.program import Buffer, Op, Program, Slot, Source
+from jettison.solve.lean import is_lean, lean_points
+
+NARROW, WIDE = 10, 100
+
+
+def two_halves() -> Program:
+    """input -> wide -> wide -> middle -> wide -> wide -> out; every wide buffer is saved, as the narrow ones are."""
+    sizes = [NARROW, WIDE, WIDE, NARROW, WIDE, WIDE, NARROW]
+    buffers = tuple(
+        Buffer(
+            index=i, nbytes=n, source=Source.OP if i else Source.INPUT, producer=i - 1 if i else None, keepable=True,
+            name="" if i else "0",
+        )
+        for i, n in enumerate(sizes)
+    )  # fmt: skip
+    ops = tuple(
+        Op(index=i, name="op", inputs=(i,), outputs=(i + 1,), flops=0, bytes_moved=0) for i in range(len(sizes) - 1)
+    )
+    slots = tuple(Slot(index=i, buffer=i, shape=(), dtype="") for i in range(len(sizes) - 1))
+    return Program(buffers=buffers, ops=ops, slots=slots, outputs=(len(sizes) - 1,))
+
+
+def test_the_middle_is_kept_and_costs_what_it_saves_in_seconds():
+    program = two_halves()
+    first, *_ = lean_points(program, frozenset({0}), [1.0] * 6)
+    assert is_lean(first.key)
+    assert first.kept == {0, 3}
+    assert first.kept_bytes == 2 * NARROW
+    assert first.seconds == 4.0, "the middle is no longer computed again"
+
+
+def test_nothing_is_kept_that_does_not_lower_the_peak():
+    program = two_halves()
+    everything = program.saved_buffers()
+    assert lean_points(program, everything, [1.0] * 6) == ()

@@ -1,0 +1,139 @@
+"""Random small programs and step problems for the plan room's tests, and brute force over them."""
+
+from collections.abc import Iterator
+from itertools import chain, combinations, product
+
+from hypothesis import strategies as st
+
+from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
+from jettison.solve import Choice, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
+
+MILLISECOND = 1e-3
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, max_ops: int = 7) -> tuple[Program, tuple[float, ...]]:
+    """A region that can be planned, with what each op takes: at most ``max_ops`` ops and 7 keepable buffers."""
+    buffers = [Buffer(index=0, nbytes=draw(st.integers(1, 40)), source=Source.INPUT, keepable=True)]
+    buffers.append(Buffer(index=1, nbytes=16, source=Source.PARAMETER, name="w", free=True))
+    ops: list[Op] = []
+    available = {0, 1}
+    slots: list[int] = []
+    keepable = 1
+    for o in range(draw(st.integers(1, max_ops))):
+        inputs = draw(st.sets(st.integers(0, len(buffers) - 1), min_size=1, max_size=3))
+        anchor = draw(st.sampled_from([None, None, None, None, Anchor.OPAQUE]))
+        outputs = []
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+            b = len(buffers)
+            keep = keepable < 7 and draw(st.booleans())
+            keepable += keep
+            nbytes = draw(st.integers(0, 40))
+            buffers.append(Buffer(index=b, nbytes=nbytes, source=Source.OP, producer=o, keepable=keep))
+            if keep or (anchor is None and inputs <= available):
+                available.add(b)
+            outputs.append(b)
+        ops.append(
+            Op(index=o, name="op", inputs=tuple(inputs), outputs=tuple(outputs), flops=1, bytes_moved=1, anchor=anchor)
+        )
+        slots += [b for b in outputs if buffers[b].keepable and draw(st.booleans())]
+    slots += [0] * draw(st.integers(0, 1))
+    seconds = tuple(draw(st.integers(0, 30)) * MILLISECOND for _ in ops)
+    saved = tuple(Slot(index=i, buffer=b, shape=(1,), dtype="float32") for i, b in enumerate(slots))
+    return Program(buffers=tuple(buffers), ops=tuple(ops), slots=saved), seconds
+
+
+def all_kept_sets(program: Program) -> Iterator[tuple[frozenset[int], tuple[int, ...]]]:
+    """Every set of buffers that can be kept, with the ops that then run again."""
+    candidates = [b.index for b in program.buffers if b.keepable and not b.free]
+    for kept in chain.from_iterable(combinations(candidates, n) for n in range(len(candidates) + 1)):
+        try:
+            yield frozenset(kept), program.recompute_set(frozenset(kept))
+        except ValueError:
+            continue  # something needed can neither be had nor computed
+
+
+@st.composite
+def step_problems(draw: st.DrawFn, *, plain_seconds: float = 0.0) -> StepProblem:
+    """Up to five regions of up to three options, up to three segments, up to two root options."""
+    count = draw(st.integers(0, 5))
+    size = st.integers(0, 30)
+    seconds = st.integers(0, 20).map(lambda n: n * MILLISECOND)
+
+    def option(key: str) -> RegionOption:
+        resident = draw(size)
+        return RegionOption(
+            key=key,
+            resident_bytes=resident,
+            forward_peak_bytes=resident + draw(size),
+            backward_peak_bytes=draw(size),
+            seconds=draw(seconds),
+        )
+
+    regions = tuple(
+        ProblemRegion(
+            name=f"layer.{r}",
+            class_key=f"{r}",
+            options=tuple(option(f"o{i}") for i in range(draw(st.integers(1, 3)))),
+            gradient_bytes=draw(size),
+        )
+        for r in range(count)
+    )
+    segments = []
+    for i in range(draw(st.integers(0, 3)) if count else 0):
+        start = draw(st.integers(0, count - 1))
+        stop = draw(st.integers(start + 1, count))
+        segments.append(
+            SegmentOption(
+                key=f"s{i}",
+                start=start,
+                stop=stop,
+                resident_bytes=draw(size),
+                forward_peak_bytes=draw(st.integers(0, 60)),
+                backward_peak_bytes=tuple(draw(st.integers(0, 60)) for _ in range(stop - start)),
+                seconds=draw(seconds) * (stop - start),
+            )
+        )
+    root = tuple(
+        RootOption(
+            key=f"r{i}",
+            held_forward_bytes=tuple(draw(size) for _ in range(count)),
+            held_backward_bytes=tuple(draw(size) for _ in range(count)),
+            loss_peak_bytes=draw(size),
+            tail_peak_bytes=draw(size),
+            seconds=draw(seconds),
+        )
+        for i in range(draw(st.integers(1, 2)))
+    )
+    return StepProblem(
+        static_bytes=draw(st.integers(0, 50)),
+        optimizer_peak_bytes=draw(st.integers(0, 60)),
+        regions=regions,
+        root=root,
+        segments=tuple(segments),
+        plain_seconds=plain_seconds,
+    )
+
+
+def all_choices(problem: StepProblem) -> Iterator[Choice]:
+    """Every choice over a small problem."""
+    for root, (keys, segments) in product(problem.root, list(_ways(problem, 0))):
+        yield Choice(root=root.key, regions=keys, segments=segments)
+
+
+def _ways(problem: StepProblem, r: int) -> Iterator[tuple[tuple[str, ...], tuple[tuple[int, int], ...]]]:
+    if r == len(problem.regions):
+        yield (), ()
+        return
+    for keys, segments in _ways(problem, r + 1):
+        yield from (((option.key, *keys), segments) for option in problem.regions[r].options)
+    for s in problem.segments:
+        if s.start == r:
+            for keys, segments in _ways(problem, s.stop):
+                yield (s.key,) * (s.stop - s.start) + keys, ((s.start, s.stop), *segments)
+
+
+def brute_force(problem: StepProblem) -> list[tuple[int, float]]:
+    """(peak bytes, seconds) of every choice."""
+    replays = [evaluate(problem, choice) for choice in all_choices(problem)]
+    return [(levels.peak_bytes, levels.seconds) for levels in replays]

@@ -1,0 +1,460 @@
+"""`jettison train` in one process: it learns, resumes to the bit, keeps to a budget, stops in order, survives disks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jettison.errors import Infeasible, PlanMismatch, UsageError
+from jettison.quantities import parse_bytes
+from jettison.spec.presets import preset
+from jettison.train.failures import RankLost
+from jettison.train.log import RunLog
+from jettison.train.memory import MemoryMeter
+from jettison.train.optim import clip, ensure_state, make_optimizer, total_norm
+from jettison.train.recipe import (
+    BatchSection,
+    CheckpointSection,
+    LogSection,
+    ModelSection,
+    OptimizerSection,
+    PlanSection,
+    TrainRecipe,
+)
+from jettison.train.result import TrainResult
+from jettison.train.work import StepWork, peak_flops_per_second, spec_flops
+from jettison.verbs.train import train
+
+TESTS = Path(__file__).resolve().parents[1]
+MIB = 1 << 20
+
+
+def tiny(folder: Path, **more: Any) -> TrainRecipe:
+    """8 steps of a model with dropout, two micro-batches each."""
+    values: dict[str, Any] = {
+        "model": ModelSection(factory="support.train_models:tiny"),
+        "batch": BatchSection(global_batch=4, micro_batch=2, seq=32),
+        "steps": 8,
+        "optimizer": OptimizerSection(lr=3e-3, warmup_steps=2),
+        "checkpoint": CheckpointSection(folder=str(folder / "ck"), every=2),
+        "log": LogSection(folder=str(folder / "log"), memory_steps=0),
+    }
+    return TrainRecipe(**values | more)
+
+
+def gpt(folder: Path, **more: Any) -> TrainRecipe:
+    """A GPT with eager attention and dropout: one that has something to drop."""
+    model = ModelSection(
+        architecture="gpt", layers=3, hidden=64, heads=4, dropout=0.1, attention="eager", code="huggingface"
+    )
+    values = {"model": model, "checkpoint": CheckpointSection(), "log": LogSection(folder=str(folder / "log"))}
+    return tiny(folder, **values | {"steps": 2, "batch": BatchSection(global_batch=4, micro_batch=4, seq=64)} | more)
+
+
+def lines(folder: Path, event: str = "step") -> list[dict[str, Any]]:
+    text = (folder / "log" / "log.jsonl").read_text("utf-8")
+    return [entry for entry in map(json.loads, text.splitlines()) if entry["event"] == event]
+
+
+def curve(folder: Path) -> list[tuple[int, float, float]]:
+    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in lines(folder)]
+
+
+def command(recipe: TrainRecipe, folder: Path) -> list[str]:
+    """`jettison train` in a process of its own."""
+    (folder / "recipes_of_test.py").write_text(f"from jettison.train.recipe import *\nmade = {recipe!r}\n")
+    return [sys.executable, "-m", "jettison", "train", "recipes_of_test:made"]
+
+
+def environment(folder: Path, **more: str) -> Mapping[str, str]:
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), str(folder)])
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+
+
+# learning and resuming ------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_from_the_standard_library(tmp_path: Path) -> None:
+    recipe = tiny(
+        tmp_path, steps=60, batch=BatchSection(global_batch=8, micro_batch=8, seq=64), checkpoint=CheckpointSection()
+    )
+    result = train(recipe)
+    losses = [loss for _, loss, _ in curve(tmp_path)]
+    assert len(losses) == 60
+    assert losses[0] == pytest.approx(math.log(256), rel=0.1)  # it knows nothing yet
+    assert losses[-1] < 3.4  # what single characters alone would give is 3.5
+    assert (result.steps, result.first_loss, result.last_loss) == (60, losses[0], losses[-1])
+
+
+def test_a_resumed_run_is_the_same_run_to_the_bit(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(tiny(whole))
+    said: list[str] = []
+    decays = OptimizerSection(lr=3e-3, warmup_steps=2, decay_steps=8)  # as a run of 8 steps has it
+    first = tiny(
+        cut, steps=4, optimizer=decays, checkpoint=CheckpointSection(folder=str(cut / "ck"), asynchronous=False)
+    )
+    train(first)
+    result = train(tiny(cut), progress=said.append, must_resume=True)
+    assert result.resumed_step == 4 and any("resuming from" in text for text in said)
+    assert [step for step, _, _ in curve(cut)] == list(range(1, 9))
+    assert curve(cut) == curve(whole)
+    assert tensors_of(cut / "ck" / "step-00000008") == tensors_of(whole / "ck" / "step-00000008")
+
+
+def tensors_of(path: Path) -> dict[str, list[float]]:
+    """A checkpoint's tensors, through torch's own converter."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    file = path.parent / "whole.pt"
+    dcp_to_torch_save(path, file)
+    return {name: value.flatten().tolist() for name, value in torch.load(file, weights_only=True).items()}
+
+
+def test_nothing_is_carried_over_but_what_is_saved(tmp_path: Path) -> None:
+    """The same seed gives the same run; another seed, or no dropout, gives another."""
+    for name in ("a", "b", "c"):
+        train(tiny(tmp_path / name, steps=3, seed=int(name == "c"), checkpoint=CheckpointSection()))
+        torch.rand(7)  # whoever else draws numbers
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+    assert curve(tmp_path / "a")[0] != curve(tmp_path / "c")[0]
+
+
+def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
+    recipe = tiny(tmp_path, steps=7, checkpoint=CheckpointSection(folder=str(tmp_path / "ck"), every=3, keep=9))
+    train(recipe)
+    for step in (6, 7):
+        shutil.rmtree(tmp_path / "ck" / f"step-{step:08d}")
+    before = curve(tmp_path)
+    with (tmp_path / "log" / "log.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 8, "lo')  # torn off
+    assert train(recipe).resumed_step == 3
+    assert curve(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 1}, "was made with seed 0, the recipe has 1"),
+        ({"batch": BatchSection(global_batch=2, micro_batch=2, seq=32)}, "was made with global_batch 4"),
+        ({"steps": 1}, "is of step 2; the recipe has 1 steps"),
+        (
+            {"model": ModelSection(factory="support.train_models:tiny64")},
+            "with model.factory support.train_models:tiny, the",
+        ),
+        ({"optimizer": OptimizerSection(name="sgd")}, "made with .*optimizer.name adamw, the recipe has sgd"),
+        ({"optimizer": OptimizerSection(betas=(0.9, 0.9))}, r"made with optimizer.betas \[0.9, 0.95\], the recipe has"),
+    ],
+)
+def test_a_checkpoint_of_another_run(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    train(tiny(tmp_path, steps=2))
+    with pytest.raises(UsageError, match=says):
+        train(tiny(tmp_path, **{"steps": 4} | change))
+
+
+def test_resume_that_finds_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--resume: there is no checkpoint in .*ck"):
+        train(tiny(tmp_path), must_resume=True)
+    with pytest.raises(UsageError, match=r"the recipe has no checkpoint.folder"):
+        train(tiny(tmp_path, checkpoint=CheckpointSection()), must_resume=True)
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_holds_and_changes_no_bit(tmp_path: Path) -> None:
+    plain = train(gpt(tmp_path / "plain"))
+    assert plain.second_step_peaks is not None
+    smallest = smallest_budget(tmp_path)
+    middle = (smallest + plain.second_step_peaks.peak_bytes) // 2
+    assert smallest < middle < plain.second_step_peaks.peak_bytes
+    result = train(gpt(tmp_path / "planned", plan=PlanSection(budget=f"{middle}B")))
+    assert curve(tmp_path / "planned") == curve(tmp_path / "plain")
+    peaks, predicted = result.second_step_peaks, result.predicted_peak_bytes
+    assert peaks is not None and predicted is not None
+    assert peaks.peak_bytes <= middle
+    assert peaks.peak_bytes == pytest.approx(predicted, rel=0.02)
+    assert result.first_step_peaks is not None
+    assert result.first_step_peaks.peak_bytes < peaks.peak_bytes  # the optimizer has no state yet
+
+
+def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path) -> None:
+    first = train(gpt(tmp_path / "first", plan=PlanSection(budget=f"{smallest_budget(tmp_path)}B")))
+    file = tmp_path / "first" / "log" / "plan.json"
+    again = train(gpt(tmp_path / "again", plan=PlanSection(file=str(file))))
+    assert curve(tmp_path / "again") == curve(tmp_path / "first")
+    assert again.predicted_peak_bytes == first.predicted_peak_bytes
+    other = ModelSection(architecture="gpt", layers=2, hidden=64, heads=4, code="huggingface")
+    for wrong in (other, ModelSection(factory="support.train_models:tiny")):
+        with pytest.raises(PlanMismatch):
+            train(gpt(tmp_path / "wrong", model=wrong, plan=PlanSection(file=str(file))))
+    with pytest.raises(UsageError, match=r"plan.file: .* cannot be read"):
+        train(gpt(tmp_path / "wrong", plan=PlanSection(file=str(tmp_path / "no.json"))))
+
+
+def smallest_budget(folder: Path) -> int:
+    with pytest.raises(Infeasible) as error:
+        train(gpt(folder / "none", plan=PlanSection(budget="1kB")))
+    return error.value.minimum_budget_bytes
+
+
+def test_gradients_that_are_added_up_are_in_the_budget(tmp_path: Path) -> None:
+    """From the second micro-batch on they live through the forward."""
+    batch = BatchSection(global_batch=12, micro_batch=4, seq=64)
+    with pytest.raises(Infeasible) as error:
+        train(gpt(tmp_path / "none", batch=batch, plan=PlanSection(budget="1kB")))
+    budget = error.value.minimum_budget_bytes
+    result = train(gpt(tmp_path / "some", batch=batch, plan=PlanSection(budget=f"{budget}B")))
+    assert result.second_step_peaks is not None and result.second_step_peaks.peak_bytes <= budget
+    assert result.second_step_peaks.peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=0.02)
+
+
+def test_a_policy_is_applied_and_counted(tmp_path: Path) -> None:
+    logs = {name: LogSection(folder=str(tmp_path / name / "log"), peak_tflops=1.0) for name in ("plain", "full")}
+    plain = train(gpt(tmp_path / "plain", log=logs["plain"]))
+    full = train(gpt(tmp_path / "full", log=logs["full"], plan=PlanSection(policy="full")))
+    assert curve(tmp_path / "plain") == curve(tmp_path / "full")
+    assert full.second_step_peaks.peak_bytes < plain.second_step_peaks.peak_bytes  # type: ignore[union-attr]
+    for folder, share in (("plain", 1.0), ("full", 4 / 3)):
+        step = lines(tmp_path / folder)[-1]
+        assert step["hfu"] / step["mfu"] == pytest.approx(
+            share, rel=0.12
+        )  # the head and each layer's last product stay
+
+
+def test_the_meter_sees_each_phase() -> None:
+    kept = torch.zeros(MIB, dtype=torch.uint8)
+    meter = MemoryMeter(torch.device("cpu"), 1, lambda: [kept, kept])
+    with meter.step() as measured:
+        with meter.phase("forward"):
+            held = torch.empty(3 * MIB, dtype=torch.uint8)
+        with meter.phase("backward"):
+            del held
+            more = torch.empty(MIB, dtype=torch.uint8)
+        with meter.phase("forward"):
+            most = torch.empty(4 * MIB, dtype=torch.uint8)
+            del most
+    peaks = measured()
+    assert peaks is not None and more is not None
+    assert peaks.phases == pytest.approx({"forward": 6 * MIB, "backward": 4 * MIB}, abs=4096)
+    assert peaks.peak_bytes == max(peaks.phases.values())
+    with meter.step() as measured, meter.phase("forward"):
+        pass
+    assert measured() is None  # one step was asked for
+
+
+# arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_norm_and_the_clipping_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    one, other = (nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    for model in (one, other):
+        (model(torch.arange(14.0).reshape(2, 7)) ** 2).sum().backward()
+    norm = total_norm(one.parameters())
+    clip(one.parameters(), norm, 0.25)
+    expected = nn.utils.clip_grad_norm_(other.parameters(), 0.25)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_making_the_state_changes_no_weight(name: str) -> None:
+    model = nn.Linear(4, 4)
+    before = [p.detach().clone() for p in model.parameters()]
+    section = OptimizerSection(name=name, momentum=0.9 if name == "sgd" else 0.0)
+    optimizer = make_optimizer(section, model.parameters())
+    ensure_state(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert len(optimizer.state) == 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [3e-4, 3e-4]
+
+
+def test_work_is_counted_as_the_papers_do() -> None:
+    """arXiv 2205.05198 Appendix A, equation 7: 72 B L s h² (1 + s / 6h + V / 12hL) FLOPs a step without recompute."""
+    spec, batch, seq = preset("gpt-22b"), 4, 2048
+    hidden, layers, vocab = 6144, 48, 51200
+    expected = 72 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
+    assert spec_flops(spec, sequences=batch, seq=seq) == pytest.approx(expected, rel=1e-9)
+
+
+def test_utilisation() -> None:
+    work = StepWork(model_flops=600, recomputed_flops=150, peak_flops_per_second=1000.0)
+    assert (work.mfu(1.0), work.hfu(1.0), work.mfu(2.0)) == (0.6, 0.75, 0.3)
+    assert StepWork(model_flops=600).mfu(1.0) is None
+    assert peak_flops_per_second(LogSection(gpu="h100-80gb"), "bf16-autocast") == pytest.approx(989e12, rel=0.01)
+    assert peak_flops_per_second(LogSection(peak_tflops=2.5), "fp32") == 2.5e12
+    assert peak_flops_per_second(LogSection(), "fp32") is None
+
+
+def test_a_traced_model_has_its_work_counted(tmp_path: Path) -> None:
+    log = LogSection(folder=str(tmp_path / "log"), peak_tflops=1.0, memory_steps=0)
+    train(tiny(tmp_path, steps=1, log=log, checkpoint=CheckpointSection()))
+    step = lines(tmp_path)[0]
+    per_token = 2 * (2 * (64 * 128 + 128 * 32) + 32 * 256)  # products of both blocks and of the head
+    assert step["mfu"] * step["step_seconds"] * 1e12 == pytest.approx(3 * per_token * 4 * 32, rel=1e-9)
+
+
+# signals and disks ----------------------------------------------------------------------------------------------------
+
+
+def test_a_signal_stops_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tiny(tmp_path / "whole"))
+    monkeypatch.setenv("JETTISON_FAULT", "term-step:0:3")
+    before = signal.getsignal(signal.SIGTERM)
+    result = train(tiny(tmp_path / "cut", checkpoint=CheckpointSection(folder=str(tmp_path / "cut" / "ck"))))
+    assert (result.steps, result.stopped) == (3, "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.delenv("JETTISON_FAULT")
+    assert train(tiny(tmp_path / "cut")).resumed_step == 3
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("seconds", "code"), [(0.2, 0), (30, -signal.SIGINT)])
+def test_signals_to_the_command(tmp_path: Path, seconds: float, code: int) -> None:
+    """The first one ends it in order and with exit code 0, a later one at once."""
+    process = subprocess.Popen(
+        command(tiny(tmp_path, steps=10_000), tmp_path), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(tmp_path, JETTISON_FAULT=f"slow:0:{seconds}"),
+    )  # fmt: skip
+    try:
+        enough = 3 if code == 0 else 1  # two steps, or none
+        wait_for(lambda: lines_written(tmp_path) >= enough)
+        process.send_signal(signal.SIGTERM)
+        if code:
+            time.sleep(2.5)
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == code, err
+    if code == 0:
+        assert out.startswith("stopped by SIGTERM after ")
+        assert (tmp_path / "ck" / "latest").exists()
+
+
+def lines_written(folder: Path) -> int:
+    file = folder / "log" / "log.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def wait_for(condition: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("asynchronous", "on_error"), [(True, "continue"), (False, "stop")])
+def test_a_full_disk(tmp_path: Path, asynchronous: bool, on_error: str) -> None:
+    """Files may grow to 100 kB, which the log stays below and a checkpoint does not."""
+    section = CheckpointSection(folder=str(tmp_path / "ck"), every=2, asynchronous=asynchronous)
+    train(tiny(tmp_path, steps=4, checkpoint=section))
+    good = sorted(p.name for p in (tmp_path / "ck").iterdir())
+    contents = tensors_of(tmp_path / "ck" / "step-00000004")
+    recipe = tiny(tmp_path, checkpoint=replace(section, on_error=on_error))
+    done = subprocess.run(
+        command(recipe, tmp_path), env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )  # fmt: skip
+    assert "warning: checkpoint of step 6 could not be written" in done.stderr
+    assert "File too large" in done.stderr and "step-00000004" in done.stderr
+    (tmp_path / "ck" / "whole.pt").unlink()
+    assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == good
+    assert tensors_of(tmp_path / "ck" / "step-00000004") == contents
+    if on_error == "stop":
+        assert done.returncode == 1 and "stopping: a checkpoint could not be written" in done.stderr
+    else:
+        assert done.returncode == 1, "the last weights are not there"
+        assert "the last weights, of step 8, are not saved: " in done.stderr
+        assert [step for step, _, _ in curve(tmp_path)] == list(range(1, 9))
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_and_its_exit_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jettison.cli.main import run
+
+    file = tmp_path / "r.toml"
+    file.write_text(
+        f'steps = 2\n[model]\narchitecture = "gpt"\nhidden = 32\nlayers = 2\ncode = "huggingface"\n'
+        f'[batch]\nglobal_batch = 2\nmicro_batch = 2\nseq = 16\n[log]\nfolder = "{tmp_path / "log"}"\n'
+    )
+    monkeypatch.delenv("RANK", raising=False)
+    assert run(["train", str(file)]) == 0
+    text = capsys.readouterr()
+    assert text.out.startswith("done: 2 steps\nloss from ") and "MFU and HFU n/a" not in text.err
+    assert "peak of the second step: " in text.out and text.err == ""
+    assert run(["train", str(file), "--format", "json", "--steps", "1", "--budget", "1GiB"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["steps"], document["budget"]) == ("jettison.train/1", 1, "1GiB")
+    assert set(document["first_step_peak_bytes"]) == {"forward", "backward", "optimizer"}
+    assert run(["train", str(file), "--budget", "10kB"]) == 3
+    assert "the smallest feasible budget is" in capsys.readouterr().err
+    for wrong in (["nothing.toml"], [str(file), "--budget", "10"], [str(file), "--resume"], [str(file), "--steps", "0"],
+                  [str(file), "--budget", "1GiB", "--recompute", "full"], [str(file), "--gpu", "abacus"]):  # fmt: skip
+        assert run(["train", *wrong]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_trained_so(tmp_path: Path) -> None:
+    module = tmp_path / "odd_models.py"
+    module.write_text(
+        "from torch import nn\nclass Pair(nn.Linear):\n  def forward(self, input_ids, labels):\n"
+        "    return super().forward(input_ids.float())\ndef pair(): return Pair(32, 3)\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        with pytest.raises(UsageError, match="model: called with input_ids and labels, it gave no scalar loss"):
+            train(tiny(tmp_path, model=ModelSection(factory="odd_models:pair"), checkpoint=CheckpointSection()))
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_tensorboard_is_said_to_be_missing_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    warned: list[str] = []
+    RunLog(tmp_path, tensorboard=True, resumed_step=0, warn=warned.append).close()
+    assert len(warned) == 1 and "tensorboard is not installed" in warned[0]
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("")
+    with pytest.raises(UsageError, match=r"log.folder: cannot write to"):
+        train(tiny(tmp_path))
+
+
+def test_a_loss_that_is_no_number_is_said(tmp_path: Path) -> None:
+    warned: list[str] = []
+    wild = OptimizerSection(lr=1e30, clip=0.0)
+    made = tiny(tmp_path, steps=4, optimizer=wild, checkpoint=CheckpointSection(), on_nan="continue")
+    train(made, warn=warned.append)
+    assert any("the loss is nan" in text or "the loss is inf" in text for text in warned)
+    assert lines(tmp_path)[-1]["loss"] is None  # JSON has no NaN
+
+
+def test_errors_have_their_exit_codes() -> None:
+    assert (RankLost.exit_code, UsageError.exit_code, Infeasible.exit_code) == (1, 2, 3)
+    assert parse_bytes("2GiB") == 2**31 and TrainResult.__dataclass_params__.frozen  # type: ignore[attr-defined]

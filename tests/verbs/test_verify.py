@@ -1,0 +1,139 @@
+"""`verify`: what it shows of a plan that holds, and that it notices one that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import jettison
+from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER
+from jettison.errors import UsageError
+from jettison.report.proof import LayerProof, Proof
+from jettison.runtime.frame import Frame
+
+S, B, H, V = 64, 2, 64, 128
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=H, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=S, use_cache=False, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randint(0, V, (B, S))
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
+
+
+def check(proof):
+    assert proof.passed, proof.failures()
+    assert proof.saved_bytes_agree, proof.layers
+    assert Proof.from_json(proof.to_json()) == proof
+
+
+def test_a_budget_is_planned_proven_and_taken_off_again():
+    model, batch = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with jettison.apply(model, "none", batch=batch) as handle:
+        plain = jettison.verify(model, batch, handle=handle, optimizer=optimizer, rounds=1)
+    budget = plain.baseline_peak_bytes * 4 // 5
+    proof = jettison.verify(model, batch, budget=budget, optimizer=optimizer, rounds=2)
+    check(plain)
+    check(proof)
+    assert proof.measured_peak_bytes <= proof.budget_bytes == budget < proof.baseline_peak_bytes
+    assert abs(proof.prediction_error) < 0.02
+    assert proof.gradients_compared == len(list(model.parameters()))
+    assert all(entry.predicted_bytes == entry.plain_bytes for entry in plain.layers), "everything is kept"
+    assert sum(e.observed_bytes for e in proof.layers) < sum(e.observed_bytes for e in plain.layers)
+    assert "forward" not in vars(model.model.layers[0])
+
+
+@pytest.mark.parametrize("policy", ["full", "selective-op", "every:2"])
+def test_policies_hold_what_the_ledger_says(policy):
+    model, batch = llama()
+    with jettison.apply(model, policy, batch=batch) as handle:
+        proof = jettison.verify(model, batch, handle=handle, rounds=1, steps=1)
+    check(proof)
+    assert (proof.budget_bytes, proof.predicted_peak_bytes, proof.prediction_error) == (None, None, None)
+    if policy == "full":
+        assert {e.observed_bytes for e in proof.layers if e.layer != ROOT_LAYER} == {B * S * H * 4}
+    if policy == "every:2":
+        held = [e.observed_bytes for e in proof.layers if e.layer != ROOT_LAYER]
+        assert held == [B * S * H * 4, 0, B * S * H * 4, 0], "within a segment only the first layer holds its input"
+
+
+def test_dropout_buffers_and_a_loss_outside_of_the_model():
+    blocks = [
+        nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.2), nn.BatchNorm1d(64), nn.Linear(64, 32)) for _ in range(3)
+    ]
+    model, batch = nn.Sequential(*blocks), (torch.randn(16, 32),)
+    with jettison.apply(model, "none", batch=batch, loss_fn=lambda out: out.square().mean()) as handle:
+        proof = jettison.verify(model, batch, handle=handle, loss_fn=lambda out: out.square().mean(), rounds=1)
+    check(proof)
+    assert len({entry.observed_bytes for entry in proof.layers[1:-1]}) == 1, "running statistics are no layer's"
+    assert proof.layers[-1].layer == OUTSIDE_LAYER
+    assert proof.layers[-1].observed_bytes == 16 * 32 * 4
+
+
+def test_wrong_gradients_are_noticed(monkeypatch):
+    model, batch = llama()
+    recompute = Frame.recompute
+
+    def wrong(frame, handle):
+        tensor = recompute(frame, handle)
+        return tensor + 1e-3 if tensor.is_floating_point() else tensor
+
+    with jettison.apply(model, "full", batch=batch) as handle:
+        monkeypatch.setattr(Frame, "recompute", wrong)
+        proof = jettison.verify(model, batch, handle=handle, rounds=1, steps=1)
+    assert not proof.passed
+    assert not proof.gradients_identical
+    assert proof.losses_identical, "only backward was wrong"
+    assert "gradient of" in proof.differences[0]
+    assert "the gradients differ" in proof.failures()[0]
+
+
+def test_bytes_that_are_held_beside_the_plan_are_noticed(monkeypatch):
+    model, batch = llama()
+    with jettison.apply(model, "full", batch=batch) as handle:
+        region = handle.regions[1]
+        monkeypatch.setattr(type(region.policy), "kept", lambda _self, program: program.saved_buffers())
+        proof = jettison.verify(model, batch, handle=handle, rounds=1, steps=1)
+    assert not proof.saved_bytes_agree, "predicted all of it, held only the inputs"
+
+
+def test_exactly_one_of_budget_plan_and_handle():
+    model, batch = llama()
+    with pytest.raises(UsageError, match="exactly one"):
+        jettison.verify(model, batch)
+    with pytest.raises(UsageError, match="exactly one"):
+        jettison.verify(model, batch, budget="1GiB", handle=object())
+
+
+def proof_of(**changes):
+    values = {
+        "gradients_identical": True, "losses_identical": True, "random_state_identical": True,
+        "buffers_identical": True, "parameters_identical": True, "gradients_compared": 3, "differences": (), "steps": 2,
+        "budget_bytes": 100, "predicted_peak_bytes": 90, "measured_peak_bytes": 90, "baseline_peak_bytes": 200,
+        "step_time_ratio": 1.1, "step_time_ratio_low": 1.0, "step_time_ratio_high": 1.2, "baseline_step_seconds": 0.5,
+        "rounds": 4, "plan_hash": "ab", "device": "cpu", "torch_version": "2",
+        "layers": (LayerProof(layer="a", policy="full", plain_bytes=9, predicted_bytes=3, observed_bytes=3),),
+    }  # fmt: skip
+    return Proof(**values | changes)
+
+
+def test_the_document():
+    proof = proof_of()
+    document = proof.document()
+    assert document["schema"] == "jettison.proof/1"
+    assert {"gradients_identical", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "baseline_peak_bytes",
+            "step_time_ratio", "layers", "device", "torch_version", "passed"} <= set(document)  # fmt: skip
+    assert document["saved"] == {"plain_bytes": 9, "predicted_bytes": 3, "observed_bytes": 3}
+    assert proof_of(measured_peak_bytes=101).failures() == (
+        "the measured peak, 101 B (101B), is above the budget of 100 B (100B)",
+    )
+    assert not proof_of(random_state_identical=False).passed
+    for text in ("", "[]", '{"schema": "jettison.plan/1"}', '{"schema": "jettison.proof/1"}'):
+        with pytest.raises(UsageError, match=r"not a jettison\.proof/1 document"):
+            Proof.from_json(text)
