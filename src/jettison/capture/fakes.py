@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -151,10 +152,40 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
     for tensor in _tensors_of(model):
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
+    try:
+        return _copied(model, copies, dict(memo))
+    except TypeError:  # what cannot be copied is shared: locks, files, modules
+        for module in model.modules():
+            for value in vars(module).values():
+                _share_what_cannot_be_copied(value, memo, 0)
+        return _copied(model, copies, memo)
+
+
+def _copied(model: nn.Module, copies: Sequence[tuple[nn.Module, nn.Module]], memo: dict[int, Any]) -> nn.Module:
     for module, fake_model in copies:
         fake_model.__setstate__(copy.deepcopy(vars(module), memo))
         leave_casts(module, fake_model)
     return copy.deepcopy(model, memo)
+
+
+def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int) -> None:
+    if id(value) in memo or isinstance(value, Tensor | nn.Module) or depth > DEEPEST:
+        return
+    if isinstance(value, _CONTAINERS):
+        for inside in value.values() if isinstance(value, dict) else value:
+            _share_what_cannot_be_copied(inside, memo, depth + 1)
+        return
+    try:
+        copy.deepcopy(value, dict(memo))
+    except TypeError:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and not isinstance(value, ModuleType):
+            for inside in attributes.values():
+                _share_what_cannot_be_copied(inside, memo, depth + 1)
+            with contextlib.suppress(TypeError):
+                copy.deepcopy(value, dict(memo))
+                return
+        memo[id(value)] = value
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode, device: torch.device | str | None = None) -> Any:
@@ -229,6 +260,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(item, seen)
 
 
+DEEPEST = 8  # of what is looked into for things that cannot be copied
 LARGEST_RNN_BYTES = 2**28
 
 

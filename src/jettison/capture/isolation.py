@@ -17,14 +17,14 @@ from torch import nn
 
 from jettison.capture.reach import Reach
 from jettison.capture.streams import OutsideTorch
-from jettison.errors import TraceError
+from jettison.errors import TraceError, UnsupportedModule
 
 
 class Isolation:
     """What a run on fake tensors changes outside of them."""
 
-    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any], *, copies: bool = False) -> None:
-        self.reach = Reach(modules, values, copies=copies)
+    def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any]) -> None:
+        self.reach = Reach(modules, values)
         self.streams = OutsideTorch.now()
 
     def effects(self) -> str:
@@ -54,19 +54,33 @@ class Isolation:
 
 
 @contextlib.contextmanager
-def leaving_nothing(
-    modules: Iterable[nn.Module], values: Iterable[Any] = (), *, copies: bool = False
-) -> Iterator[Isolation]:
-    """Python's state is as it was when this ends.
+def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> Iterator[Isolation]:
+    """Python's state is as it was when this ends; what tensors hold is `undo`'s.
 
-    Args:
-        copies: so are tensors in its hands, which a run on real ones may write to.
+    Raises:
+        UnsupportedModule: something moved that cannot be put back.
     """
-    state = Isolation(modules, values, copies=copies)
+    state = Isolation(modules, values)
     try:
         yield state
     finally:
         state.undo()
+        refuse_moved(state.reach)
+
+
+def refuse_moved(reach: Reach) -> None:
+    """Nothing puts an iterator back.
+
+    Raises:
+        UnsupportedModule: one has gone on.
+    """
+    moved = reach.moved()
+    if moved:
+        raise UnsupportedModule(
+            f"the forward takes from a {type(moved[0]).__name__} that outlives it, and planning, which runs the "
+            "forward, has made it go on. That cannot be put back: count in an attribute, or index a list, instead of "
+            "an iterator; and make this one again before you train"
+        )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from jettison.capture.isolation import forward_of, leaving_nothing, without_our_
 from jettison.capture.recorder import RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.undo import WritesUndone
 from jettison.capture.wrapped import has_gradients, plain
 from jettison.ledger.program import Buffer, Program, Source
 
@@ -37,12 +38,17 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     """
     leaves, spec = tree_flatten((args, kwargs))
     with (
-        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), torch.no_grad(),
+        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
     ):  # fmt: skip
         given = [stand_in(leaf) for leaf in leaves]
         real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
         output = forward_of(module, module)(*real_args, **real_kwargs)
     return _trace_of(given, output)
+
+
+def _nothing(_saved: Any) -> None:
+    """Of a graph that nobody goes through; there has to be one, for a forward may put hooks on what has gradients."""
 
 
 def stand_in(leaf: Any) -> Any:
@@ -57,16 +63,10 @@ def stand_in(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, values: Iterable[Any]) -> Iterator[None]:
-    """Buffers, random generators and Python's state come out as they went in."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    """Tensors that were there, random generators and Python's state come out as they went in."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), leaving_nothing([module], values, copies=True):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    with torch.random.fork_rng(devices=devices), leaving_nothing([module], values), WritesUndone():
+        yield
 
 
 def _trace_of(given: list[Any], output: Any) -> RegionTrace:

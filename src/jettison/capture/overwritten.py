@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from jettison.capture.recorder import Place, Recorder
 from jettison.capture.wrapped import storage_of
@@ -27,19 +28,21 @@ class Late:
 
 @dataclass(frozen=True, kw_only=True)
 class Trail:
-    """What a recording leaves of its memory. Storages are known by their addresses, and fake ones cost nothing to keep;
-    real ones (masks, positions) would add up over the blocks, and are forgotten.
+    """What a recording leaves of its memory. Storages are known by their addresses, which nobody else gets as long as
+    they are referred to. Fake ones cost nothing to keep; real ones (masks, positions) would add up over the blocks, and
+    are referred to weakly: nobody can write to what nobody has.
     """
 
     versions: dict[int, list[int]]
     writes: frozenset[int]
-    alive: list[FakeTensor]
+    alive: list[FakeTensor | StorageWeakRef]
 
     @classmethod
     def of(cls, recorder: Recorder) -> Trail:
         """Of a recording that is over."""
-        alive = [tensor for tensor in recorder.tensors() if isinstance(tensor, FakeTensor)]
-        known = {storage_of(tensor) for tensor in alive}
+        tensors = recorder.tensors()
+        alive = [t if isinstance(t, FakeTensor) else StorageWeakRef(t.untyped_storage()) for t in tensors]
+        known = {storage_of(tensor) for tensor in tensors}
         return cls(
             versions={storage: found for storage, found in recorder.versions.items() if storage in known},
             writes=frozenset(storage for storage, _ in recorder.writes if storage in known), alive=alive,

@@ -10,17 +10,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jettison.capture.described import described
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.capture.wrapped import plain
-from jettison.errors import TraceError
+from jettison.errors import TraceError, UnsupportedModule
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def leaf_signature(leaf: Any) -> Any:
-    """A tensor by its metadata, a value by itself, an object by its type and what it holds."""
+    """A tensor by its metadata, a value by itself, an object by its type and what it holds.
+
+    Raises:
+        UnsupportedModule: a tensor that is not one piece of memory.
+    """
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not is_traceable_wrapper_subclass(leaf):
+        raise UnsupportedModule(
+            f"an argument of a planned module is a tensor of layout {leaf.layout}, which no recording can hold yet; "
+            "expected dense tensors. Pass its parts and put it together inside, or leave the module out with "
+            "regions=[...]"
+        )
     if isinstance(leaf, _SCALARS):
         return type(leaf), leaf
     return described(leaf)
@@ -33,7 +44,8 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     share memory lie to each other does.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    return leaves, (spec, tuple(map(leaf_signature, leaves)), _sharing(leaves))
+    known = tuple(map(leaf_signature, leaves))
+    return leaves, (spec, known, _sharing(leaves))
 
 
 def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.opinfo import writes
 from jettison.capture.trees import op_leaves
+from jettison.capture.undo import Undo
 from jettison.capture.wrapped import desugars, has_gradients
 
 WHICH_DEVICE = torch.ops.prim.device.default
@@ -37,6 +38,7 @@ class RealUntilFake(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
+        self.undo = Undo()
         self.shadows: dict[int, tuple[Any, torch.UntypedStorage]] = {}  # storage -> weak reference, what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +54,9 @@ class RealUntilFake(TorchDispatchMode):
             elif isinstance(leaf, torch.Tensor):
                 has_real = True
         if has_fake and has_real and func._schema.is_mutable:
-            for tensor in writes(func, args, kwargs):
+            written = writes(func, args, kwargs)
+            self.undo.note(written)
+            for tensor in written:
                 self._overshadow(tensor)
         if self.shadows and has_real and not func.is_view:
             given, instead = (args, kwargs), tree_map(self._instead, (args, kwargs))
@@ -69,7 +73,10 @@ class RealUntilFake(TorchDispatchMode):
         if not has_real and _is_empty_float(func, kwargs):
             return func(*args, **kwargs)
         with unset_fake_temporarily(), _unmoved_stream() if seeded else contextlib.nullcontext():
-            return func(*args, **kwargs)
+            self.undo.note(writes(func, args, kwargs))
+            out = func(*args, **kwargs)
+            self.undo.made(op_leaves(args, kwargs), out)
+            return out
 
     def _overshadow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -125,13 +132,16 @@ def tracing(mode: FakeTensorMode, *, values_known: bool) -> Iterator[None]:
     """Everything inside allocates no model memory and leaves every random generator as it was.
 
     Args:
-        values_known: the batch is real, so that what depends on it alone is computed for real.
+        values_known: the batch is real, so that what depends on it alone is computed for real. Real tensors that
+            were there before come out as they went in.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=_cuda_devices()))
         stack.enter_context(mode)
         if values_known:
-            stack.enter_context(RealUntilFake(mode))
+            values = RealUntilFake(mode)
+            stack.callback(values.undo.restore)
+            stack.enter_context(values)
         yield
 
 

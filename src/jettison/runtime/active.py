@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.recorder import CaptureMode, TensorRef
-from jettison.capture.streams import Streams
 from jettison.capture.trees import tree_leaves
 from jettison.capture.wrapped import plain, wrapping
-from jettison.errors import TraceError, WrongValue
+from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked import SequenceCheck
 from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
@@ -88,6 +87,12 @@ class ActiveFrame(Frame):
             f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
             "from the next step on this region runs without a recording"
         )
+
+    def lost(self, handle: Handle) -> WrongValue:
+        """As any frame's, and the region is not trusted again."""
+        error = super().lost(handle)
+        self.region.distrust(self.recipe, str(error))
+        return error
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
         """A module boundary was crossed; box what recipes want of it."""
@@ -172,28 +177,3 @@ class Listener:
 
     def __reduce__(self) -> Any:
         return Listener, (None, None, self.path, self.is_output)
-
-
-class Before:
-    """Enough of the world to run a region's forward again: random states, and proof that nothing else changed."""
-
-    def __init__(self, module: nn.Module, leaves: list[Any], *, cuda: bool) -> None:
-        self.tensors = [*module.buffers(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
-        self.streams = Streams.now(cuda=cuda)  # dear on CUDA, and needed only where the region may draw
-        self.versions = [t._version for t in self.tensors]
-
-    def restore(self, name: str, why: str, effects: str) -> None:
-        """Go back to before a run that was broken off.
-
-        Raises:
-            TraceError: the run has left something behind that cannot be undone.
-        """
-        done = "written to its buffers or arguments" if self.versions != [t._version for t in self.tensors] else ""
-        done = done or (effects and f"changed Python's state ({effects})")
-        if done:
-            raise TraceError(
-                f"{name or 'the model'} did not run as recorded ({why}) and has {done}, so it cannot be run again in "
-                "this step; the next step runs it without a recording. Leave it out with regions=[...] to have no such "
-                "steps"
-            )
-        self.streams.restore()

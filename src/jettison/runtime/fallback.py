@@ -25,6 +25,7 @@ from jettison.capture.reach import Reach
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.streams import Streams
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
+from jettison.capture.undo import WritesUndone
 from jettison.capture.wrapped import arrived, desugars, plain, storage_of
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
@@ -51,15 +52,19 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     Args:
         forward: of ``module``, on real tensors.
     """
-    reach = Reach([module], tree_leaves((args, kwargs)), copies=True)
+    reach = Reach([module], tree_leaves((args, kwargs)))
+    elsewhere = WritesUndone()
     streams, signature = Streams.now(), global_signature()
     looks = _Looks()
     try:
         with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
             before = {key: (b._version, _witness(b, 0, Check.FULL)) for key, b in copies.items()}
             given = _copied((args, kwargs))
-            with looks.hollow:
+            elsewhere.undo.adopt([*copies.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))])
+            with elsewhere, looks.hollow:
                 first = _run(forward, given, looks.first, looks.asked)
+                if elsewhere.undo.wrote:
+                    return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
             written = tuple(  # kernels that write statistics do not all tell the version counter
                 key for key, b in copies.items() if b._version != before[key][0] or not before[key][1].agrees(b)
             )
@@ -193,14 +198,20 @@ def _tables(module: nn.Module) -> list[dict[str, Any]]:
     return [sub._buffers for sub in module.modules()]
 
 
-def _copies(module: nn.Module, only: tuple[tuple[int, str], ...] | None = None) -> Buffers:
+def _buffers_of(module: nn.Module) -> Iterator[tuple[tuple[int, str], Tensor]]:
+    for i, table in enumerate(_tables(module)):
+        for name, buffer in table.items():
+            if buffer is not None:
+                yield (i, name), buffer
+
+
+def _cloned(buffers: Buffers) -> Buffers:
     with torch.no_grad():
-        return {
-            (i, name): buffer.clone()
-            for i, table in enumerate(_tables(module))
-            for name, buffer in table.items()
-            if buffer is not None and (only is None or (i, name) in only)
-        }
+        return {key: buffer.clone() for key, buffer in buffers.items()}
+
+
+def _copies(module: nn.Module, only: tuple[tuple[int, str], ...] | None = None) -> Buffers:
+    return _cloned({key: buffer for key, buffer in _buffers_of(module) if only is None or key in only})
 
 
 @contextlib.contextmanager
@@ -268,6 +279,7 @@ class Rerun:
         self.streams = Streams.now()
         self.signature = global_signature()
         self.buffers = _copies(module, verdict.written)
+        self.also: Buffers = {}  # written to as well, this time
         self.count = 0
         self.hollow = verdict.hollow
         self.wanted: dict[int, Witness | None] = {}
@@ -275,8 +287,13 @@ class Rerun:
 
     def run(self) -> Any:
         """The forward itself."""
+        versions = {key: b._version for key, b in _buffers_of(self.module)}
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack_dropped):
-            return self.forward(*self.call[0], **self.call[1])
+            output = self.forward(*self.call[0], **self.call[1])
+        self.also = {
+            key: b for key, b in _buffers_of(self.module) if key not in self.buffers and versions.get(key) != b._version
+        }
+        return output
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
@@ -321,13 +338,17 @@ class Rerun:
             raise self.wrong(RAN_BACKWARD)
 
         now, reach = Streams.now(), Reach([self.module], leaves)
+        parameters = [(p, p._version) for p in self.module.parameters()]
         self.streams.restore()
         try:
             with (
                 torch.enable_grad(), as_signed(self.signature), _buffers_as(self.module, self._buffers()),
+                _buffers_as(self.module, _cloned(self.also)),
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
             ):  # fmt: skip
                 self.forward(*args, **kwargs)
+            if reach.wrote() or any(p._version != version for p, version in parameters):
+                raise self.wrong("its forward wrote to a tensor that is no buffer of its, and has done so twice now")
         finally:
             now.restore()
             reach.restore()
@@ -336,8 +357,7 @@ class Rerun:
 
     def _buffers(self) -> Buffers:
         """As they were when the forward began; copies, so that another backward finds them so again."""
-        with torch.no_grad():
-            return {key: buffer.clone() for key, buffer in self.buffers.items()}
+        return _cloned(self.buffers)
 
     def _take(self, index: int, tensor: Tensor) -> None:
         witness = self.wanted[index]

@@ -208,6 +208,15 @@ class Frame:
                 compare(handle.witness, plain(tensor), rounded, lambda: self.wrong(handle))
             return tensor
 
+    def lost(self, handle: Handle) -> WrongValue:
+        """What to raise where something that a tensor is computed from never came by."""
+        slot = self.recipe.trace.program.slots[handle.index]
+        return WrongValue(
+            f"saved tensor {slot.index} of {self.name or 'the model'} cannot be computed again: an exception left its "
+            "forward before that had run to its end, and what it had made until then went on. The gradients of this "
+            "step must not be used; from the next step on it runs without a recording"
+        )
+
     def wrong(self, handle: Handle) -> WrongValue:
         """What to raise where a tensor came back as another one."""
         slot = self.recipe.trace.program.slots[handle.index]
@@ -237,7 +246,8 @@ class Frame:
         if isinstance(box, Handle):
             tensor = self.memo[buffer] = plain(box.frame.recompute(box))
             return tensor
-        assert box.tensor is not None
+        if box.tensor is None:
+            raise self.lost(handle)
         if box.tensor._version != box.version:
             raise _stale("a kept tensor", self.name, box.version, box.tensor._version)
         return arrived(box.tensor)

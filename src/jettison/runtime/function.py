@@ -9,6 +9,7 @@ tensor that it reaches by any other way is kept.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -82,13 +83,14 @@ def checkpointable(cls: Class) -> Class:
     return cls
 
 
-class _Calls:
-    """The functions that run now; ours, and no state of the user's."""
-
-    __slots__ = ("stack",)
+class _Calls(threading.local):
+    """The functions that run now, on this thread; ours, and no state of the user's."""
 
     def __init__(self) -> None:
         self.stack: list[Callable[..., Any]] = []
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Calls:
+        return _Calls()
 
 
 class _Body(nn.Module):
@@ -105,6 +107,10 @@ class _Body(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.current.stack[-1](*args, **kwargs)
 
+    def bound(self) -> Callable[..., Any]:
+        """The function that runs now, for when others do."""
+        return self.current.stack[-1]
+
 
 class _FunctionRegion:
     def __init__(
@@ -112,6 +118,7 @@ class _FunctionRegion:
     ) -> None:
         self.body = _Body(found, parameters)
         self.planned = PlannedForward(self.body, "a checkpointed function", how, fake_model=False, how=closely)
+        self.planned.bound = self.body.bound
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.body.current.stack.append(function)

@@ -25,9 +25,9 @@ from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.tracer import trace_root
 from jettison.capture.trees import tree_leaves
 from jettison.capture.wrapped import plain, wrapping
-from jettison.errors import TraceError, WrongValue
+from jettison.errors import TraceError, UnsupportedModule, WrongValue
 from jettison.ledger.program import Program
-from jettison.runtime.active import ActiveFrame, Before, Listener, current_frame, running
+from jettison.runtime.active import ActiveFrame, Listener, current_frame, running
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.checked import SequenceCheck, SomeMode
@@ -124,6 +124,7 @@ class PlannedForward:
         self.divergences: dict[Any, int] = {}
         self.model = model or module  # the whole, of which this is a part
         self.fake_model = fake_model  # record on a fake copy of the module
+        self.bound: Callable[[], Callable[..., Any]] | None = None  # what forward stands for in this call
         self.name = name
         self.policy = policy
         self.blocks = blocks or ()  # names of the regions inside this one, for the root
@@ -417,6 +418,8 @@ class PlannedForward:
             trace.anchor(self.late, inside)
             self._acquit(key, trace)
             return self._store(key, trace)
+        except UnsupportedModule:  # what recording has moved cannot be put back: no run of today is a plain one's
+            raise
         except (TraceError, ValueError) as error:
             return self._fall_back(key, str(error))
 
@@ -465,23 +468,21 @@ class PlannedForward:
     def _run(
         self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        for _attempt in range(3):
-            prepared.calls += 1
-            if prepared.recipe is None:
-                return self._run_fallback(prepared, args, kwargs)
-            before = Before(self.module, leaves, cuda=not prepared.checked or prepared.recipe.trace.draws)
-            try:
-                return self._run_planned(prepared, key, leaves, args, kwargs)
-            except Diverged as divergence:
-                self._note_divergence(prepared, key, str(divergence))
-                try:
-                    before.restore(self.name, str(divergence), prepared.recipe.trace.effects)
-                except TraceError:
-                    self.distrusted[key] = str(divergence)
-                    self.prepared.pop(key, None)
-                    raise
-                prepared = self._prepare(key, args, kwargs)
-        return self._run_fallback(prepared, args, kwargs)
+        prepared.calls += 1
+        if prepared.recipe is None:
+            return self._run_fallback(prepared, args, kwargs)
+        try:
+            return self._run_planned(prepared, key, leaves, args, kwargs)
+        except Diverged as divergence:
+            self._note_divergence(prepared, key, str(divergence))
+            self.distrusted[key] = str(divergence)
+            self.prepared.pop(key, None)
+            raise TraceError(
+                f"{self.name or 'the model'} did not run as recorded ({divergence}), and what it had dropped until "
+                "then cannot be computed again. It is not run a second time, since nobody knows what the first has "
+                "left in Python's state: repeat the step. From the next one on it runs without a recording; leave it "
+                "out with regions=[...] to have no such steps"
+            ) from None
 
     def _must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
         """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
@@ -560,7 +561,12 @@ class PlannedForward:
         if not self._leave(frame):
             self._note_divergence(prepared, key, frame.broken)
             return output
-        self._compare_graph(prepared, frame, leaves, output)
+        if not self._has_recorded_graph(prepared, frame, leaves, output):
+            why = "its autograd graph is another one"
+            if self.how is Check.OFF or frame.share > 1:
+                raise Diverged(why)
+            self._note_divergence(prepared, key, why)  # nothing is missing, and witnesses see to the values
+            return output
         prepared.checked = True
         if settings is not None:
             prepared.settings = settings
@@ -570,7 +576,7 @@ class PlannedForward:
             frame.handed = {}
         return output
 
-    def _compare_graph(self, prepared: Prepared, frame: ActiveFrame, leaves: list[Any], output: Any) -> None:
+    def _has_recorded_graph(self, prepared: Prepared, frame: ActiveFrame, leaves: list[Any], output: Any) -> bool:
         """The graph of the first run, which was compared with the recording, must be that of every later one."""
         names: dict[int, Any] = {
             id(t): name for name, (table, leaf) in self.owners.items() if (t := table[leaf]) is not None
@@ -586,8 +592,7 @@ class PlannedForward:
         found = graph_print(tree_leaves(output), bounds)
         if prepared.graph is None:
             prepared.graph = found
-        elif prepared.graph != found:
-            raise Diverged("its autograd graph is another one")
+        return bool(prepared.graph == found)
 
     def _from_before(self, leaves: list[Any]) -> dict[int, Handle]:
         if self.link is None or self.link.before is None:
@@ -626,7 +631,8 @@ class PlannedForward:
                 "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
             )
 
+        forward = self.forward if self.bound is None else self.bound()
         return Rerun(
-            self.module, self.forward, args, kwargs, verdict=verdict, how=self.how, salt=self.calls, wrong=wrong,
+            self.module, forward, args, kwargs, verdict=verdict, how=self.how, salt=self.calls, wrong=wrong,
             rounded=self.rounded,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.recorder import Call, Read, RegionTrace, TensorRef
+from jettison.capture.unfit import VALUES_WANTED
 from jettison.capture.wrapped import plain
 from jettison.runtime.recipe import view_of, whole_copy, within
 
@@ -29,7 +30,10 @@ def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:
             for index in read.calls or ():
                 if index not in done:
                     done.add(index)
-                    _run(trace, trace.calls[index], values)
+                    try:
+                        _run(trace, trace.calls[index], values)
+                    except VALUES_WANTED:  # a dry run has none
+                        return False
             if not _found_again(trace, read, values):
                 return False
     return True

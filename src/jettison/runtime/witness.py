@@ -27,12 +27,14 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, prod
 from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -49,7 +51,7 @@ SAMPLED_AFTER = 3
 """With ``sampled``, runs of a recording in which everything is looked at first."""
 ROUNDING = 4.0
 """Units in the last place, of the largest element looked at, that two runs of one product may differ by."""
-COLUMNS = 61  # of a digest; a prime, so that moving values along a row or a plane changes columns
+PIECE = 1 << 20  # elements of which a digest is made at a time
 
 
 class Check(StrEnum):
@@ -144,33 +146,49 @@ def _strided(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
 
 
 def digest(tensor: Tensor, spots: Spots) -> Tensor:
-    """A few numbers that change with any element of a plain tensor, and with the place of any."""
+    """A few numbers that change with any element of a plain tensor and with the place of any, but one time in 2^32."""
     if spots.slack == ():
         return look(tensor, spots, 0)
     tensor = tensor.detach()
-    if tensor.is_neg() and not isinstance(tensor, FakeTensor):
-        tensor = tensor.resolve_neg()
-    size, stride = tuple(tensor.shape), tuple(tensor.stride())
-    dims = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1 and step]
+    on_host = is_told_at_once(tensor)
     if isinstance(tensor, FakeTensor):
-        width = COLUMNS if _is_dense(dims) else dims[-1][0]
-        return tensor.new_empty(2 * (width + COLUMNS), dtype=torch.int64)  # the parts, and these put together
+        if on_host:
+            return tensor.new_empty(1, dtype=torch.int64)
+        held = [tensor.new_empty(min(tensor.numel(), PIECE), dtype=torch.int64) for _ in range(3)]
+        return held[0].new_empty(-(-tensor.numel() // PIECE))
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype.is_complex:
-        return digest_of_bits(torch.view_as_real(tensor.resolve_conj()))
-    return digest_of_bits(tensor.as_strided([n for n, _ in dims], [s for _, s in dims], tensor.storage_offset()))
-
-
-def digest_of_bits(tensor: Tensor) -> Tensor:
-    """See `digest`."""
+        tensor = torch.view_as_real(tensor)
     bits = bits_of(tensor)
-    dims = list(zip(bits.shape, bits.stride(), strict=True))
-    if not _is_dense(dims):
-        return torch.hash_tensor(bits, dim=list(range(bits.dim() - 1))).view(torch.int64)
-    count = bits.numel()
-    rows = count // COLUMNS
-    body = bits.as_strided((rows, COLUMNS), (COLUMNS, 1), bits.storage_offset())
-    tail = bits.as_strided((count - rows * COLUMNS,), (1,), bits.storage_offset() + rows * COLUMNS)
-    return torch.cat([torch.hash_tensor(body, dim=[0]).view(torch.int64), tail.to(torch.int64)])
+    dims = sorted(((n, step) for n, step in zip(bits.shape, bits.stride(), strict=True) if n != 1 and step), key=_step)
+    ordered = bits.as_strided([n for n, _ in dims[::-1]], [step for _, step in dims[::-1]], bits.storage_offset())
+    return torch.tensor([_checksum(ordered)]) if on_host else _weighted(ordered.reshape(-1))
+
+
+def _step(dim: tuple[int, int]) -> int:
+    return dim[1]
+
+
+def _checksum(bits: Tensor) -> int:
+    """CRC-32 of a tensor in the order of its memory. What is not dense is copied a piece at a time, not by torch."""
+    if bits.is_contiguous() or bits.dim() == 1 or bits[0].numel() <= PIECE:
+        rows = [bits] if bits.is_contiguous() else bits.split(max(1, PIECE // max(1, bits[0].numel())))
+        found = 0
+        for row in rows:
+            found = zlib.crc32(numpy.ascontiguousarray(row.numpy()).data, found)
+        return found
+    found = 0
+    for part in bits:
+        found = found * 0x9E3779B1 + _checksum(part) & 0x7FFFFFFFFFFFFFFF
+    return found
+
+
+def _weighted(bits: Tensor) -> Tensor:
+    """Of every piece of a dense tensor the sum of its elements, each by a weight of its place, modulo 2^64."""
+    place = torch.arange(min(bits.numel(), PIECE), device=bits.device)
+    weights = (place * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D) ^ (place << 32)
+    return torch.stack([(piece.to(torch.int64) * weights[: piece.numel()]).sum() for piece in bits.split(PIECE)])
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
