@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "dtypes", "progress"),
+    ("units", "errors", "quantities", "dtypes", "progress"),
     ("spec",),
     ("ledger",),
     ("formula", "capture"),
@@ -39,6 +39,8 @@ FREE = frozenset({"cli"})  # may import anything, since it does so when a verb i
 WITHOUT_TORCH = (
     "units",
     "errors",
+    "quantities",
+    "progress",
     "dtypes",
     "spec",
     "ledger",

@@ -87,6 +87,10 @@ class TraceError(JettisonError, RuntimeError):
     """A region's forward could not be recorded."""
 
 
+class RecordingLeft(TraceError):
+    """An exception of the user's own left a forward while it was recorded. The real one may be left by it as well."""
+
+
 class StaleTensor(JettisonError, RuntimeError):
     """A tensor that backward needs was written to after forward had saved it."""
 

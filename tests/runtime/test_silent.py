@@ -45,7 +45,7 @@ def test_equal_or_stopped(case: Case) -> None:
     holds(case, "full")
 
 
-@named([c for c in QUICK if c.make.__module__ in ("silent.aliasing", "silent.later")])
+@named([c for c in QUICK if c.make.__module__ in ("silent.aliasing", "silent.later", "silent.outside")])
 def test_equal_or_stopped_where_some_is_kept(case: Case) -> None:
     """What is kept may share its memory with what is computed again."""
     holds(case, "share:75")

@@ -38,8 +38,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     """
     leaves, spec = tree_flatten((args, kwargs))
     with (
-        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing),
+        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), holding_nothing(),
     ):  # fmt: skip
         given = [stand_in(leaf) for leaf in leaves]
         real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
@@ -47,8 +46,15 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
     return _trace_of(given, output)
 
 
-def _nothing(_saved: Any) -> None:
-    """Of a graph that nobody goes through; there has to be one, for a forward may put hooks on what has gradients."""
+@contextlib.contextmanager
+def holding_nothing() -> Iterator[None]:
+    """Forwards make a graph that nobody goes through: there has to be one, for they may put hooks on what is in it."""
+
+    def nothing(_saved: Any) -> None:
+        return None
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):
+        yield
 
 
 def stand_in(leaf: Any) -> Any:

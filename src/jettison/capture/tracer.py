@@ -34,10 +34,10 @@ from jettison.capture.traced import (
     loss_of,
 )
 from jettison.capture.trees import tree_leaves
-from jettison.capture.unfit import OtherRegions, refuse_unfit, values_wanted
+from jettison.capture.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
 from jettison.capture.values import tracing
 from jettison.capture.wrapped import plain, storage_of
-from jettison.errors import JettisonError, TraceError
+from jettison.errors import JettisonError, RecordingLeft, TraceError
 from jettison.ledger.program import Anchor, Op
 
 MOST_CHANGES = 32  # of what is a region, before a model is given up
@@ -206,9 +206,11 @@ def recording_errors() -> Iterator[None]:
         yield
     except JettisonError:
         raise
-    except Exception as error:  # the user's own too: a hook that leaves a forward by one has not left the real one
+    except Exception as error:
         first = str(error).splitlines()[0][:200] if str(error) else ""
-        raise TraceError(f"{type(error).__name__}: {first}") from error
+        kinds = (RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AssertionError, *VALUES_WANTED)
+        kind = TraceError if isinstance(error, kinds) else RecordingLeft
+        raise kind(f"{type(error).__name__}: {first}") from error
 
 
 class Tracer:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.observe import stand_in, undisturbed
+from jettison.capture.observe import holding_nothing, stand_in, undisturbed
 from jettison.capture.signature import call_signature, opaque_copy
 from jettison.capture.streams import seed_streams
 from jettison.capture.stub import stub_outputs
@@ -47,7 +47,7 @@ def observe_block(
         given.append([_alike(leaf) for leaf in given[0]])
         calls = [opaque_copy(tree_unflatten(values, spec), stand_in) for values in given]
         started = time.perf_counter()
-        with torch.no_grad():
+        with holding_nothing():
             args, kwargs = opaque_copy(calls[0])
             module(*args, **kwargs)
         seconds = time.perf_counter() - started

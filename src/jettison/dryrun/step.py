@@ -22,6 +22,7 @@ from jettison.capture.recorder import RegionTrace
 from jettison.capture.traced import BlockClass, ModelTrace
 from jettison.dryrun.block import block_levels, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.errors import TraceError
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
@@ -142,7 +143,13 @@ def dry_run_block(
     how = Check(trace.loop.check)
     with trace.context(), quiet_gc(), planned(module, cls.example, policy, cls.trace, cls.signature, how):
         hold_gradients(trace, module)
-        levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
+        try:
+            levels = block_levels(module, (cls.args, cls.kwargs), shared, workspace, trace.device_type)
+        except (LookupError, AttributeError) as error:  # of code that knows a fake tensor from a real one
+            raise TraceError(
+                f"blocks like {cls.example} ran on the batch itself, and cannot run on tensors without values "
+                f"({type(error).__name__}: {error}); leave them out with regions=[...]"
+            ) from error
     return RegionOption(key=key, seconds=seconds, **levels._asdict())
 
 

@@ -25,7 +25,7 @@ from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.tracer import trace_root
 from jettison.capture.trees import tree_leaves
 from jettison.capture.wrapped import plain, wrapping
-from jettison.errors import TraceError, UnsupportedModule, WrongValue
+from jettison.errors import RecordingLeft, TraceError, UnsupportedModule, WrongValue
 from jettison.ledger.program import Program
 from jettison.runtime.active import ActiveFrame, Listener, current_frame, running
 from jettison.runtime.assumptions import Assumptions
@@ -418,6 +418,10 @@ class PlannedForward:
             trace.anchor(self.late, inside)
             self._acquit(key, trace)
             return self._store(key, trace)
+        except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
+            return Prepared(
+                recipe=None, problem=str(error), checked=True, told=True, verdict=Verdict(again=False, why=str(error))
+            )
         except UnsupportedModule:  # what recording has moved cannot be put back: no run of today is a plain one's
             raise
         except (TraceError, ValueError) as error:
@@ -563,7 +567,8 @@ class PlannedForward:
             return output
         if not self._has_recorded_graph(prepared, frame, leaves, output):
             why = "its autograd graph is another one"
-            if self.how is Check.OFF or frame.share > 1:
+            unseen = self.how is Check.OFF or frame.share > 1
+            if unseen and any(slot.kind == "drop" for slot in recipe.slots):
                 raise Diverged(why)
             self._note_divergence(prepared, key, why)  # nothing is missing, and witnesses see to the values
             return output
