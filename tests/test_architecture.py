@@ -233,4 +233,4 @@ def test_public_names() -> None:
         )
     run = jettison.Run(model=jettison.preset("llama3-8b"), seq=2048, layout=jettison.Layout(tp=8, sp=True))
     assert jettison.forecast(run).parameters == 8_030_261_248
-    assert jettison.Ledger.__module__ == "jettison.ledger.record"
+    assert jettison.Ledger.__module__ == "jettison.ledger.ledger"
