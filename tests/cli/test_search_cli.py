@@ -15,6 +15,7 @@ from jettison.cli.main import run as cli
 from jettison.errors import UsageError
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import model_spec
+from jettison.progress import silent
 from jettison.report.search import SearchReport
 from jettison.search import evaluate
 from jettison.search.journal import Journal
@@ -27,7 +28,7 @@ from jettison.verbs.search import search as search_report
 # state ----------------------------------------------------------------------------------------------------------------
 
 
-def report(path=None, jobs: int = 1, progress=None) -> SearchReport:
+def report(path=None, jobs: int = 1, progress=silent) -> SearchReport:
     request = SearchRequest(seq=512, cp="1")
     return search_report(
         "gpt2", request, gpus=4, gpu="a100-80gb", global_batch=16, budget="3GiB", state=path, jobs=jobs,

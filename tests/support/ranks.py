@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import fcntl
 import importlib
-import inspect
 import json
 import os
 import signal
@@ -151,8 +150,7 @@ def launch_ranks(
     with tempfile.TemporaryDirectory() as folder:
         command = [*torchrun(nproc), *_words(target, args)]
         paths = [str(TESTS), str(SOURCE), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-        if not isinstance(target, str | Path):  # modules of tests are known by their names alone
-            paths.insert(0, str(Path(inspect.getfile(target)).parent))
+        paths += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]  # tests are modules without a package
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
             command, env=os.environ | more | dict(environment or {}), text=True, start_new_session=True,

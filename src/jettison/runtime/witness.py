@@ -154,8 +154,9 @@ def digest(tensor: Tensor, spots: Spots) -> Tensor:
     if isinstance(tensor, FakeTensor):
         if on_host:
             return tensor.new_empty(1, dtype=torch.int64)
-        held = [tensor.new_empty(min(tensor.numel(), PIECE), dtype=torch.int64) for _ in range(3)]
-        return held[0].new_empty(-(-tensor.numel() // PIECE))
+        held = [tensor.new_empty(min(tensor.numel(), PIECE), dtype=torch.int64) for _ in range(2)]
+        sums = held[0].new_empty(-(-tensor.numel() // PIECE))
+        return torch.empty_like(sums)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype.is_complex:
@@ -187,8 +188,14 @@ def _checksum(bits: Tensor) -> int:
 def _weighted(bits: Tensor) -> Tensor:
     """Of every piece of a dense tensor the sum of its elements, each by a weight of its place, modulo 2^64."""
     place = torch.arange(min(bits.numel(), PIECE), device=bits.device)
-    weights = (place * 0x9E3779B97F4A7C1 + 0x2545F4914F6CDD1D) ^ (place << 32)
-    return torch.stack([(piece.to(torch.int64) * weights[: piece.numel()]).sum() for piece in bits.split(PIECE)])
+    weights = place.mul(0x9E3779B97F4A7C1).add_(0x2545F4914F6CDD1D).bitwise_xor_(place.bitwise_left_shift_(32))
+    del place
+    sums = []
+    for piece in bits.split(PIECE):
+        part = piece.to(torch.int64, copy=True).mul_(weights[: piece.numel()])
+        sums.append(part.sum())
+        del part
+    return torch.stack(sums)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
