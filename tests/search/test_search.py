@@ -294,6 +294,7 @@ def loop_seconds() -> float:
     return time.process_time() - begin
 
 
+@pytest.mark.slow
 def test_llama_70b_on_64_h100_is_quick() -> None:
     """Machines differ and are shared. It takes 150 such loops; a search that has lost its bounds takes thousands."""
     loop, begin = loop_seconds(), time.process_time()

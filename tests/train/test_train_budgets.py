@@ -154,6 +154,7 @@ def given_again(args: dict[str, Any]) -> dict[str, Any]:
     return {"left": left, "runs": runs, "said": said}
 
 
+@pytest.mark.slow
 def test_the_plans_of_a_pipeline_can_be_given_again(tmp_path: Path) -> None:
     case = {"layout": {"pp": 2, "virtual_stages": 2}}
     for rank in run_ranks(given_again, 2, {"folder": str(tmp_path), "case": case, "budget": "7500kB"}, timeout=200):
@@ -173,6 +174,7 @@ def too_little(args: dict[str, Any]) -> dict[str, Any]:
     return {"said": str(error.value), "enough": enough, "measured": result.second_step_peaks.peak_bytes}  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_what_the_neediest_stage_needs_is_said(tmp_path: Path) -> None:
     one, other = run_ranks(too_little, 2, {"folder": str(tmp_path)}, timeout=200)
     assert one == other
