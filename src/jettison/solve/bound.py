@@ -96,8 +96,8 @@ def best_multipliers(budgeted: BudgetedWalk) -> Floats:
     walk = budgeted.walk
     if walk.count == 0:
         return np.zeros(1)
-    highs = highspy.Highs()
-    for option, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
+    highs = _quiet(highspy)
+    for option, value in (("threads", 1), ("random_seed", 0)):
         highs.setOptionValue(option, value)
     seconds_scale = SCALE / max(1, sum(max((m.picoseconds for m in moves), default=0) for moves in budgeted.moves))
     byte_scale = SCALE / max(1, budgeted.budget_bytes)
@@ -107,6 +107,20 @@ def best_multipliers(budgeted: BudgetedWalk) -> Floats:
         return np.zeros(walk.count + 1)
     duals = np.asarray(highs.getSolution().row_dual, dtype=np.float64)[-(walk.count + 1) :]
     return np.maximum(0.0, -duals) * (byte_scale / seconds_scale)
+
+
+def _quiet(highspy: Any) -> Any:
+    """A solver that prints nothing: highspy 1.16 registers its callbacks, and with that prints its banner on stdout,
+    while it is being constructed, where no option can have been set yet."""
+
+    class Quiet(highspy.Highs):
+        def enableCallbacks(self) -> None:
+            self.silent()
+            super().enableCallbacks()
+
+    solver = Quiet()
+    solver.silent()
+    return solver
 
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:
