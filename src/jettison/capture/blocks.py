@@ -113,9 +113,11 @@ def _ordinals(siblings: dict[str, nn.Module]) -> set[tuple[str, str]]:
         last = name.rpartition(".")[2]
         position = int(last) if last.isdigit() else -1
         mine = {
-            (path, key) for path, m in module.named_modules() for key, value in vars(m).items()
+            (path, key)
+            for path, m in module.named_modules()
+            for key, value in vars(m).items()
             if type(value) is int and value == position
-        }  # fmt: skip
+        }
         found = mine if found is None else found & mine
     return found or set()
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jettison.capture.reach import PLAIN
+from jettison.capture.places import PLAIN
+from jettison.capture.reach import slots_of
 from jettison.capture.wrapped import plain, wrapping
 
 DEEPEST = 8
@@ -63,7 +64,7 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
     array = _array(value)
     if array is not None:
         return array
-    held = [getattr(value, name, None) for cls in type(value).__mro__ for name in _slots(cls)]
+    held = [getattr(value, name, None) for cls in type(value).__mro__ for name in slots_of(cls)]
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         held.append(attributes)
@@ -74,9 +75,15 @@ def tensor_description(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor but its values and its place in memory."""
     inner = plain(tensor)
     return (
-        inner.shape, inner.stride(), tensor.dtype, tensor.requires_grad, tensor.device.type, wrapping(tensor),
-        inner.is_conj(), inner.is_neg(),
-    )  # fmt: skip
+        inner.shape,
+        inner.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.device.type,
+        wrapping(tensor),
+        inner.is_conj(),
+        inner.is_neg(),
+    )
 
 
 def _cells(function: types.FunctionType) -> list[Any]:
@@ -87,12 +94,6 @@ def _cells(function: types.FunctionType) -> list[Any]:
         except ValueError:  # not assigned yet
             found.append(None)
     return found
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _array(value: Any) -> Any:

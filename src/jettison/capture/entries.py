@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.roles import Roles
-from jettison.capture.signature import call_signature
+from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.traced import BlockClass, ModelTrace, as_call
 from jettison.capture.tracer import Tracer, uncached_autocast
 from jettison.capture.trees import tree_leaves
@@ -109,13 +109,13 @@ class _Region:
                 continue
             seen.add(ref)
             viewed.add(slot.buffer)
-            yield self.entry(slot, ref, "shared input" if shared else self.roles.role(slot, ref))
+            yield self.entry(slot, "shared input" if shared else self.roles.role(slot, ref))
         for b in sorted((kept | self._shared_reads(kept)) - viewed):
             buffer = program.buffers[b]
             if self._costs(b, kept) or buffer.source is Source.INPUT:
                 ref = self._view(buffer)
                 slot = Slot(index=-1, buffer=b, shape=ref.size, dtype=dtype_name(ref.dtype))
-                yield self.entry(slot, ref, "shared input" if buffer.free else "kept for recompute")
+                yield self.entry(slot, "shared input" if buffer.free else "kept for recompute")
 
     def _costs(self, b: int, kept: frozenset[int]) -> bool:
         """Whether a buffer is held and is neither a parameter nor a registered buffer, in whatever version."""
@@ -128,7 +128,7 @@ class _Region:
         reads = {b for o in program.recompute_set(kept | inputs) for b in program.ops[o].inputs}
         return frozenset(b for b in reads if program.buffers[b].free and program.buffers[b].source is Source.INPUT)
 
-    def entry(self, slot: Slot, ref: TensorRef, role: str) -> SavedTensor:
+    def entry(self, slot: Slot, role: str) -> SavedTensor:
         """The record of one held tensor."""
         program = self.trace.program
         buffer = program.buffers[slot.buffer]
@@ -178,7 +178,7 @@ def _outside(trace: ModelTrace, root: _Region) -> Iterator[SavedTensor]:
         if not buffer.free:
             slot = Slot(index=-1, buffer=ref.buffer, shape=ref.size, dtype=dtype_name(ref.dtype))
             role = root.roles.role(slot, ref)
-            yield replace(root.entry(slot, ref, role), layer=OUTSIDE_LAYER)
+            yield replace(root.entry(slot, role), layer=OUTSIDE_LAYER)
 
 
 # who sees whose buffers -----------------------------------------------------------------------------------------------
@@ -206,9 +206,13 @@ class _Links:
             if isinstance(ref, TensorRef) and made is not None:
                 ids.setdefault(ref.buffer, f"root#{made}")
         return _Region(
-            trace=cls.trace, module=trace.fake_model.get_submodule(call.name), layer=call.name, ids=ids,
-            prefix=f"{call.name}@{earlier}" if earlier else call.name, arguments=tree_leaves((cls.args, cls.kwargs)),
-        )  # fmt: skip
+            trace=cls.trace,
+            module=trace.fake_model.get_submodule(call.name),
+            layer=call.name,
+            ids=ids,
+            prefix=f"{call.name}@{earlier}" if earlier else call.name,
+            arguments=tree_leaves((cls.args, cls.kwargs)),
+        )
 
 
 class _Linker(Tracer):
@@ -222,21 +226,20 @@ class _Linker(Tracer):
 
     def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self.root is not None:
-            leaves, _ = call_signature(args, kwargs)
+            leaves, signature = call_signature(args, kwargs)
+            before = next(iter(self.traced[len(self.calls) :]), None)
+            if before is None or before.name != name or before.signature != (signature, global_signature()):
+                raise TraceError(
+                    f"block {name} runs on other tensors now than when it was traced; "
+                    "read the ledger under the same autocast and train/eval state"
+                )
             storages = {p: storage_of(t) for p, t in enumerate(leaves) if isinstance(t, Tensor)}
             current = self.root._current
             self.arguments.append({p: current[key] for p, key in storages.items() if key in current})
         return super()._block(name, module, forward, args, kwargs)
 
-    def _class_of(self, name: str, *call: Any) -> BlockClass:
-        index = len(self.calls)
-        if index >= len(self.traced) or self.traced[index].name != name or self.traced[index].signature != call[-1]:
-            raise TraceError(
-                f"block {name} runs on other tensors now than when it was traced; "
-                "read the ledger under the same autocast and train/eval state"
-            )
-        super()._class_of(name, *call)  # run it as the trace did: models collect router logits on the side
-        return self.known[self.traced[index].class_key]
+    def _class_of(self, found: BlockClass, module: nn.Module, signature: Any) -> BlockClass:
+        return self.known[self.traced[len(self.calls)].class_key]
 
 
 def _link(trace: ModelTrace) -> _Links:

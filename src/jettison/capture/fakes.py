@@ -39,13 +39,17 @@ _LENGTHS_ELSEWHERE = (
     "where anything watches the ops; move the lengths to the device (`.to(log_probs.device)`), or give lists"
 )
 _CUDNN_RNN = (
-    torch.ops.aten._cudnn_rnn.default, torch.ops.aten._cudnn_init_dropout_state.default,
-    torch.ops.aten._cudnn_rnn_flatten_weight.default, torch.ops.aten.miopen_rnn.default,
-)  # fmt: skip
+    torch.ops.aten._cudnn_rnn.default,
+    torch.ops.aten._cudnn_init_dropout_state.default,
+    torch.ops.aten._cudnn_rnn_flatten_weight.default,
+    torch.ops.aten.miopen_rnn.default,
+)
 _LEAVES_TERMS = (
-    torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default,
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
     torch.ops.aten.binary_cross_entropy.default,
-)  # fmt: skip
+)
 _SELECT, _NONZERO = torch.ops.aten.masked_select.default, torch.ops.aten.nonzero.default
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -315,9 +319,13 @@ def _grouped_mm(
 
 
 def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
     zero_infinity: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Shapes of `aten._ctc_loss`: the loss of each row [n], and its alphas [n, t, 2 * longest target + 1].
 
     Raises:

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,8 +94,12 @@ class ModuleGuard:
     def _value(self, table: dict[Any, Any], key: Any, value: Any, depth: int) -> None:
         if isinstance(value, (*_SCALARS, *_FUNCTIONS)) or _is_array(value) or _is_plain(value):
             self.settings.append((table, key, value))
-        if not isinstance(value, (*_SCALARS, Tensor, nn.Module)):
-            self._within(value, depth)
+        self._each((value,), depth)
+
+    def _each(self, values: Iterable[Any], depth: int) -> None:
+        for value in values:
+            if not isinstance(value, (*_SCALARS, Tensor, nn.Module)):
+                self._within(value, depth)
 
     def _within(self, value: Any, depth: int) -> None:
         if depth > DEEPEST or id(value) in self._seen or len(self.settings) > MOST_SETTINGS or is_ours(value):
@@ -110,14 +114,12 @@ class ModuleGuard:
             self._seen.add(id(value))
             if not isinstance(value, tuple | frozenset):
                 self.sequences.append((value, tuple(value)))
-            for inside in value:
-                if not isinstance(inside, (*_SCALARS, Tensor, nn.Module)):
-                    self._within(inside, depth + 1)
+            self._each(value, depth + 1)
         elif isinstance(value, functools.partial):
             self._seen.add(id(value))
-            self._within((value.func, *value.args, *value.keywords.values()), depth + 1)
+            self._each((value.func, *value.args, *value.keywords.values()), depth + 2)
         elif isinstance(value, types.MethodType):
-            self._within((value.__func__, value.__self__), depth + 1)
+            self._each((value.__func__, value.__self__), depth + 2)
         elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | nn.Module | Tensor):
             self._attributes(vars(value), depth + 1)
 
@@ -128,8 +130,7 @@ class ModuleGuard:
             except ValueError:  # not assigned yet
                 continue
             self.cells.append((cell, content))
-            if not isinstance(content, (*_SCALARS, Tensor, nn.Module)):
-                self._within(content, depth + 1)
+            self._each((content,), depth + 1)
 
     def _globals(self, function: types.FunctionType, *, nested: bool = False) -> None:
         code = function.__code__
@@ -163,24 +164,10 @@ class ModuleGuard:
 
     def holds(self) -> bool:
         """Whether everything watched is as it was."""
-        for table, key, value in self.settings:
-            now = _in(table, key)
-            if now is not value and not _alike(now, value):
-                return False
-        for size, count in self.sizes:
-            if len(size) != count:
-                return False
-        for sequence, before in self.sequences:
-            if not _same_items(sequence, before):
-                return False
-        for cell, content in self.cells:
-            if not _same_cell(cell, content):
-                return False
+        if next(self._changes(), None) is not None:
+            return False
         for hooks, before_hooks in self.hooks:
             if (hooks or before_hooks) and foreign(hooks) != before_hooks:
-                return False
-        for attributes, forward in self.forwards:
-            if ("forward" in attributes or forward is not None) and own_forward(attributes) is not forward:
                 return False
         for table, key, wants in self.parameters:
             parameter = table.get(key)
@@ -201,7 +188,7 @@ class ModuleGuard:
         found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (id(table), key) in settings]
         found += [tuple(s) for s, _ in self.sequences if (id(s), _LENGTH) in settings]
         found += [len(s) for s, _ in self.sizes if (id(s), _LENGTH) in settings]
-        found += [id(own_forward(a)) for a, _ in self.forwards if (id(a), "forward") in settings]
+        found += [own_forward(a) for a, _ in self.forwards if (id(a), "forward") in settings]
         return found + [repr(cell) for cell, _ in self.cells if (id(cell), _LENGTH) in settings]
 
     def words(self) -> str:
@@ -223,7 +210,7 @@ class ModuleGuard:
             if not _same_cell(cell, content):
                 yield (id(cell), _LENGTH), "a variable that a function closes over"
         for attributes, forward in self.forwards:
-            if own_forward(attributes) is not forward:
+            if ("forward" in attributes or forward is not None) and own_forward(attributes) is not forward:
                 yield (id(attributes), "forward"), "the forward of a module"
 
 

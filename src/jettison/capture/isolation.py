@@ -17,7 +17,7 @@ from torch import nn
 
 from jettison.capture.reach import Reach
 from jettison.capture.streams import OutsideTorch
-from jettison.errors import TraceError, UnsupportedModule
+from jettison.errors import TraceError
 
 
 class Isolation:
@@ -27,20 +27,18 @@ class Isolation:
         self.reach = Reach(modules, values)
         self.streams = OutsideTorch.now()
 
-    def effects(self) -> str:
-        """What of Python's state has changed so far, in words; empty where nothing has.
+    def refuse_draws(self) -> None:
+        """A recording cannot hold what came out of a stream that it does not know.
 
         Raises:
-            TraceError: numbers were drawn from a stream that no recording holds.
+            TraceError: numbers were drawn from one.
         """
         moved = self.streams.moved()
         if moved:
             raise TraceError(f"it draws from {' and '.join(moved)}")
-        changes = self.reach.changes()
-        drawn = next((change for change in changes if change.endswith("was drawn from")), None)
-        if drawn is not None:
-            raise TraceError(f"{drawn}: a generator of its own")
-        return "; ".join(changes[:3])
+        drawn = self.reach.drawn()
+        if drawn:
+            raise TraceError(f"a {type(drawn[0]).__name__} was drawn from: a generator of its own")
 
     def undo_draws(self) -> None:
         """Put random streams back."""
@@ -48,7 +46,11 @@ class Isolation:
         self.reach.restore_streams()
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Put everything back.
+
+        Raises:
+            UnsupportedModule: something has gone on that cannot be put back.
+        """
         self.streams.restore()
         self.reach.restore()
 
@@ -65,22 +67,6 @@ def leaving_nothing(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
         yield state
     finally:
         state.undo()
-        refuse_moved(state.reach)
-
-
-def refuse_moved(reach: Reach) -> None:
-    """Nothing puts an iterator back.
-
-    Raises:
-        UnsupportedModule: one has gone on.
-    """
-    moved = reach.moved()
-    if moved:
-        raise UnsupportedModule(
-            f"the forward takes from a {type(moved[0]).__name__} that outlives it, and planning, which runs the "
-            "forward, has made it go on. That cannot be put back: count in an attribute, or index a list, instead of "
-            "an iterator; and make this one again before you train"
-        )
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.isolation import forward_of, leaving_nothing, without_our_hooks
-from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.capture.undo import WritesUndone
@@ -37,9 +37,7 @@ def observed_trace(module: nn.Module, args: Any, kwargs: Any) -> RegionTrace:
         module: on real tensors. Its buffers and the random generators are left as they were.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    with (
-        _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), holding_nothing(),
-    ):  # fmt: skip
+    with _disable_current_modes(), without_our_hooks(), undisturbed(module, leaves), holding_nothing():
         given = [stand_in(leaf) for leaf in leaves]
         real_args, real_kwargs = opaque_copy(tree_unflatten(given, spec), stand_in)
         output = forward_of(module, module)(*real_args, **real_kwargs)
@@ -96,9 +94,11 @@ def _trace_of(given: list[Any], output: Any) -> RegionTrace:
         refs.append(TensorRef(index, tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype))
     outputs = tuple(r.buffer for r in refs if isinstance(r, TensorRef))
     return RegionTrace(
-        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs), calls=[], slots=[],
-        taps={}, inputs=inputs, names={}, output_leaves=refs, output_spec=spec,
-    )  # fmt: skip
+        program=Program(buffers=tuple(buffers), ops=(), slots=(), outputs=outputs),
+        inputs=inputs,
+        output_leaves=refs,
+        output_spec=spec,
+    )
 
 
 def _buffer(index: int, tensor: Tensor, source: Source, name: str) -> Buffer:

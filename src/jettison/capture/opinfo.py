@@ -18,12 +18,39 @@ from jettison.ledger.program import Anchor
 aten = torch.ops.aten
 
 # Answers that a second run may give differently (ties, thread order): they are kept.
-DISCRETE = {"topk", "argmax", "argmin", "sort", "argsort", "msort", "kthvalue", "nonzero", "median", "nanmedian",
-            "mode", "unique", "unique_consecutive", "_unique2", "unique_dim", "histc", "bincount"}  # fmt: skip
+DISCRETE = {
+    "topk",
+    "argmax",
+    "argmin",
+    "sort",
+    "argsort",
+    "msort",
+    "kthvalue",
+    "nonzero",
+    "median",
+    "nanmedian",
+    "mode",
+    "unique",
+    "unique_consecutive",
+    "_unique2",
+    "unique_dim",
+    "histc",
+    "bincount",
+}
 
 # What `torch.use_deterministic_algorithms` lists for CUDA, as far as it is an op of a forward and not `DISCRETE`.
-_ADDS_IN_ANY_ORDER = {"index_add", "scatter_add", "scatter_reduce", "_scatter_reduce", "index_reduce", "cumsum", "put",
-                      "histc", "bincount", "nll_loss2d_forward"}  # fmt: skip
+_ADDS_IN_ANY_ORDER = {
+    "index_add",
+    "scatter_add",
+    "scatter_reduce",
+    "_scatter_reduce",
+    "index_reduce",
+    "cumsum",
+    "put",
+    "histc",
+    "bincount",
+    "nll_loss2d_forward",
+}
 _WRITES_IN_ANY_ORDER = {"index_copy", "scatter", "put", "index_put", "_index_put_impl"}
 
 
@@ -43,19 +70,35 @@ def is_nondeterministic(name: str, device: str, *, floats: bool, values: bool, d
     return (floats and name in _ADDS_IN_ANY_ORDER) or (values and name in _WRITES_IN_ANY_ORDER)
 
 
-_ATTENTION = {f"_scaled_dot_product_{kind}" for kind in (
-    "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu",
-)}  # fmt: skip
+_ATTENTION = {
+    f"_scaled_dot_product_{kind}"
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
 
-_BOOKKEEPING = {"prim::device", "aten::is_same_size", "aten::sym_size", "aten::sym_numel", "aten::sym_stride",
-                "aten::sym_storage_offset", "aten::_is_zerotensor",
-                "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
+_BOOKKEEPING = {
+    "prim::device",
+    "aten::is_same_size",
+    "aten::sym_size",
+    "aten::sym_numel",
+    "aten::sym_stride",
+    "aten::sym_storage_offset",
+    "aten::_is_zerotensor",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+}
 
 # They write running statistics in training, and their schemas do not say it.
-_MOVE_STATISTICS = {f"aten::{name}" for name in (
-    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_update_stats", "batch_norm_gather_stats",
-    "batch_norm_gather_stats_with_counts",
-)}  # fmt: skip
+_MOVE_STATISTICS = {
+    f"aten::{name}"
+    for name in (
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_update_stats",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+    )
+}
 
 # ctc_loss leaves what lies past the lengths as it was, oneDNN's LSTM the padding of its workspace (which it fills in
 # another way, besides, where no gradients are recorded)
@@ -64,9 +107,10 @@ _WRITE_IN_PART = {"_ctc_loss", "mkldnn_rnn_layer"}
 _COMMUNICATION = {"_c10d_functional", "c10d_functional", "c10d", "symm_mem", "fsdp"}
 
 # Collectives that return a new tensor and may run again: every rank of a group does so if all have the same plan.
-_COLLECTIVES = {f"_c10d_functional::{name}" for name in (
-    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
-)} | {"_dtensor::shard_dim_alltoall"}  # fmt: skip
+_COLLECTIVES = {
+    f"_c10d_functional::{name}"
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+} | {"_dtensor::shard_dim_alltoall"}
 
 
 def is_bookkeeping(func: Any) -> bool:
@@ -177,10 +221,12 @@ def _gives_other_bits(func: Any, name: str, device: str, kwargs: Any, spec_args:
     source = next((named[key] for key in ("source", "src", "values") if key in named), None)
     target = next((v for v in op_leaves(spec_args) if hasattr(v, "dtype")), None)
     return is_nondeterministic(
-        name, device, floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
+        name,
+        device,
+        floats=target is None or target.dtype.is_floating_point or target.dtype.is_complex,
         values=source is not None and hasattr(source, "size") and prod(source.size) > 1,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
+    )
 
 
 def takes_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from jettison.capture.recorder import Place, Recorder
+from jettison.capture.recorder import Recorder
+from jettison.capture.recording import Place
 from jettison.capture.wrapped import storage_of
 
 
@@ -45,8 +46,9 @@ class Trail:
         known = {storage_of(tensor) for tensor in tensors}
         return cls(
             versions={storage: found for storage, found in recorder.versions.items() if storage in known},
-            writes=frozenset(storage for storage, _ in recorder.writes if storage in known), alive=alive,
-        )  # fmt: skip
+            writes=frozenset(storage for storage, _ in recorder.writes if storage in known),
+            alive=alive,
+        )
 
 
 @dataclass(kw_only=True)

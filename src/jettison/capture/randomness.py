@@ -29,15 +29,39 @@ aten = torch.ops.aten
 ADVANCE = "jettison.advance_random_state"
 """Name of the recorded op between two states."""
 
-MOVES_BY_SHAPE = frozenset({
-    "native_dropout", "_fused_dropout",
-    "bernoulli", "bernoulli_", "uniform", "uniform_", "normal", "normal_", "normal_functional",
-    "exponential", "exponential_", "geometric", "geometric_", "cauchy", "cauchy_", "log_normal", "log_normal_",
-    "rand", "rand_like", "randn", "randn_like",
-    "random", "random_", "randint", "randint_like", "randperm",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-})  # fmt: skip
+MOVES_BY_SHAPE = frozenset(
+    {
+        "native_dropout",
+        "_fused_dropout",
+        "bernoulli",
+        "bernoulli_",
+        "uniform",
+        "uniform_",
+        "normal",
+        "normal_",
+        "normal_functional",
+        "exponential",
+        "exponential_",
+        "geometric",
+        "geometric_",
+        "cauchy",
+        "cauchy_",
+        "log_normal",
+        "log_normal_",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "random",
+        "random_",
+        "randint",
+        "randint_like",
+        "randperm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    }
+)
 """Ops of aten, by name."""
 
 MOVES_BY_NUMBER = frozenset({"random", "random_", "randint", "randint_like", "randperm"})

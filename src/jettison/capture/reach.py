@@ -8,14 +8,15 @@ recording on fake tensors must leave nothing behind.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import contextvars
-import copy
 import functools
+import gc
+import os
 import sys
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,20 +24,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.places import (
+    MISSING,
+    PLAIN,
+    PLAIN_TENSORS,
+    TENSOR_HOOKS,
+    Place,
+    Table,
+    TensorState,
+    attribute_of,
+    copy_of,
+    forget,
+    hooks_of,
+    is_array,
+    is_equal,
+    is_unchanged,
+    put_hooks_back,
+    put_table_back,
+)
 from jettison.capture.streams import is_stream, set_stream_state, stream_state
+from jettison.capture.undo import is_in_memory
+from jettison.errors import UnsupportedModule
 
 MOST_VALUES = 100_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
-MOST_DEEP = 12
-MOST_BYTES = 1 << 24  # of an array that is put back
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+MOST_DEEP = 64
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "jettison", "transformers", "_pytest", "pytest"}
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
-
-Table = Any
-"""A dict, a list, a set, a deque, or an array of numbers."""
 
 
 class Reach:
@@ -48,16 +65,18 @@ class Reach:
     """
 
     def __init__(self, modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> None:
-        self.tensors: list[tuple[Tensor, int]] = []
+        self.tensors: list[TensorState] = []
         self.hooks: list[tuple[Tensor, str, Any]] = []  # tables of hooks on tensors, copied
         self.tables: list[Table] = []
         self.before: list[Any] = []
         self.places: list[Place] = []  # cells of closures and slots of objects
         self.named: list[tuple[dict[str, Any], str, Any]] = []  # globals that code mentions
-        self.caches: list[tuple[Any, Any]] = []  # functions with an lru_cache, and what it said of itself
+        self.caches: list[tuple[Any, dict[Any, Any], list[Any]]] = []  # functions with an lru_cache, and its keys
         self.streams: list[tuple[Any, Any]] = []  # random generators of Python's and numpy's, and their state
         self.classes: list[tuple[type, dict[str, Any]]] = []
         self.iterators: list[tuple[Any, Any]] = []  # and how far they are
+        self.variables = list(contextvars.copy_context().items())
+        self.environment = dict(os.environ)
         self._seen: set[int] = set()
         self._held: list[Any] = []
         self._waiting: deque[tuple[Any, int]] = deque()  # what is near comes first, however much lies behind it
@@ -68,7 +87,8 @@ class Reach:
                 classes.update(dict.fromkeys(type(sub).__mro__))
         for cls in classes:
             self._class(cls)
-        for value in (*values, *contextvars.copy_context().values()):  # hooks collect outputs in such variables
+        kept = (value for _, value in self.variables)  # hooks collect outputs in such variables
+        for value in (*values, *kept, *_global_hooks()):
             if not isinstance(value, Tensor):
                 self._later(value, 0)
         while self._waiting:
@@ -76,40 +96,32 @@ class Reach:
 
     # what was found --------------------------------------------------------------------------------------------------
 
-    def changes(self) -> list[str]:
-        """What is not as it was, in words; tables that hold the same objects in the same places count as unchanged."""
-        found = [
-            _describe(table, before)
-            for table, before in zip(self.tables, self.before, strict=True)
-            if not _unchanged(table, before)
-        ]
-        found += ["a tensor in Python's hands was written to"] if self.wrote() else []
-        found += ["a hook was put on a tensor" for tensor, name, was in self.hooks if _hooks(tensor, name) != was]
-        found += [f"{place.name} changed" for place in self.places if not place.unchanged()]
-        found += [f"global {name!r} changed" for names, name, value in self.named if names.get(name) is not value]
-        found += [f"{cls.__name__}.{name} changed" for cls, was in self.classes for name in _moved(cls, was)]
-        found += [f"a {type(one).__name__} went on" for one in self.moved()]
-        return found + [f"a {type(s).__name__} was drawn from" for s, state in self.streams if stream_state(s) != state]
-
-    def wrote(self) -> bool:
-        """Whether a tensor in Python's hands was written to."""
-        return any(tensor._version != version for tensor, version in self.tensors)
+    def drawn(self) -> list[Any]:
+        """Random generators that were drawn from."""
+        return [stream for stream, state in self.streams if stream_state(stream) != state]
 
     def moved(self) -> list[Any]:
         """Iterators that have gone on since: nothing puts them back."""
         return [iterator for iterator, state in self.iterators if iterator_state(iterator) != state]
 
     def restore(self) -> None:
-        """Put everything back that can be, and forget what caches have learnt since; see `moved`."""
+        """Put everything back, and forget what caches have learnt since.
+
+        Raises:
+            UnsupportedModule: an iterator has gone on, which nothing puts back.
+        """
         for table, before in zip(self.tables, self.before, strict=True):
-            if not _unchanged(table, before):
-                _put_back(table, before)
+            if not is_unchanged(table, before):
+                put_table_back(table, before)
         for place in self.places:
             if not place.unchanged():
                 place.put_back()
+        with _disable_current_modes(), torch.no_grad():
+            for held in self.tensors:
+                held.put_back()
         for tensor, name, was in self.hooks:
-            if _hooks(tensor, name) != was:
-                _put_hooks_back(tensor, name, was)
+            if hooks_of(tensor, name) != was:
+                put_hooks_back(tensor, name, was)
         for names, name, value in self.named:
             names[name] = value
         for cls, was in self.classes:
@@ -118,10 +130,28 @@ class Reach:
                     setattr(cls, name, was[name])
                 else:
                     delattr(cls, name)
-        for function, info in self.caches:
-            if function.cache_info().currsize != info.currsize:
-                function.cache_clear()
+        for function, table, keys in self.caches:
+            if function.cache_info().currsize != len(keys):
+                forget(function, table, keys)
+        before = dict(self.variables)
+        for variable, value in contextvars.copy_context().items():
+            if variable not in before:
+                with contextlib.suppress(LookupError):  # nothing takes a value away; the default is as good
+                    variable.set(contextvars.Context().run(variable.get))
+            elif before[variable] is not value:
+                variable.set(before[variable])
+        if os.environ != self.environment:
+            for name in os.environ.keys() - self.environment.keys():
+                del os.environ[name]
+            os.environ.update(self.environment)
         self.restore_streams()
+        moved = self.moved()
+        if moved:
+            raise UnsupportedModule(
+                f"the forward takes from a {type(moved[0]).__name__} that outlives it, and a run that plans or records "
+                "the forward has made it go on. That cannot be put back: count in an attribute, or index a list, "
+                "instead of an iterator; and make this one again before you train"
+            )
 
     def restore_streams(self) -> None:
         """Put random generators back."""
@@ -144,7 +174,8 @@ class Reach:
         for name in _MODULE_TABLES:
             self._add(attributes[name])
         for tensor in (*attributes["_parameters"].values(), *attributes["_buffers"].values()):
-            self._hooks_of(tensor)
+            if tensor is not None and id(tensor) not in self._seen:
+                self._tensor(tensor)
         for name, value in attributes.items():
             if name in HOOK_TABLES and isinstance(value, dict):
                 self._add(value)  # a model that puts hooks on notes in an attribute that it has: both go back
@@ -164,25 +195,30 @@ class Reach:
 
     def _add(self, table: Table) -> None:
         self.tables.append(table)
-        self.before.append(_copy(table))
+        self.before.append(copy_of(table))
 
-    def _hooks_of(self, tensor: Tensor | None) -> None:
-        if tensor is not None and tensor.is_leaf and not isinstance(tensor, FakeTensor):
-            self.hooks += [(tensor, name, _hooks(tensor, name)) for name in _TENSOR_HOOKS]
+    def _tensor(self, tensor: Tensor) -> None:
+        self._seen.add(id(tensor))
+        self._held.append(tensor)
+        if tensor.is_leaf and not isinstance(tensor, FakeTensor):
+            self.hooks += [(tensor, name, hooks_of(tensor, name)) for name in TENSOR_HOOKS]
+        if type(tensor) in PLAIN_TENSORS and is_in_memory(tensor):
+            self.tensors.append(TensorState(tensor))
+            self._add(vars(tensor))  # a flag, or a count, that somebody put on it
+        for value in list(vars(tensor).values()):
+            if type(value) in (dict, list, set) or isinstance(tensor, nn.Parameter):
+                self._later(value, 0)  # those of a fake copy are the model's own
 
     def _visit(self, value: Any, depth: int) -> None:
         if isinstance(value, (*PLAIN, types.ModuleType)) or id(value) in self._seen:
-            return
+            return  # of a module of Python's, what code names is looked at: see `globals_of`
         if isinstance(value, type):
             if len(self._seen) <= MOST_VALUES and depth <= MOST_DEEP:
                 for cls in value.__mro__:
                     self._class(cls, depth + 1)
             return
         if isinstance(value, Tensor):
-            self._seen.add(id(value))
-            if not value.is_inference():
-                self.tensors.append((value, value._version))
-            self._hooks_of(value)
+            self._tensor(value)
             return
         if len(self._seen) > MOST_VALUES or depth > MOST_DEEP or is_ours(value):
             return
@@ -194,19 +230,18 @@ class Reach:
             return
         if is_stream(value):
             self.streams.append((value, stream_state(value)))
-            return
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:  # others have tables or slots
             self.iterators.append((value, iterator_state(value)))
         if isinstance(value, functools._lru_cache_wrapper):
-            self.caches.append((value, value.cache_info()))
+            table = next((t for t in gc.get_referents(value) if type(t) is dict and t is not vars(value)), {})
+            self.caches.append((value, table, list(table)))
         if isinstance(value, dict | list | set | deque | bytearray) or is_array(value):
             self._add(value)
         if isinstance(value, types.FunctionType):
             self.named.extend(globals_of(value))
             if not _is_foreign(value.__module__):
-                self.places += [Place("cell_contents", cell) for cell in value.__closure__ or () if not _is_empty(cell)]
-        for name in (name for cls in type(value).__mro__ for name in _slots_of(cls)):
-            self.places.append(Place(name, value))
+                self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
+        self.places += [Place(name, value) for name in _own_slots(value)]
         for inside in _inside(value):
             self._later(inside, depth + 1)
         attributes = getattr(value, "__dict__", None)
@@ -215,56 +250,11 @@ class Reach:
             self._add(attributes)
             for inside in list(attributes.values()):
                 self._later(inside, depth + 1)
-            for cls in type(value).__mro__:
-                self._class(cls, depth + 1)
+        for cls in type(value).__mro__:
+            self._class(cls, depth + 1)
 
 
-_MISSING = object()
-
-
-class Place:
-    """An attribute that lies in no table: what a cell of a closure holds, or a slot of an object."""
-
-    __slots__ = ("holder", "name", "value")
-
-    def __init__(self, name: str, holder: Any) -> None:
-        self.name, self.holder = name, holder
-        self.value = getattr(holder, name, _MISSING)
-
-    def unchanged(self) -> bool:
-        """Whether it holds what it held."""
-        now = getattr(self.holder, self.name, _MISSING)
-        return now is self.value or _equal(now, self.value)
-
-    def put_back(self) -> None:
-        """Hold that again."""
-        with contextlib.suppress(AttributeError, TypeError):  # a slot may refuse to be set
-            if self.value is _MISSING:
-                delattr(self.holder, self.name)
-            else:
-                setattr(self.holder, self.name, self.value)
-
-
-def _is_empty(cell: Any) -> bool:
-    """Whether nothing was assigned to it yet."""
-    return cell == types.CellType()
-
-
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _hooks(tensor: Tensor, name: str) -> Any:
-    found = getattr(tensor, name, None)
-    return dict(found) if found else None
-
-
-def _put_hooks_back(tensor: Tensor, name: str, was: Any) -> None:
-    table = getattr(tensor, name)
-    if was is None and name == "_backward_hooks":
-        tensor._backward_hooks = None
-        return
-    table.clear()
-    table.update(was or {})
+_ITERATORS = ("builtins", "itertools")
 
 
 def iterator_state(iterator: Any) -> Any:
@@ -291,24 +281,24 @@ def _frozen(value: Any) -> Any:
     return tuple(map(id, value)) if isinstance(value, list) else id(value)
 
 
-def is_array(value: Any) -> bool:
-    """Whether it is numbers that can be written to, of numpy or of Python, and few enough to be copied."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return bool(value.flags.writeable) and value.nbytes <= MOST_BYTES and not isinstance(value, numpy.memmap)
-    return isinstance(value, array.array)
-
-
 def _inside(value: Any) -> Iterator[Any]:
     """What a value holds, refers to, or names."""
     if isinstance(value, dict):
-        yield from list(value.values())
+        yield from list(dict.keys(value))
+        yield from list(dict.values(value))
+        yield getattr(value, "default_factory", None)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from list(value)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+        yield value.__self__
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, types.MappingProxyType):
+        yield from gc.get_referents(value)
     elif isinstance(value, property):
         yield from filter(None, (value.fget,))
     elif isinstance(value, staticmethod | classmethod):
@@ -318,30 +308,29 @@ def _inside(value: Any) -> Iterator[Any]:
     wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
     if wrapped is not None:
         yield wrapped
-    if not isinstance(value, dict | list | tuple | set | frozenset):
-        for cls in type(value).__mro__:
-            for name in _slots_of(cls):
-                inside = getattr(value, name, None)
-                if inside is not None:
-                    yield inside
+    yield from (getattr(value, name) for name in _own_slots(value) if hasattr(value, name))
+
+
+def _own_slots(value: Any) -> list[str]:
+    return [name for cls in type(value).__mro__ if not _is_foreign(cls.__module__) for name in slots_of(cls)]
 
 
 @functools.cache
-def _slots_of(cls: type) -> tuple[str, ...]:
-    if _is_foreign(cls.__module__):
-        return ()
+def slots_of(cls: type) -> tuple[str, ...]:
+    """The names by which instances have what a class has slots for."""
     slots = vars(cls).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    private = f"_{cls.__name__.lstrip('_')}"
+    return tuple(
+        private + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    )
 
 
 def function_reach(function: types.FunctionType) -> Iterator[Any]:
     """What a function's code can read without being given it: its closure, its defaults, the globals that it names."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+    yield from _closed_over(function)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     for _, _, value in globals_of(function):
@@ -359,20 +348,39 @@ def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Ite
         return
     names = names_in(function.__code__)
     table = function.__globals__
+    modules: list[Any] = _closed_over(function)
     for name in names:
-        if name not in table:
+        if name in table:
+            yield table, name, table[name]
+            modules.append(table[name])
+        elif name in sys.modules:  # imported by the function itself
+            modules.append(sys.modules[name])
+    seen = set()
+    while modules:
+        module = modules.pop()
+        if not isinstance(module, types.ModuleType) or _is_foreign(module.__name__) or module.__name__ in seen:
             continue
-        value = table[name]
-        yield table, name, value
-        if isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
-            yield from ((vars(value), inner, vars(value)[inner]) for inner in names if inner in vars(value))
+        seen.add(module.__name__)
+        for name in names:
+            if name in vars(module):
+                yield vars(module), name, vars(module)[name]
+                modules.append(vars(module)[name])
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    held = [attribute_of(cell, "cell_contents") for cell in function.__closure__ or ()]
+    return [value for value in held if value is not MISSING]
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in(code: types.CodeType) -> tuple[str, ...]:
     """Global and attribute names that a code object mentions, functions inside it included."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return tuple(dict.fromkeys((*code.co_names, *(name for c in inner for name in names_in(c)))))
+    texts = (c for c in code.co_consts if isinstance(c, str)) if "globals" in code.co_names else ()
+    return tuple(dict.fromkeys((*code.co_names, *texts, *(name for c in inner for name in names_in(c)))))
+
+
+_MODELS_OWN = ("torch.optim", "torch.quasirandom", "torch._library.custom_ops")
 
 
 def is_ours(value: Any) -> bool:
@@ -382,6 +390,8 @@ def is_ours(value: Any) -> bool:
     if isinstance(value, nn.Module) or is_stream(value):
         return False
     kind: Any = type(value)
+    if kind.__module__.startswith(_MODELS_OWN):
+        return False
     return kind.__module__.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith(
         "jettison."
     )
@@ -391,53 +401,13 @@ def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 
-# tables ---------------------------------------------------------------------------------------------------------------
+def _global_hooks() -> list[Any]:
+    tables = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")]
+    return [hook for table in tables if isinstance(table, dict) for hook in table.values()]
 
 
 def _moved(cls: type, was: dict[str, Any]) -> list[str]:
     """Attributes of a class that are not as they were; what Python keeps there for itself does not count."""
     now = vars(cls)
     names = [name for name in {**was, **now} if not (name.startswith("__") or name == "_abc_impl")]
-    return [n for n in names if n not in was or n not in now or not (now[n] is was[n] or _equal(now[n], was[n]))]
-
-
-def _copy(table: Table) -> Any:
-    if is_array(table):
-        return copy.copy(table)
-    return dict(table) if isinstance(table, dict) else tuple(table)
-
-
-def _unchanged(table: Table, before: Any) -> bool:
-    if is_array(table):
-        return bool(table.tobytes() == before.tobytes())
-    if len(table) != len(before):
-        return False
-    if isinstance(table, dict):
-        return all(
-            a is c and (b is d or _equal(b, d)) for (a, b), (c, d) in zip(table.items(), before.items(), strict=True)
-        )
-    if isinstance(table, set):
-        return table == set(before)
-    return all(a is b or _equal(a, b) for a, b in zip(table, before, strict=True))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b)
-
-
-def _put_back(table: Table, before: Any) -> None:
-    if is_array(table):
-        table[:] = before
-        return
-    table.clear()
-    if isinstance(table, dict | set):
-        table.update(before)
-    else:
-        table.extend(before)
-
-
-def _describe(table: Table, before: Any) -> str:
-    if isinstance(table, dict):
-        keys = [k for k in {**before, **table} if k not in before or k not in table or table[k] is not before[k]]
-        return f"{', '.join(map(repr, keys[:3]))} changed"
-    return f"a {type(table).__name__} of {len(before)} changed"
+    return [n for n in names if n not in was or n not in now or not (now[n] is was[n] or is_equal(now[n], was[n]))]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from jettison.capture.fakes import fake_copy
 from jettison.capture.isolation import forward_of, leaving_nothing
-from jettison.capture.recorder import CaptureMode, Recorder, RegionTrace
+from jettison.capture.recorder import Recorder
+from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import opaque_copy
-from jettison.capture.tracer import mode_of, recording_errors, uncached_autocast
+from jettison.capture.tracer import mode_of, on_fakes
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.capture.values import tracing
+from jettison.capture.watch import CaptureMode
 from jettison.capture.wrapped import arrived, has_gradients, plain, wrapping
 
 
@@ -27,11 +26,13 @@ def trace_region(
     *,
     shared: frozenset[int] = frozenset(),
     copy: bool = True,
+    runs: Iterable[Any] = (),
 ) -> RegionTrace:
     """Record a module's forward for arguments like these, on fake tensors.
 
     Args:
         copy: run a fake copy of the module; without, itself on its real parameters, where what it runs is not its own.
+        runs: what the module's forward stands for, where that is no code of its own.
         shared: leaf positions of arguments that live elsewhere anyway and cost this region nothing.
 
     Raises:
@@ -41,22 +42,16 @@ def trace_region(
     mode = mode_of(module, args, kwargs)
     fake_model = fake_copy(module, mode) if copy else module  # its blocks and itself run their classes' own forward
     capture = CaptureMode()
-    with (
-        warnings.catch_warnings(), recording_errors(), tracing(mode, values_known=True), uncached_autocast(),
-        torch.enable_grad(),
-    ):  # fmt: skip
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
+    with on_fakes(mode):
         faked = tree_leaves(opaque_copy([_like(leaf, mode) for leaf in leaves], lambda t: _like(t, mode)))
         fake_args, fake_kwargs = tree_unflatten(faked, spec)
-        with leaving_nothing([fake_model], faked) as state:
+        with leaving_nothing([fake_model], (*runs, *faked)) as state:
             recorder = Recorder(fake_model, faked)
             with capture, capture.recording(recorder):
                 output = forward_of(module, fake_model)(*fake_args, **fake_kwargs)
             trace = recorder.finish(output)
-            trace.effects = state.effects()
-    free = {b for b, position in trace.inputs.items() if position in shared}
-    buffers = tuple(replace(b, free=True) if b.index in free else b for b in trace.program.buffers)
-    trace.program = replace(trace.program, buffers=buffers)
+            state.refuse_draws()
+    trace.share(shared)
     return trace
 
 

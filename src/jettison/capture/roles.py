@@ -10,15 +10,28 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.ledger.program import Op, Program, Slot, Source
 
 _NORMS = ("native_layer_norm", "_fused_rms_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit")
 _ACTIVATIONS = ("silu", "gelu", "relu", "tanh", "sigmoid", "leaky_relu", "elu", "softplus", "mish", "hardswish", "erf")
 _SAVES_ITS_RESULT = (
-    "_softmax", "_safe_softmax", "_log_softmax", "rsqrt", "sqrt", "tanh", "sigmoid", "relu", "exp", "reciprocal",
-    "native_dropout", *_NORMS, "_scaled_dot_product", "nll_loss_forward", "cumsum",
-)  # fmt: skip
+    "_softmax",
+    "_safe_softmax",
+    "_log_softmax",
+    "rsqrt",
+    "sqrt",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "exp",
+    "reciprocal",
+    "native_dropout",
+    *_NORMS,
+    "_scaled_dot_product",
+    "nll_loss_forward",
+    "cumsum",
+)
 _ATTENTION = "_scaled_dot_product"
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _CHOICES = ("topk", "sort", "argsort", "argmax", "nonzero")
@@ -50,9 +63,10 @@ class Roles:
             for b in op.inputs if base_name(op) not in _LOOKS_ONLY else ():
                 self.readers.setdefault(b, []).append(op)
         self.norms = frozenset(
-            path for path, m in self.module.named_modules()
+            path
+            for path, m in self.module.named_modules()
             if type(m).__name__.endswith("Norm") or type(m).__name__.endswith("LayerNorm")
-        )  # fmt: skip
+        )
 
     @property
     def program(self) -> Program:

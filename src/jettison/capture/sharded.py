@@ -102,7 +102,7 @@ def precision_of(model: nn.Module) -> tuple[Any, ...]:
     for module in sharded_modules(model):
         policy = module._get_fsdp_state()._mp_policy
         if policy.param_dtype is not None or policy.output_dtype is not None:
-            found.append((id(module), policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs))
+            found.append((weakref.ref(module), policy.param_dtype, policy.output_dtype, policy.cast_forward_inputs))
     return tuple(found)
 
 

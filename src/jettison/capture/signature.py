@@ -90,7 +90,7 @@ KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
     (torch.get_num_threads, torch.set_num_threads),
     (_flushes_denormals, torch.set_flush_denormal),
-)  # fmt: skip
+)
 """How to read and how to set what chooses kernels, their precision, or the order of their sums."""
 _READ = tuple(read for read, _ in KERNEL_SWITCHES)
 
@@ -138,9 +138,10 @@ def as_signed(signature: tuple[Any, ...]) -> Iterator[None]:
         return
     cpu, cpu_dtype, cuda, cuda_dtype, *kernels = signature
     with (
-        torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu), torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda),
+        torch.autocast("cpu", dtype=cpu_dtype, enabled=cpu),
+        torch.autocast("cuda", dtype=cuda_dtype, enabled=cuda),
         switched(tuple(kernels)),
-    ):  # fmt: skip
+    ):
         yield
 
 

@@ -42,7 +42,7 @@ class OutsideTorch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Streams:
-    """Where every default stream stands. ``cuda`` is None where CUDA is not in use or was not asked for.
+    """Where every default stream stands. ``cuda`` is None where CUDA is not in use.
 
     The CPU's is no tensor: it would count against a budget, and a step without a plan has none.
     """
@@ -52,13 +52,9 @@ class Streams:
     outside: OutsideTorch
 
     @classmethod
-    def now(cls, *, cuda: bool = True) -> Streams:
-        """The states at this moment.
-
-        Args:
-            cuda: reading those costs a wait for every device.
-        """
-        states = tuple(torch.cuda.get_rng_state_all()) if cuda and torch.cuda.is_initialized() else None
+    def now(cls) -> Streams:
+        """The states at this moment. Reading those of CUDA costs a wait for every device."""
+        states = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else None
         return cls(_bytes_of(torch.get_rng_state()), states, OutsideTorch.now())
 
     def restore(self) -> None:
@@ -101,8 +97,8 @@ def stream_state(stream: Any) -> Any:
         return stream.getstate()
     if isinstance(stream, torch.Generator):
         return bytes(stream.get_state().tolist())
-    if hasattr(stream, "bit_generator"):
-        return pickle.dumps(stream.bit_generator.state)
+    if hasattr(stream, "bit_generator") or hasattr(stream, "random_raw"):
+        return pickle.dumps(getattr(stream, "bit_generator", stream).state)
     return pickle.dumps(stream.get_state(legacy=False))
 
 
@@ -112,8 +108,8 @@ def set_stream_state(stream: Any, state: Any) -> None:
         stream.setstate(state)
     elif isinstance(stream, torch.Generator):
         stream.set_state(torch.tensor(list(state), dtype=torch.uint8))
-    elif hasattr(stream, "bit_generator"):
-        stream.bit_generator.state = pickle.loads(state)
+    elif hasattr(stream, "bit_generator") or hasattr(stream, "random_raw"):
+        getattr(stream, "bit_generator", stream).state = pickle.loads(state)
     else:
         stream.set_state(pickle.loads(state))
 
@@ -121,6 +117,8 @@ def set_stream_state(stream: Any, state: Any) -> None:
 def is_stream(value: Any) -> bool:
     """Whether a value is a random generator with a state of its own."""
     numpy = sys.modules.get("numpy.random")
+    if isinstance(value, random.SystemRandom):
+        return False  # has no state
     return isinstance(value, random.Random | torch.Generator) or (
-        numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState)
+        numpy is not None and isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
     )

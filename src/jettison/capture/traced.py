@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.isolation import leaving_nothing
-from jettison.capture.recorder import RegionTrace, TensorRef
+from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
 from jettison.capture.values import tracing
 from jettison.errors import TraceError
@@ -98,9 +98,10 @@ class ModelTrace:
     def context(self) -> Iterator[None]:
         """Everything run on the fake copy belongs into this context; autocast is as it was when the trace was taken."""
         with (
-            as_signed(self.root_signature[1]), leaving_nothing([self.fake_model]),
+            as_signed(self.root_signature[1]),
+            leaving_nothing([self.fake_model]),
             tracing(self.mode, values_known=self.values_known),
-        ):  # fmt: skip
+        ):
             yield
 
     def program(self, call: BlockCall) -> Program:

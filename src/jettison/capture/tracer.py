@@ -18,24 +18,17 @@ from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy,
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.observe import is_real, observed_trace
 from jettison.capture.overwritten import Late, Memory, Trail
-from jettison.capture.recorder import CaptureMode, Recorder, RegionTrace, TensorRef
+from jettison.capture.recorder import Recorder
+from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.streams import default_stream
-from jettison.capture.stub import stub_outputs
-from jettison.capture.traced import (
-    BlockCall,
-    BlockClass,
-    Loop,
-    LossFn,
-    ModelTrace,
-    as_batch,
-    as_call,
-    loss_of,
-)
+from jettison.capture.stub import forwards, stub_outputs
+from jettison.capture.traced import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
 from jettison.capture.trees import tree_leaves
 from jettison.capture.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
 from jettison.capture.values import tracing
+from jettison.capture.watch import CaptureMode
 from jettison.capture.wrapped import plain, storage_of
 from jettison.errors import JettisonError, RecordingLeft, TraceError
 from jettison.ledger.program import Anchor, Op
@@ -80,9 +73,14 @@ def trace_model(
 
 
 def _traced(
-    model: nn.Module, batch: Any, loss_fn: LossFn | None, regions: Iterable[str] | None, values_known: bool,
-    mode: FakeTensorMode, loop: Loop,
-) -> ModelTrace:  # fmt: skip
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    regions: Iterable[str] | None,
+    values_known: bool,
+    mode: FakeTensorMode,
+    loop: Loop,
+) -> ModelTrace:
     """See `trace_model`.
 
     Raises:
@@ -99,17 +97,30 @@ def _traced(
     root_signature = (call_signature(*as_call(held))[1], global_signature())
     given = as_batch(*opaque_copy(as_call(held)))
     with (
-        tracing(mode, values_known=values_known), tracer.installed(), uncached_autocast(), torch.enable_grad(),
+        tracing(mode, values_known=values_known),
+        tracer.installed(),
+        uncached_autocast(),
+        torch.enable_grad(),
         leaving_nothing([fake_model], tree_leaves(given)) as state,
-    ):  # fmt: skip
+    ):
         with unseen_outputs(tracer.classes):
             root, outside = tracer.run(given, loss_fn)
-        _note_effects(root, state)
+        _note_draws(root, state)
     trace = ModelTrace(
-        calls=tracer.calls, classes=tracer.classes, root=root, fake_model=fake_model, mode=mode, batch=held,
-        loss_fn=loss_fn, values_known=values_known, real=tracer.real, seconds=time.perf_counter() - started,
-        root_signature=root_signature, outside=outside, loop=loop,
-    )  # fmt: skip
+        calls=tracer.calls,
+        classes=tracer.classes,
+        root=root,
+        fake_model=fake_model,
+        mode=mode,
+        batch=held,
+        loss_fn=loss_fn,
+        values_known=values_known,
+        real=tracer.real,
+        seconds=time.perf_counter() - started,
+        root_signature=root_signature,
+        outside=outside,
+        loop=loop,
+    )
     if root.problem:
         trace.warnings.append(
             f"what {type(model).__name__} does around its blocks is kept as plain autograd keeps it: {root.problem}"
@@ -137,6 +148,15 @@ def uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
+@contextlib.contextmanager
+def on_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """A region is recorded on fake tensors, from the arguments of a real call."""
+    with warnings.catch_warnings(), recording_errors(), tracing(mode, values_known=True), uncached_autocast():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
+        with torch.enable_grad():
+            yield
+
+
 def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Iterable[str]) -> RegionTrace:
     """Record what a model does around its blocks, for arguments like these.
 
@@ -147,20 +167,12 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     fake_model = fake_copy(module, mode)
     tracer = Tracer(fake_model, mode, blocks, module if is_real(module) and not sharded_modules(module) else None)
     args, kwargs = opaque_copy((args, kwargs))
-    with (
-        warnings.catch_warnings(),
-        recording_errors(),
-        tracing(mode, values_known=True),
-        tracer.installed(),
-        uncached_autocast(),
-        torch.enable_grad(),
-        leaving_nothing([fake_model], tree_leaves((args, kwargs))) as state,
-    ):
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # faking looks
+    values = tree_leaves((args, kwargs))
+    with on_fakes(mode), tracer.installed(), leaving_nothing([fake_model], values) as state:
         output, root = tracer.forward(args, kwargs)
         trace = root.finish(output)
         _anchor_root(trace, tracer)
-        _note_effects(trace, state)
+        _note_draws(trace, state)
     return trace
 
 
@@ -184,10 +196,10 @@ def unseen_outputs(classes: dict[str, BlockClass]) -> Iterator[None]:
         ) from error
 
 
-def _note_effects(root: RegionTrace, state: Isolation) -> None:
-    """What the root changes of Python's state; it is never run twice, so that drawing there is no reason to refuse."""
+def _note_draws(root: RegionTrace, state: Isolation) -> None:
+    """The root is never run twice, so that drawing there is no reason to refuse the model."""
     try:
-        root.effects = state.effects()
+        state.refuse_draws()
     except TraceError as error:
         root.problem = root.problem or str(error)
 
@@ -237,19 +249,10 @@ class Tracer:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        modules = dict(self.fake_model.named_modules())
-        self._keys = structural_keys({name: modules[name] for name in self.names})
-        own = {name: vars(modules[name])["forward"] for name in self.names if "forward" in vars(modules[name])}
-        for name in self.names:
-            module = modules[name]
-            module.forward = self._wrap(name, module, module.forward)
-        try:
+        modules = {name: self.fake_model.get_submodule(name) for name in self.names}
+        self._keys = structural_keys(modules)
+        with forwards({module: self._wrap(name, module, module.forward) for name, module in modules.items()}):
             yield
-        finally:
-            for name in self.names:
-                modules[name].__dict__.pop("forward", None)
-                if name in own:
-                    modules[name].forward = own[name]
 
     def _wrap(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -277,8 +280,8 @@ class Tracer:
             raise TraceError(
                 "the loss does not require gradients; expected a training forward with trainable parameters"
             )
-        outside = root.slots[inside:]
-        del root.slots[inside:], root.slot_info[inside:], root.sequence[calls:]
+        outside = [saved.ref for saved in root.slots[inside:]]
+        del root.slots[inside:], root.sequence[calls:]
         return root.finish(output), outside
 
     def _block(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -286,7 +289,9 @@ class Tracer:
             return forward(*args, **kwargs)
         leaves, signature = call_signature(args, kwargs)
         call, depth = len(self.calls), len(self.root.path)
-        cls = self._class_of(name, module, forward, args, kwargs, leaves, (signature, global_signature()))
+        found = self._record(name, module, forward, args, kwargs, leaves)
+        signature = (signature, global_signature())
+        cls = self._class_of(found, module, signature)
         del self.root.path[depth:]  # where it was broken off, its modules have not been left
         links = tuple(
             (position, self._last_output[id(leaf)])
@@ -294,11 +299,8 @@ class Tracer:
             if id(leaf) in self._last_output and position not in cls.trace.asked
         )
         self.calls.append(
-            BlockCall(
-                name=name, class_key=cls.key, links=links, problem=cls.problem,
-                signature=(signature, global_signature()),
-            )
-        )  # fmt: skip
+            BlockCall(name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature)
+        )
         storages = {}
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -317,23 +319,17 @@ class Tracer:
                 self.memory.made.setdefault(storage_of(leaf), []).append((call, position))
         return output
 
-    def _class_of(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any],
-        signature: Any,
-    ) -> BlockClass:  # fmt: skip
+    def _class_of(self, found: BlockClass, module: nn.Module, signature: Any) -> BlockClass:
         """Every call is recorded; two are of one class if their programs are equal."""
-        found = self._record(name, module, forward, args, kwargs, leaves)
-        if found.problem:
-            likeness: Any = (type(module), signature, found.problem, self._keys[name])
-        else:
-            likeness = found.trace.likeness()
+        kind, name = type(module), found.example
+        of_opaque = (kind, signature, found.problem, self._keys[name])
+        likeness: Any = of_opaque if found.problem else found.trace.likeness()
         known = self._likenesses.get(likeness)
         if known is not None:
             return known
-        kind = type(module)
         alike = [n for n in self.names if type(self.fake_model.get_submodule(n)) is kind]
         refuse_unfit(name, found.trace, alike, self.names)
-        found.key = f"{type(module).__name__}.{len(self.classes)}"
+        found.key = f"{kind.__name__}.{len(self.classes)}"
         found.signature = signature
         self.classes[found.key] = self._likenesses[likeness] = found
         return found
@@ -352,7 +348,7 @@ class Tracer:
             trace = recorder.finish(output)
             if _has_shapes_of_floats(trace, leaves):
                 raise TraceError("shapes in it hang on the values of what the batch gives it")
-            trace.effects = state.effects()
+            state.refuse_draws()
             self.memory.trails.append(Trail.of(recorder))
         except TraceError as error:
             state.undo_draws()
@@ -386,10 +382,7 @@ def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
         call.shared = frozenset(p for p, storage in storages.items() if len(tracer.uses[storage]) > 1)
         shared.setdefault(call.class_key, set()).update(call.shared)
     for key, positions in shared.items():
-        region = trace.classes[key].trace
-        free = {b for b, position in region.inputs.items() if position in positions}
-        buffers = tuple(replace(b, free=True) if b.index in free else b for b in region.program.buffers)
-        region.program = replace(region.program, buffers=buffers)
+        trace.classes[key].trace.share(positions)
 
 
 def _mark_overwritten(trace: ModelTrace, tracer: Tracer) -> None:
@@ -407,9 +400,10 @@ def _mark_overwritten(trace: ModelTrace, tracer: Tracer) -> None:
         made = late[before.class_key].places if before is not None else set()
         given = late[call.class_key].places
         call.links = tuple(
-            (position, leaf) for position, leaf in call.links
+            (position, leaf)
+            for position, leaf in call.links
             if (False, position) not in given and (True, leaf) not in made
-        )  # fmt: skip
+        )
     _anchor_root(trace.root, tracer)
 
 
@@ -436,8 +430,9 @@ def _has_shapes_of_floats(trace: RegionTrace, leaves: list[Any]) -> bool:
     It is dry-run on fake tensors later, and on numbers that another block computed.
     """
     floats = {
-        b for b, position in trace.inputs.items()
+        b
+        for b, position in trace.inputs.items()
         if isinstance(leaves[position], Tensor) and leaves[position].is_floating_point()
-    }  # fmt: skip
+    }
     calls = {index for read in trace.reads if read.shape_only for index in read.calls or ()}
     return any(floats & set(trace.program.ops[index].inputs) for index in calls)

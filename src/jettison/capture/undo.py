@@ -8,7 +8,6 @@ about to write to, and was there before the run, is copied first and put back at
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,28 +20,23 @@ from jettison.capture.trees import op_leaves
 from jettison.capture.wrapped import desugars
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Before:
-    """A tensor's memory, its version, and the tensor whose graph a write may change."""
-
-    memory: Tensor
-    copy: Tensor
-    tensor: Tensor
-    version: int
-    is_leaf: bool
-
-
 class Undo:
     """Remembers memory before it is written to."""
 
     def __init__(self) -> None:
         self._own: set[int] = set()  # storages that the run has made
-        self._before: dict[int, _Before] = {}
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # storage -> its bytes, and a copy of them
+        self._counted: dict[int, tuple[Tensor, int, bool]] = {}  # a tensor, its version, whether it had no history
+        self._shaped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and what it looked at
 
     @property
     def wrote(self) -> bool:
         """Whether anything was written to that was there before."""
-        return bool(self._before)
+        return bool(self._memory)
+
+    def has_noted(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that was written to, and will be put back."""
+        return _storage(tensor) in self._memory
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """What is written to these need not be undone."""
@@ -52,16 +46,18 @@ class Undo:
         """These are about to be written to."""
         for tensor in tensors:
             key = _storage(tensor)
-            if key is None or key in self._own or key in self._before or tensor.is_inference():
+            if key is None or key in self._own:
                 continue
             base = tensor._base if tensor._base is not None else tensor
-            with _disable_current_modes(), torch.no_grad():
-                storage = tensor.untyped_storage()
-                memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                self._before[key] = _Before(
-                    memory=memory, copy=memory.clone(), tensor=base, version=tensor._version,
-                    is_leaf=base.grad_fn is None,
-                )  # fmt: skip
+            if not base.is_inference():  # one memory may be had by several, each with a counter of its own (``.data``)
+                self._counted.setdefault(id(base), (base, base._version, base.grad_fn is None))
+            if id(tensor) not in self._shaped:
+                with _disable_current_modes():
+                    self._shaped[id(tensor)] = tensor, tensor.detach()
+            if key not in self._memory:
+                with _disable_current_modes(), torch.no_grad():
+                    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                    self._memory[key] = memory, memory.clone()
 
     def made(self, given: Iterable[Any], out: Any) -> None:
         """An op has run: storages of its results that no argument has are the run's own."""
@@ -73,12 +69,18 @@ class Undo:
     def restore(self) -> None:
         """Put everything back: values, version counters, and tensors that had no history."""
         with _disable_current_modes(), torch.no_grad():
-            for before in self._before.values():
-                before.memory.copy_(before.copy)
-                if before.is_leaf and before.tensor.grad_fn is not None:
-                    before.tensor.detach_()
-                torch._C._autograd._unsafe_set_version_counter((before.tensor,), (before.version,))
-        self._before.clear()
+            for memory, copy in self._memory.values():
+                memory.copy_(copy)
+            for tensor, was in self._shaped.values():
+                if (tensor.data_ptr(), tensor.shape, tensor.stride()) != (was.data_ptr(), was.shape, was.stride()):
+                    tensor.data = was
+            for tensor, version, had_none in self._counted.values():
+                if had_none and tensor.grad_fn is not None:
+                    tensor.detach_()
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        self._memory.clear()
+        self._counted.clear()
+        self._shaped.clear()
 
 
 class WritesUndone(TorchDispatchMode):
@@ -102,11 +104,16 @@ class WritesUndone(TorchDispatchMode):
         return out
 
 
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether there is one piece of memory that has its values."""
+    return _storage(tensor) is not None
+
+
 def _storage(tensor: Tensor) -> int | None:
     """Of a tensor in memory; fake ones have none, and sparse ones several."""
     if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None
     try:
         return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # a wrapper of `torch.func` has none of its own
         return None

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from jettison.capture.recorder import Recorder, RegionTrace, ValuesRead
+from jettison.capture.recorder import Recorder, ValuesRead
+from jettison.capture.recording import RegionTrace
 from jettison.errors import TraceError
 
 VALUES_WANTED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

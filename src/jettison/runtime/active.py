@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from jettison.capture.recorder import CaptureMode, TensorRef
+from jettison.capture.recording import TensorRef
 from jettison.capture.trees import tree_leaves
+from jettison.capture.watch import CaptureMode
 from jettison.capture.wrapped import plain, wrapping
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region

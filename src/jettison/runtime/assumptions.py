@@ -208,6 +208,3 @@ def _leaves_behind(outputs: Iterable[Tensor]) -> set[Any]:
         stack.extend(following - seen)
         seen |= following
     return leaves
-
-
-__all__ = ["Assumptions"]

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.opinfo import computes, is_bookkeeping, writes
-from jettison.capture.recorder import Expected, RegionTrace, TensorRef, signature_of
+from jettison.capture.recording import Expected, RegionTrace, TensorRef, signature_of
 from jettison.capture.trees import op_leaves
 from jettison.capture.wrapped import desugars, infers_shapes, plain, storage_of
 from jettison.runtime.frame import Diverged
@@ -59,9 +59,10 @@ class SequenceCheck(TorchDispatchMode):
         self.skipped: set[int] = set()  # buffers of casts that did not happen
         self.diverged = ""  # how the run left the recording; nothing is compared from there on
         self.buffers = {
-            storage_of(t) for table, leaf in owners.values()
+            storage_of(t)
+            for table, leaf in owners.values()
             if (t := table[leaf]) is not None and not isinstance(t, nn.Parameter)
-        }  # fmt: skip
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,9 +147,11 @@ class SequenceCheck(TorchDispatchMode):
             entry = self.bound[tensor.untyped_storage()._cdata]
         _, buffer, start = entry
         offset = tensor.storage_offset() * tensor.element_size() - start
-        return buffer == ref.buffer and offset == ref.offset * ref.dtype.itemsize and (
-            tensor.is_conj() == ref.conj and tensor.is_neg() == ref.neg
-        )  # fmt: skip
+        return (
+            buffer == ref.buffer
+            and offset == ref.offset * ref.dtype.itemsize
+            and (tensor.is_conj() == ref.conj and tensor.is_neg() == ref.neg)
+        )
 
     def _start(self, tensor: Tensor, ref: TensorRef) -> int | None:
         """Bytes by which a storage that is new here lies elsewhere than in the recording; None if it is another one."""

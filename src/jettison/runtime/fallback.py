@@ -52,15 +52,18 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     Args:
         forward: of ``module``, on real tensors.
     """
-    reach = Reach([module], tree_leaves((args, kwargs)))
+    reach = Reach([module], [forward, *tree_leaves((args, kwargs))])
     elsewhere = WritesUndone()
     streams, signature = Streams.now(), global_signature()
     looks = _Looks()
     try:
         with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
             before = {key: (b._version, _witness(b, 0, Check.FULL)) for key, b in copies.items()}
+            again = _cloned(copies)
             given = _copied((args, kwargs))
-            elsewhere.undo.adopt([*copies.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))])
+            elsewhere.undo.adopt(
+                [*copies.values(), *again.values(), *(t for t in tree_leaves(given) if isinstance(t, Tensor))]
+            )
             with elsewhere, looks.hollow:
                 first = _run(forward, given, looks.first, looks.asked)
                 if elsewhere.undo.wrote:
@@ -69,7 +72,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
                 key for key, b in copies.items() if b._version != before[key][0] or not before[key][1].agrees(b)
             )
             streams.restore()
-            with as_signed(signature), _buffers_as(module, _copies(module)):
+            with as_signed(signature), _buffers_as(module, again):
                 second = _run(forward, given, looks.second, looks.asked)
             if looks.ran_backward:
                 return Verdict(again=False, why=RAN_BACKWARD)
@@ -263,9 +266,18 @@ class Rerun:
     """
 
     def __init__(
-        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], *, verdict: Verdict,
-        how: Check, salt: int, wrong: Callable[[str], WrongValue], rounded: Rounded,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        verdict: Verdict,
+        how: Check,
+        salt: int,
+        wrong: Callable[[str], WrongValue],
+        rounded: Rounded,
+    ) -> None:
         self.module = module
         self.forward = forward
         self.call = (args, kwargs)
@@ -337,18 +349,24 @@ class Rerun:
         def unpack(_packed: None) -> Tensor:
             raise self.wrong(RAN_BACKWARD)
 
-        now, reach = Streams.now(), Reach([self.module], leaves)
-        parameters = [(p, p._version) for p in self.module.parameters()]
+        now, reach = Streams.now(), Reach([self.module], [self.forward, *leaves])
+        buffers, also, elsewhere = self._buffers(), _cloned(self.also), WritesUndone()
+        elsewhere.undo.adopt([*buffers.values(), *also.values()])
         self.streams.restore()
         try:
             with (
-                torch.enable_grad(), as_signed(self.signature), _buffers_as(self.module, self._buffers()),
-                _buffers_as(self.module, _cloned(self.also)),
+                elsewhere,
+                torch.enable_grad(),
+                as_signed(self.signature),
+                _buffers_as(self.module, buffers),
+                _buffers_as(self.module, also),
                 torch.autograd.graph.saved_tensors_hooks(pack, unpack),
-            ):  # fmt: skip
+            ):
                 self.forward(*args, **kwargs)
-            if reach.wrote() or any(p._version != version for p, version in parameters):
-                raise self.wrong("its forward wrote to a tensor that is no buffer of its, and has done so twice now")
+                if any(elsewhere.undo.has_noted(value) for value in self.values.values()):
+                    raise self.wrong("it saves a tensor that it writes to as well, and that is no buffer of its")
+            if reach.moved():
+                raise self.wrong("it took from an iterator, which nothing puts back")
         finally:
             now.restore()
             reach.restore()

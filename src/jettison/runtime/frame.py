@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.recorder import TensorRef, layout, layout_of
+from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
 from jettison.capture.wrapped import arrived, plain, storage_of, wrapping
@@ -62,9 +62,13 @@ class Handle:
     __slots__ = ("boxes", "frame", "index", "slot", "witness")
 
     def __init__(
-        self, frame: Frame, slot: SlotAction, boxes: tuple[Box | Handle, ...], witness: Witness | None = None,
+        self,
+        frame: Frame,
+        slot: SlotAction,
+        boxes: tuple[Box | Handle, ...],
+        witness: Witness | None = None,
         index: int = -1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.frame = frame
         self.slot = slot
         self.boxes = boxes
@@ -75,8 +79,25 @@ class Handle:
 class Frame:
     """See the module docstring. Alive as long as one of its handles is."""
 
-    __slots__ = ("__weakref__", "block_calls", "boxes", "counts", "handed", "how", "index", "memo", "model", "name",
-                 "owners", "parameters", "recipe", "rounded", "salt", "share", "switches")  # fmt: skip
+    __slots__ = (
+        "__weakref__",
+        "block_calls",
+        "boxes",
+        "counts",
+        "handed",
+        "how",
+        "index",
+        "memo",
+        "model",
+        "name",
+        "owners",
+        "parameters",
+        "recipe",
+        "rounded",
+        "salt",
+        "share",
+        "switches",
+    )
 
     def __init__(
         self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]], model: nn.Module
@@ -356,6 +377,3 @@ def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         for leaf in sub._buffers:
             owners[prefix + leaf] = (sub._buffers, leaf)
     return owners
-
-
-__all__ = ["Box", "Diverged", "Frame", "Handle", "Held", "TensorRef", "owners_of", "unpack"]

@@ -42,9 +42,12 @@ _ownerless = _Regions()
 
 
 def checkpoint(
-    function: Callable[..., Any], *args: Any, policy: str | CheckpointPolicy = "full",
-    check: str | Check = Check.ALWAYS, **kwargs: Any,
-) -> Any:  # fmt: skip
+    function: Callable[..., Any],
+    *args: Any,
+    policy: str | CheckpointPolicy = "full",
+    check: str | Check = Check.ALWAYS,
+    **kwargs: Any,
+) -> Any:
     """Call ``function(*args, **kwargs)``; what it saves for backward is treated by ``policy``.
 
     Args:

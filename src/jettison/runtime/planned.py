@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
 from jettison.capture.isolation import without_our_hooks
-from jettison.capture.recorder import Place, RegionTrace, Tap
+from jettison.capture.recording import Place, RegionTrace, Tap
 from jettison.capture.region import trace_region
 from jettison.capture.sharded import precision_of, unwatched
 from jettison.capture.signature import call_signature, global_signature
@@ -409,7 +409,9 @@ class PlannedForward:
             if self.is_root:
                 trace = trace_root(self.module, args, kwargs, self.blocks)
             else:
-                trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model)
+                trace = trace_region(
+                    self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(self._own(),)
+                )
             if trace.problem:
                 return self._fall_back(key, trace.problem)
             inside = self.late_inside.get(trace.program.form(), frozenset())
@@ -430,9 +432,11 @@ class PlannedForward:
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
         link = self.link or InputLink()
         recipe = compile_recipe(
-            trace, self.policy.kept(trace.program), linked=frozenset(p for p, _ in link.inputs),
+            trace,
+            self.policy.kept(trace.program),
+            linked=frozenset(p for p, _ in link.inputs),
             handed=frozenset(link.outputs),
-        )  # fmt: skip
+        )
         for _, tap in recipe.from_taps:
             self._watch(tap)
         prepared = self.prepared[key] = Prepared(recipe=recipe)
@@ -618,7 +622,7 @@ class PlannedForward:
         if self.policy.word != "none" and prepared.verdict is None:
             late = self.late or self.late_inside
             prepared.verdict = (
-                Verdict(again=False, why=WRITTEN_LATER) if late else trial(self.module, self.forward, args, kwargs)
+                Verdict(again=False, why=WRITTEN_LATER) if late else trial(self.module, self._own(), args, kwargs)
             )
             prepared.told = prepared.told and prepared.verdict.again
         self._say(prepared)
@@ -626,6 +630,10 @@ class PlannedForward:
             return self._rerun(prepared, prepared.verdict, args, kwargs).run()
         with without_our_hooks():  # what it saves is not the surrounding region's
             return self.forward(*args, **kwargs)
+
+    def _own(self) -> Callable[..., Any]:
+        """What runs in this call."""
+        return self.forward if self.bound is None else self.bound()
 
     def _rerun(self, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
         def wrong(what: str) -> WrongValue:
@@ -636,8 +644,14 @@ class PlannedForward:
                 "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
             )
 
-        forward = self.forward if self.bound is None else self.bound()
         return Rerun(
-            self.module, forward, args, kwargs, verdict=verdict, how=self.how, salt=self.calls, wrong=wrong,
+            self.module,
+            self._own(),
+            args,
+            kwargs,
+            verdict=verdict,
+            how=self.how,
+            salt=self.calls,
+            wrong=wrong,
             rounded=self.rounded,
-        )  # fmt: skip
+        )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from jettison.capture.recorder import Call, Read, RegionTrace, TensorRef
+from jettison.capture.recording import Call, Read, RegionTrace, TensorRef
 from jettison.capture.unfit import VALUES_WANTED
 from jettison.capture.wrapped import plain
 from jettison.runtime.recipe import view_of, whole_copy, within

@@ -3,20 +3,18 @@
 NOTE [ Ownership ]
 Nothing global owns a tensor. A slot that is kept owns its tensor, as in plain autograd. A slot that is dropped leaves a
 handle in the graph; the handle owns exactly the boxes (kept values, inputs, random states) that its recipe reads.
-Values
-computed again live in their frame's memo until their last recipe has used them; the frame is owned by its handles. When
-autograd releases a saved tensor its handle goes, and with the last handle goes everything else.
+Values computed again live in their frame's memo until their last recipe has used them; the frame is owned by its
+handles. When autograd releases a saved tensor its handle goes, and with the last handle goes everything else.
 
 NOTE [ Use counts ]
 A recomputed buffer is used once by each dropped slot on it and once by each recomputed op that reads it. The count
-starts
-at that number, and at zero the memo lets go. Counts start again at zero, so that a second backward over a retained
-graph
-computes the same values once more.
+starts at that number, and at zero the memo lets go. Counts start again at zero, so that a second backward over a
+retained graph computes the same values once more.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jettison.capture.opinfo import is_collective, sees_modes
-from jettison.capture.recorder import RegionTrace, Tap, TensorRef
+from jettison.capture.recording import RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.errors import TraceError
 from jettison.ledger.program import Source
@@ -79,21 +77,20 @@ class Recipe:
 
     trace: RegionTrace
     kept: frozenset[int]
-    slots: list[SlotAction]
-    steps: dict[int, RecipeStep]  # by op index
     makers: dict[int, int]  # recomputed buffer -> op index
     counts: dict[int, int]
     boxes: list[int]  # box number -> buffer
     box_of: dict[int, int]
-    from_inputs: list[tuple[int, int]]  # (box, leaf position)
-    from_taps: list[tuple[int, Tap]]
-    from_blocks: dict[tuple[int, int], int]  # (nested call, output leaf) -> box
-    state_boxes: list[tuple[int, str]]  # (box, device)
     parameters: dict[int, str]  # buffers that recipes read by name
-    # input buffer -> box that holds the block before's output handle
-    links: dict[int, int] = field(default_factory=dict)
+    recomputed_ops: tuple[int, ...]
+    slots: list[SlotAction] = field(default_factory=list)
+    steps: dict[int, RecipeStep] = field(default_factory=dict)  # by op index
+    from_inputs: list[tuple[int, int]] = field(default_factory=list)  # (box, leaf position)
+    from_taps: list[tuple[int, Tap]] = field(default_factory=list)
+    from_blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # (nested call, output leaf) -> box
+    state_boxes: list[tuple[int, str]] = field(default_factory=list)  # (box, device)
+    links: dict[int, int] = field(default_factory=dict)  # input buffer -> box of the block before's output handle
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
-    recomputed_ops: tuple[int, ...] = field(default=())
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -104,11 +101,6 @@ class Recipe:
     def sees_modes(self) -> bool:
         """See `jettison.capture.opinfo.sees_modes`."""
         return any(sees_modes(call.func) for call in self.trace.calls)
-
-    @property
-    def drops(self) -> int:
-        """Slots that are not kept."""
-        return sum(1 for s in self.slots if s.kind == "drop")
 
 
 def compile_recipe(
@@ -130,93 +122,83 @@ def compile_recipe(
         ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
     """
     program = trace.program
-    link_buffers = {b for b, position in trace.inputs.items() if position in linked}
+    links = {b for b, position in trace.inputs.items() if position in linked}
+    kept = kept - links
     asked = {
         leaf: ref
         for leaf, ref in enumerate(trace.output_leaves)
         if leaf in handed
         and isinstance(ref, TensorRef)
-        and (ref.buffer in link_buffers or program.buffers[ref.buffer].producer is not None)
+        and (ref.buffer in links or program.buffers[ref.buffer].producer is not None)
+        and program.can_compute(ref.buffer, kept | links)
     }
-    kept = kept - link_buffers
-    asked = {leaf: ref for leaf, ref in asked.items() if program.can_compute(ref.buffer, kept | link_buffers)}
-    again = program.recompute_set(kept | link_buffers, also=frozenset(ref.buffer for ref in asked.values()))
+    again = program.recompute_set(kept | links, also=frozenset(ref.buffer for ref in asked.values()))
     again, givers = without_idle_moves(trace, again, kept)
     makers = {b: i for i in again for b in program.ops[i].outputs} | givers
-    for b in kept:
-        makers.pop(b, None)
-    counts = dict.fromkeys((*makers, *link_buffers), 0)
-    for buffer in [s.buffer for s in program.slots] + [ref.buffer for ref in asked.values()]:
-        if buffer in counts:
-            counts[buffer] += 1
-    reads: set[int] = set()
-    for i in again:
-        for b in program.ops[i].inputs:
-            reads.add(b)
-            if b in counts:
-                counts[b] += 1
-    parameters = {b: trace.names[b] for b in reads if b not in makers and program.buffers[b].source is Source.PARAMETER}
-    boxes = sorted({b for b in reads if b not in makers and b not in parameters} | link_buffers)
+    makers = {b: i for b, i in makers.items() if b not in kept}
+    reads = [b for i in again for b in program.ops[i].inputs]
+    uses = Counter([*reads, *(ref.buffer for ref in (*trace.slots, *asked.values()))])
+    parameters = {
+        b: trace.names[b] for b in set(reads) - makers.keys() if program.buffers[b].source is Source.PARAMETER
+    }
+    boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links)
     box_of = {b: n for n, b in enumerate(boxes)}
-    steps = {}
-    source_refs = _source_refs(trace, box_of)
-    for i in again:
-        steps[i] = _step(trace, i, source_refs, makers, counts)
-    closures = _box_closures(program.ops, again, makers, box_of)
     recipe = Recipe(
-        trace=trace, kept=kept, slots=[], steps=steps, makers=makers, counts=counts, boxes=boxes, box_of=box_of,
-        from_inputs=[], from_taps=[], from_blocks={}, state_boxes=[], parameters=parameters, recomputed_ops=again,
-        links={b: box_of[b] for b in link_buffers},
-    )  # fmt: skip
-    filled: set[int] = set()
-    initial_states = {b: device for device, b in trace.initial_states.items()}
-    for n, b in enumerate(boxes):
-        if b in link_buffers:
-            pass
-        elif b in initial_states:
-            recipe.state_boxes.append((n, initial_states[b]))
-        elif b in trace.inputs:
-            recipe.from_inputs.append((n, trace.inputs[b]))
-        elif b in trace.blocks:
-            recipe.from_blocks[trace.blocks[b]] = n
-        else:
-            continue
-        filled.add(n)
-    for slot, ref in zip(program.slots, trace.slots, strict=True):
-        recipe.slots.append(_slot_action(recipe, slot.buffer, ref, closures, source_refs, filled))
-    for leaf, ref in asked.items():
-        if ref.buffer in makers or ref.buffer in link_buffers:
-            recipe.handed[leaf] = _slot_action(recipe, ref.buffer, ref, closures, source_refs, filled)
-    for n, b in enumerate(boxes):
-        if n not in filled:
-            recipe.from_taps.append((n, trace.taps[b]))
+        trace=trace,
+        kept=kept,
+        makers=makers,
+        counts={b: uses[b] for b in (*makers, *links)},
+        boxes=boxes,
+        box_of=box_of,
+        parameters=parameters,
+        recomputed_ops=again,
+        links={b: box_of[b] for b in links},
+    )
+    _fill(recipe, asked)
     return recipe
 
 
+def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
+    """What runs again, what becomes of each slot, and what fills each box: what arrives from outside, else the first
+    kept slot on its buffer, else a module boundary.
+    """
+    trace, initial_states = recipe.trace, {b: device for device, b in recipe.trace.initial_states.items()}
+    sources = _source_refs(trace, recipe.box_of)
+    recipe.steps.update((i, _step(recipe, i, sources)) for i in recipe.recomputed_ops)
+    unfilled: dict[int, int] = {}
+    for n, b in enumerate(recipe.boxes):
+        if b in initial_states:
+            recipe.state_boxes.append((n, initial_states[b]))
+        elif b in trace.blocks:
+            recipe.from_blocks[trace.blocks[b]] = n
+        elif b not in trace.inputs:
+            unfilled[b] = n
+        elif b not in recipe.links:
+            recipe.from_inputs.append((n, trace.inputs[b]))
+    closures = _box_closures(recipe)
+    recipe.slots.extend(_slot_action(recipe, ref, closures, sources, unfilled) for ref in trace.slots)
+    for leaf, ref in asked.items():
+        if ref.buffer in recipe.counts:
+            recipe.handed[leaf] = _slot_action(recipe, ref, closures, sources, unfilled)
+    recipe.from_taps.extend((n, trace.taps[b]) for b, n in unfilled.items())
+
+
 def _slot_action(
-    recipe: Recipe, buffer: int, ref: TensorRef, closures: dict[int, tuple[int, ...]],
-    source_refs: dict[int, TensorRef], filled: set[int],
-) -> SlotAction:  # fmt: skip
+    recipe: Recipe,
+    ref: TensorRef,
+    closures: dict[int, tuple[int, ...]],
+    sources: dict[int, TensorRef],
+    unfilled: dict[int, int],
+) -> SlotAction:
+    buffer, trace = ref.buffer, recipe.trace
     if buffer in recipe.links:
-        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=within(recipe.trace, ref))
+        return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=within(trace, ref))
     if buffer in recipe.makers:
-        source = source_refs.get(buffer)
-        return SlotAction(
-            "drop",
-            ref,
-            boxes=closures[recipe.makers[buffer]],
-            view=None if source == ref else ref,
-            hollow=buffer in recipe.trace.hollow,
-        )
-    info = recipe.trace.program.buffers[buffer]
-    if info.source is Source.PARAMETER:
-        return SlotAction("parameter", ref, parameter=recipe.trace.names[buffer])
-    fill = None
-    box = recipe.box_of.get(buffer)
-    if box is not None and box not in filled:
-        fill = box
-        filled.add(box)
-    return SlotAction("keep", ref, fill=fill)
+        view = None if sources.get(buffer) == ref else ref
+        return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=view, hollow=buffer in trace.hollow)
+    if trace.program.buffers[buffer].source is Source.PARAMETER:
+        return SlotAction("parameter", ref, parameter=trace.names[buffer])
+    return SlotAction("keep", ref, fill=unfilled.pop(buffer, None))
 
 
 def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, TensorRef]:
@@ -232,47 +214,47 @@ def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, Tensor
     return refs
 
 
-def _step(
-    trace: RegionTrace, index: int, source_refs: dict[int, TensorRef], makers: dict[int, int], counts: dict[int, int]
-) -> RecipeStep:
-    call = trace.calls[index]
+def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeStep:
+    trace, call = recipe.trace, recipe.trace.calls[index]
     leaves, spec = tree_flatten((call.args, call.kwargs))
-    tensors = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, TensorRef):
-            view = None if source_refs.get(leaf.buffer) == leaf else within(trace, leaf)
-            tensors.append((position, leaf.buffer, view))
-    written = []
-    for old, new in call.written:
-        written.append((tuple(p for p, b, _ in tensors if b == old), old, new))
-    outputs = [
-        (position, ref.buffer)
-        for position, ref in enumerate(call.outputs)
-        if ref is not None and ref.buffer in makers and counts[ref.buffer] > 0
+    tensors = [
+        (position, leaf.buffer, None if sources.get(leaf.buffer) == leaf else within(trace, leaf))
+        for position, leaf in enumerate(leaves)
+        if isinstance(leaf, TensorRef)
     ]
-    consumes = tuple(b for b in trace.program.ops[index].inputs if b in counts)
-    simple = not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args)
-    state_out = call.state_out if call.state_out is not None and makers.get(call.state_out) == index else None
+    states = () if call.state_in is None else (call.state_in,)
     return RecipeStep(
-        call.func, leaves, spec, tensors, outputs, written, consumes, call.state_in, state_out, call.device,
-        simple, is_collective(call.func), call.under,
-        tuple(dict.fromkeys([b for _, b, _ in tensors] + ([] if call.state_in is None else [call.state_in]))),
-    )  # fmt: skip
+        func=call.func,
+        leaves=leaves,
+        spec=spec,
+        tensors=tensors,
+        outputs=[
+            (position, ref.buffer)
+            for position, ref in enumerate(call.outputs)
+            if ref is not None and ref.buffer in recipe.makers and recipe.counts[ref.buffer] > 0
+        ],
+        written=[(tuple(p for p, b, _ in tensors if b == old), old, new) for old, new in call.written],
+        consumes=tuple(b for b in trace.program.ops[index].inputs if b in recipe.counts),
+        state_in=call.state_in,
+        state_out=call.state_out if call.state_out is not None and recipe.makers.get(call.state_out) == index else None,
+        device=call.device,
+        simple=not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args),
+        waits=is_collective(call.func),
+        under=call.under,
+        needs=tuple(dict.fromkeys((*(b for _, b, _ in tensors), *states))),
+    )
 
 
-def _box_closures(
-    ops: Any, again: tuple[int, ...], makers: dict[int, int], box_of: dict[int, int]
-) -> dict[int, tuple[int, ...]]:
+def _box_closures(recipe: Recipe) -> dict[int, tuple[int, ...]]:
     """For each recomputed op, the boxes that it and everything before it read."""
     closure: dict[int, set[int]] = {}
-    for i in again:
-        found: set[int] = set()
-        for b in ops[i].inputs:
-            if b in makers:
-                found |= closure[makers[b]]
-            elif b in box_of:
-                found.add(box_of[b])
-        closure[i] = found
+    for i in recipe.recomputed_ops:
+        closure[i] = found = set()
+        for b in recipe.trace.program.ops[i].inputs:
+            if b in recipe.makers:
+                found |= closure[recipe.makers[b]]
+            elif b in recipe.box_of:
+                found.add(recipe.box_of[b])
     return {i: tuple(sorted(found)) for i, found in closure.items()}
 
 
@@ -287,9 +269,7 @@ def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
     if given is None:
         return ref
     start = given.offset * given.dtype.itemsize // ref.dtype.itemsize
-    return _Within(
-        ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg
-    )  # fmt: skip
+    return _Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg)
 
 
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:

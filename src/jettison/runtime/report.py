@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jettison.runtime.recipe import Recipe
 
@@ -51,21 +52,12 @@ class RegionReport:
     slots: tuple[SlotReport, ...] = field(default=())
 
     @classmethod
-    def of(
-        cls, recipe: Recipe | None, *, name: str, word: str, calls: int, recordings: int, fallback: str, check: str,
-        rounded: int,
-    ) -> RegionReport:  # fmt: skip
-        """From the recipe that ran; None where the region fell back."""
+    def of(cls, recipe: Recipe | None, **known: Any) -> RegionReport:
+        """From the recipe that ran, None where the region fell back, and the fields of which it knows nothing."""
         kinds = [s.kind for s in recipe.slots] if recipe else []
         ops = recipe.trace.program.ops if recipe else ()
         return cls(
-            name=name,
-            word=word,
-            calls=calls,
-            recordings=recordings,
-            fallback=fallback,
-            check=check,
-            rounded=rounded,
+            **known,
             slots_kept=kinds.count("keep"),
             slots_dropped=kinds.count("drop"),
             slots_parameter=kinds.count("parameter"),
@@ -79,8 +71,13 @@ def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
     program = recipe.trace.program
     return tuple(
         SlotReport(
-            index=slot.index, path=slot.path, op=slot.op, shape=slot.shape, dtype=slot.dtype,
-            nbytes=program.buffers[slot.buffer].nbytes, action=action.kind,
+            index=slot.index,
+            path=slot.path,
+            op=slot.op,
+            shape=slot.shape,
+            dtype=slot.dtype,
+            nbytes=program.buffers[slot.buffer].nbytes,
+            action=action.kind,
         )
         for slot, action in zip(program.slots, recipe.slots, strict=True)
-    )  # fmt: skip
+    )

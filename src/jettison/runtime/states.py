@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recorder import RegionTrace
+from jettison.capture.recording import RegionTrace
 
 
 def without_idle_moves(

@@ -145,6 +145,3 @@ class Structure:
             f"; the peak that was planned, at most {format_bytes(known.budget_bytes)}, was that of the model as it "
             "was. To have a budget held, remove() the plan and plan again"
         )
-
-
-__all__ = ["Structure"]

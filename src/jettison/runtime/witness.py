@@ -155,6 +155,8 @@ def digest(tensor: Tensor, spots: Spots) -> Tensor:
         if on_host:
             return tensor.new_empty(1, dtype=torch.int64)
         held = [tensor.new_empty(min(tensor.numel(), PIECE), dtype=torch.int64) for _ in range(2)]
+        if not _is_dense([(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and step]):
+            held.append(torch.empty_like(tensor, memory_format=torch.contiguous_format))
         sums = held[0].new_empty(-(-tensor.numel() // PIECE))
         return torch.empty_like(sums)
     if tensor.is_conj() or tensor.is_neg():

@@ -1,0 +1,169 @@
+"""What lies where: tables, attributes, tensors and caches as they were, and how each is put back."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import copy
+import ctypes
+import sys
+from collections import OrderedDict, deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+MOST_BYTES = 1 << 24  # of an array that is put back
+MOST_SHARED = 4096  # bytes of a tensor that is put back although no op was seen to write to it
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout)
+
+Table = Any
+"""A dict, a list, a set, a deque, a bytearray, or an array of numbers."""
+
+
+MISSING = object()
+
+
+class Place:
+    """An attribute that lies in no table: what a cell of a closure holds, or a slot of an object."""
+
+    __slots__ = ("holder", "name", "value")
+
+    def __init__(self, name: str, holder: Any) -> None:
+        self.name, self.holder = name, holder
+        self.value = attribute_of(holder, name)
+
+    def unchanged(self) -> bool:
+        """Whether it holds what it held."""
+        now = attribute_of(self.holder, self.name)
+        return now is self.value or is_equal(now, self.value)
+
+    def put_back(self) -> None:
+        """Hold that again."""
+        with contextlib.suppress(AttributeError, TypeError):  # what C holds may refuse to be set
+            if self.value is MISSING:
+                object.__delattr__(self.holder, self.name)
+            else:  # whatever the class makes of an assignment
+                object.__setattr__(self.holder, self.name, self.value)
+
+
+class TensorState:
+    """What a tensor is beside its values: where they lie and how, its gradient, whether it wants one."""
+
+    __slots__ = ("alias", "copy", "grad", "tensor", "wants")
+
+    def __init__(self, tensor: Tensor) -> None:
+        with _disable_current_modes():
+            self.tensor, self.alias = tensor, tensor.detach()
+            self.copy = _bytes_of(self.alias)
+        self.wants = tensor.requires_grad
+        self.grad = tensor.grad if tensor.is_leaf else None
+
+    def put_back(self) -> None:
+        """Be that again."""
+        tensor, alias = self.tensor, self.alias
+        if tensor.data_ptr() != alias.data_ptr() or tensor.shape != alias.shape or tensor.stride() != alias.stride():
+            tensor.data = alias
+        now = _bytes_of(alias)
+        if now is not None and self.copy is not None and now != self.copy:
+            ctypes.memmove(alias.data_ptr(), self.copy, len(self.copy))
+        if tensor.is_leaf:
+            if tensor.requires_grad is not self.wants:
+                tensor.requires_grad_(self.wants)
+            if self.grad is not None and tensor.grad is not self.grad:
+                tensor.grad = self.grad
+
+
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+
+
+def _bytes_of(tensor: Tensor) -> bytes | None:
+    """Of a small tensor on the CPU: numpy may write to it unseen. No tensor, which would count as memory of a step."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    size = extent * tensor.element_size()
+    there = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()  # FSDP frees memory
+    return ctypes.string_at(tensor.data_ptr(), size) if size <= min(MOST_SHARED, there) else None
+
+
+def attribute_of(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name)
+    except (AttributeError, ValueError):  # a cell that nothing was assigned to says the latter
+        return MISSING
+
+
+def forget(function: Any, table: dict[Any, Any], keys: list[Any]) -> None:
+    """Drop what a cache has learnt since, and nothing else where that can be told."""
+    if not keys or len(table) != function.cache_info().currsize:
+        function.cache_clear()
+    for key in set(table) - set(keys):
+        table.pop(key, None)
+
+
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(tensor: Tensor, name: str) -> Any:
+    found = getattr(tensor, name, None)
+    return dict(found) if found else None
+
+
+def put_hooks_back(tensor: Tensor, name: str, was: Any) -> None:
+    table = getattr(tensor, name)
+    if was is None and name == "_backward_hooks":
+        tensor._backward_hooks = None
+    elif table is None:
+        setattr(tensor, name, OrderedDict(was))
+    else:
+        table.clear()
+        table.update(was or {})
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is numbers that can be written to, of numpy or of Python, and few enough to be copied."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return bool(value.flags.writeable) and value.nbytes <= MOST_BYTES and not isinstance(value, numpy.memmap)
+    return isinstance(value, array.array)
+
+
+# tables ---------------------------------------------------------------------------------------------------------------
+
+
+def copy_of(table: Table) -> Any:
+    if is_array(table):
+        return copy.copy(table)
+    return dict(table) if isinstance(table, dict) else tuple(table)
+
+
+def is_unchanged(table: Table, before: Any) -> bool:
+    if is_array(table):
+        return bool(table.tobytes() == before.tobytes())
+    if len(table) != len(before):
+        return False
+    if isinstance(table, dict):
+        return all(
+            a is c and (b is d or is_equal(b, d)) for (a, b), (c, d) in zip(table.items(), before.items(), strict=True)
+        )
+    if isinstance(table, set):
+        return table == set(before)
+    return all(a is b or is_equal(a, b) for a, b in zip(table, before, strict=True))
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and isinstance(a, PLAIN) and bool(a == b) and (a != 0 or repr(a) == repr(b))  # -0.0
+
+
+def put_table_back(table: Table, before: Any) -> None:
+    if is_array(table):
+        table[() if getattr(table, "ndim", 1) == 0 else slice(None)] = before
+        return
+    kind: Any = next(kind for kind in _TABLES if isinstance(table, kind))  # whatever the user's class makes of it
+    kind.clear(table)
+    (kind.update if issubclass(kind, dict | set) else kind.extend)(table, before)
+
+
+_TABLES = (OrderedDict, dict, list, set, deque, bytearray)

@@ -1,0 +1,203 @@
+"""What a recording says of a region: its program, how its ops are called again, and where its tensors are found."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jettison.capture.described import described
+from jettison.capture.signature import Switches
+from jettison.capture.trees import op_leaves
+from jettison.capture.wrapped import Wrapping, plain, wrapping
+from jettison.ledger.program import Anchor, Program, Source
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as a view of a buffer; ``offset`` in elements from the start of the storage.
+
+    Of a DTensor this is the part inside; ``wrap`` puts it back. ``conj`` and ``neg``: the view is seen through a
+    conjugation or a change of sign that nobody has carried out.
+    """
+
+    buffer: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    wrap: Wrapping | None = None
+    conj: bool = False
+    neg: bool = False
+
+    @classmethod
+    def of(cls, buffer: int, tensor: Tensor) -> TensorRef:
+        """How a tensor sees a buffer."""
+        part, wrap = plain(tensor), wrapping(tensor)
+        size, stride = tuple(part.shape), tuple(part.stride())
+        return cls(buffer, size, stride, part.storage_offset(), part.dtype, wrap, part.is_conj(), part.is_neg())
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value that left tensors for Python: how the tensor is seen, and what was found in it.
+
+    ``shape_only``: an op whose output's shape hangs on values was run, and ``found`` is that shape. ``calls`` compute
+    the tensor out of the region's arguments, by position among its calls; None where it is made of something else.
+    """
+
+    ref: TensorRef
+    found: Any
+    shape_only: bool
+    calls: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """A place at a module boundary where a buffer can be seen: call ``call`` of module ``path``, leaf ``leaf``."""
+
+    path: str
+    call: int
+    is_output: bool
+    leaf: int
+    ref: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a recorded op is called again. Tensors in ``args`` and ``kwargs`` are `TensorRef`s.
+
+    ``outputs`` lines up with the op's flat tensor outputs; None where an output is a view or not a tensor.
+    ``written`` maps each buffer that the op overwrites to the buffer that it becomes. ``state_out`` is often the output
+    of another op, which moves the state and does nothing else: NOTE [ The state moves by shape ] in randomness.py.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[TensorRef | None, ...]
+    written: tuple[tuple[int, int], ...] = ()
+    state_in: int | None = None
+    state_out: int | None = None
+    device: str = "cpu"
+    under: Switches | None = None  # where the forward had put kernel switches; None where they stood as at its start
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the check of a run waits for: a call's `signature_of`, and the buffers that it reads, writes and makes.
+
+    ``reads`` lines up with the call's flat tensor arguments, ``makes`` with its flat tensor results. ``writes`` pairs
+    a position among the arguments with the buffer that it becomes. ``skippable``: a cast that autocast may have cached.
+    ``numbers``: whether its plain numbers are those of the recording, and not read out of the batch.
+    """
+
+    signature: tuple[Any, ...]
+    reads: tuple[TensorRef, ...]
+    makes: tuple[TensorRef, ...]
+    writes: tuple[tuple[int, int], ...]
+    skippable: bool
+    numbers: bool
+
+
+Place = tuple[bool, int]
+"""(is it an output, its leaf position)."""
+
+
+@dataclass(kw_only=True)
+class RegionTrace:
+    """A captured region: the pure `Program`, and what is needed to run parts of it again."""
+
+    program: Program
+    inputs: dict[int, int]  # buffer -> leaf position of the region's flattened arguments
+    output_leaves: list[Any]  # TensorRef, or the value itself, in the order of the flattened output
+    output_spec: Any
+    calls: list[Call] = field(default_factory=list)
+    slots: list[TensorRef] = field(default_factory=list)
+    taps: dict[int, Tap] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # buffer -> dotted name of the parameter or registered buffer
+    sequence: list[Expected] = field(default_factory=list)
+    initial_states: dict[str, int] = field(default_factory=dict)  # device -> buffer of its random state at the start
+    blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> (nested call, output leaf)
+    given: dict[int, TensorRef] = field(default_factory=dict)  # buffer -> the argument, or what a nested call returned
+    named_at: dict[int, int] = field(default_factory=dict)  # buffer -> offset of the parameter in its storage
+    constants: frozenset[int] = frozenset()  # buffers of outputs that want no gradient
+    reads: tuple[Read, ...] = ()  # what must be found in the arguments for the recording to hold
+    made: dict[int, Tensor] = field(default_factory=dict)  # buffer -> what Python's numbers made
+    problem: str = ""  # why nothing may be computed again by it; it then only says what is saved
+    hollow: frozenset[int] = frozenset()  # buffers that no kernel writes: their bits are chance, and nobody's
+    entangled: bool = False  # it reads a tensor with a graph that is none of its arguments
+    overwritten: frozenset[int] = frozenset()  # buffers of others that it writes to
+    late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
+    late_inside: frozenset[int] = frozenset()  # the same of its buffers
+    form: str = ""  # the program's, before anything was anchored for what others write
+    asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
+
+    def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
+        """What somebody else writes to later. Of what is saved autograd gets what it holds by then, so nobody may
+        compute that, or with that; of what is not saved, arguments are not there any more to compute with, and nothing
+        is to be held.
+        """
+        self.form = self.form or self.program.form()
+        self.late, self.late_inside = self.late | late, self.late_inside | inside
+        found = set(inside) | {b for b, position in self.inputs.items() if (False, position) in late}
+        for is_output, leaf in late:
+            ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
+            if isinstance(ref, TensorRef):
+                found.add(ref.buffer)
+        saved = found & self.program.needed_buffers()
+        given = {b for b in found - saved if self.program.buffers[b].source is not Source.OP}
+        ops = tuple(
+            replace(op, anchor=op.anchor or Anchor.MUTATED)
+            if saved.intersection((*op.inputs, *op.outputs)) or given.intersection(op.inputs)
+            else op
+            for op in self.program.ops
+        )
+        buffers = tuple(
+            replace(b, keepable=False) if b.index in found - saved - given else b for b in self.program.buffers
+        )
+        self.taps = {b: tap for b, tap in self.taps.items() if buffers[b].keepable}
+        self.program = replace(self.program, ops=ops, buffers=buffers)
+
+    def share(self, positions: Collection[int]) -> None:
+        """Arguments at these leaf positions live elsewhere anyway, and cost this region nothing."""
+        free = {b for b, position in self.inputs.items() if position in positions}
+        buffers = tuple(replace(b, free=True) if b.index in free else b for b in self.program.buffers)
+        self.program = replace(self.program, buffers=buffers)
+
+    def likeness(self) -> str:
+        """Equal for regions that run the same ops, with the same numbers, on the same views of alike tensors."""
+        leaves = [leaf if isinstance(leaf, TensorRef) else described(leaf) for leaf in self.output_leaves]
+        calls = [
+            (str(c.func), described((c.args, c.kwargs)), c.outputs, c.written, c.state_in, c.under) for c in self.calls
+        ]
+        text = repr((self.program.digest(), calls, self.slots, self.inputs, self.names, leaves, self.reads))
+        return hashlib.sha256(re.sub(r" at 0x[0-9a-f]+", "", text).encode()).hexdigest()
+
+    @property
+    def draws(self) -> bool:
+        """Whether the region uses a default random generator."""
+        return bool(self.initial_states)
+
+
+def signature_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
+    """What two runs of one forward must agree on: the op, its numbers, shape, stride and dtype of its results."""
+    results = tuple((tuple(t.shape), layout(t), t.dtype) for t in op_leaves(out) if isinstance(t, Tensor))
+    return func, results, tuple(repr(v) for v in op_leaves(args, kwargs) if isinstance(v, bool | int | float))
+
+
+def layout(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of the dims that have more than one element: the others are arbitrary, and two kernels may set them
+    differently.
+    """
+    return layout_of(tensor.shape, tensor.stride())
+
+
+def layout_of(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """See `layout`."""
+    return tuple([s if n != 1 else 0 for n, s in zip(size, stride, strict=True)])

@@ -1,0 +1,117 @@
+"""Feeds recorders: ATen calls, saved tensors, module boundaries, and values that Python takes past the dispatcher."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jettison.capture.opinfo import draws, is_bookkeeping
+from jettison.capture.recorder import Recorder
+from jettison.capture.trees import op_leaves
+from jettison.capture.wrapped import desugars, infers_shapes
+
+_BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
+
+
+class ReadingWatch(TorchFunctionMode):
+    """Tells a recorder of values that Python takes out of tensors past the dispatcher."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BY_HAND:
+            self.recorder.read_by_hand(args[0])
+        if func is torch._C._nn.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """What torch runs on real tensors; on fake ones it compares with a range instead."""
+    if num_classes < 1 or tensor.numel() == 0 or not isinstance(tensor, FakeTensor):
+        return torch._C._nn.one_hot(tensor, num_classes)
+    made = torch.ops.aten.zeros.default([*tensor.shape, num_classes], dtype=tensor.dtype, device=tensor.device)
+    return made.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+class CaptureMode(TorchDispatchMode):
+    """Feeds every ATen call to the recorder on top of the stack; nested regions push their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorders: list[Recorder] = []
+        self.paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if desugars(types):
+            if self.recorders and draws(func, args, kwargs) and not _on_cpu(args):
+                # DTensor shifts the generator's state around the op, where no recorder sees it
+                self.recorders[-1].state_broken = True
+            return NotImplemented
+        if not self.recorders or self.paused or is_bookkeeping(func) or infers_shapes():
+            return func(*args, **kwargs)
+        return self.recorders[-1].call(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    @contextlib.contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Ops and saved tensors go to ``recorder`` until the block ends; inner saved-tensor hooks are refused."""
+
+        listening = [recorder]  # emptied at the end: the graph outlives the recording and must not own the record
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            slot = listening[0].saved(tensor) if listening else -1
+            return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor, slot
+
+        def unpack(packed: tuple[Tensor, int]) -> Tensor:
+            tensor, slot = packed
+            if listening:  # a backward inside the forward
+                listening[0].asked.add(slot)
+            return tensor
+
+        pack.of_a_region = True  # type: ignore[attr-defined]
+        self.recorders.append(recorder)
+        hooks = _watch_modules(recorder)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), ReadingWatch(recorder):
+                yield
+        finally:
+            listening.clear()
+            self.recorders.pop()
+            for hook in hooks:
+                hook.remove()
+
+
+def _on_cpu(args: Any) -> bool:
+    return all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
+
+
+def _watch_modules(recorder: Recorder) -> list[Any]:
+    hooks = []
+    calls: dict[str, int] = {}
+    for path, module in recorder.module.named_modules():
+        if path == "":
+            continue
+
+        def before(_m: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            calls[path] = calls.get(path, -1) + 1
+            recorder.path.append(path)
+            recorder.boundary(path, calls[path], False, (args, kwargs))
+
+        def after(_m: nn.Module, _args: Any, output: Any, path: str = path) -> None:
+            if recorder.path and recorder.path[-1] == path:
+                recorder.path.pop()
+            recorder.boundary(path, calls.get(path, 0), True, output)
+
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_hook(after))
+    return hooks
