@@ -108,23 +108,19 @@ def numbers() -> dict[str, float]:
 
 def pipeline(pp: int, schedule: str, micro_batches: int) -> Forecast:
     """Llama 3 70B in stages, layers checkpointed."""
-    return answer(
-        "llama3-70b", pp=pp, schedule=schedule, micro_batches=micro_batches, recompute="full", **_LLAMA
-    )  # fmt: skip
+    return answer("llama3-70b", pp=pp, schedule=schedule, micro_batches=micro_batches, recompute="full", **_LLAMA)
 
 
 def gradients_answer(gradients: str, micro_batches: int) -> Forecast:
     """GPT-2 XL in fp32."""
     return answer(
         "gpt2-xl", seq=1024, micro_batch=4, micro_batches=micro_batches, precision="fp32", gradients=gradients
-    )  # fmt: skip
+    )
 
 
 def outputs_answer(sp: bool, keep: bool) -> Forecast:
     """The 530B model of the paper."""
-    return answer(
-        "gpt-530b", tp=8, sp=sp, pp=35, micro_batches=280, recompute="selective", keep_stage_outputs=keep
-    )  # fmt: skip
+    return answer("gpt-530b", tp=8, sp=sp, pp=35, micro_batches=280, recompute="selective", keep_stage_outputs=keep)
 
 
 def page() -> str:
@@ -192,7 +188,7 @@ def _words(n: dict[str, float]) -> dict[str, str]:
             "gpt-530b", tp=8, sp=False, pp=35, micro_batches=280, recompute="selective", keep_stage_outputs=True
         ),
         "show_175b": shown("gpt-175b", recompute="selective"),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

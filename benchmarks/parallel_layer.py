@@ -50,20 +50,30 @@ class Row:
     def run(self, t: int) -> Run:
         """As the ledger knows it."""
         norm = Norm(kind=NormKind.LAYER, bias=True)
-        attention = Attention(
-            heads=A, kv_heads=A, head_dim=H // A, qkv_bias=True, out_bias=True, fused_qkv=True
-        )  # fmt: skip
+        attention = Attention(heads=A, kv_heads=A, head_dim=H // A, qkv_bias=True, out_bias=True, fused_qkv=True)
         layer = Layer(attention=attention, mlp=Mlp(ffn=4 * H, activation=Activation.GELU, bias=True), norm=norm)
         model = ModelSpec(
-            name="reference", family="reference", hidden=H, vocab=1024, layers=(layer,), final_norm=norm,
-            max_positions=S, learned_positions=True, tied_embeddings=True,
+            name="reference",
+            family="reference",
+            hidden=H,
+            vocab=1024,
+            layers=(layer,),
+            final_norm=norm,
+            max_positions=S,
+            learned_positions=True,
+            tied_embeddings=True,
             dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
-        )  # fmt: skip
+        )
         kernels = replace(MEGATRON.with_attention("eager"), device=Device.CPU)  # statistics in bf16; masks of bytes
         return Run(
-            model=model, seq=S, micro_batch=B, layout=Layout(tp=t, sp=self.sp, gathered_inputs=self.stock),
-            kernels=kernels, dropout=0.1, recompute=Recompute.parse(self.recompute, layers=1),
-        )  # fmt: skip
+            model=model,
+            seq=S,
+            micro_batch=B,
+            layout=Layout(tp=t, sp=self.sp, gathered_inputs=self.stock),
+            kernels=kernels,
+            dropout=0.1,
+            recompute=Recompute.parse(self.recompute, layers=1),
+        )
 
     def ledger_bytes(self, t: int) -> int:
         """Of one layer on one rank."""
@@ -128,12 +138,7 @@ def _parallel(row: Row, mesh: Any) -> Any:
     import torch
     from torch import nn
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     from jettison.models.reference import GptConfig, GptLayer
     from jettison.parallel import apply_tensor_parallel
@@ -192,9 +197,18 @@ def on_ranks(count: int) -> list[dict[str, Any]]:
     """`measure` on so many gloo ranks."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-            "--nproc-per-node", str(count), "-m", "benchmarks.parallel_layer", folder,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            str(count),
+            "-m",
+            "benchmarks.parallel_layer",
+            folder,
+        ]
         subprocess.run(command, check=True, timeout=300, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         return [json.loads((Path(folder) / f"{rank}.json").read_text("utf-8")) for rank in range(count)]
 
@@ -220,9 +234,7 @@ def page(measured: dict[int, list[dict[str, Any]]]) -> str:
     without_core = replace(ROWS["stock"], recompute="selective")
     shares = [f"{100 * values[t]['selective'] / without_core.ledger_bytes(t):.1f} % at t = {t}" for t in values]
     text = Template(TEMPLATE.read_text("utf-8"))
-    return text.substitute(
-        bytes="\n".join(lines), sent="\n".join(sent), shares=", ".join(shares), s=S, b=B, h=H, a=A
-    )  # fmt: skip
+    return text.substitute(bytes="\n".join(lines), sent="\n".join(sent), shares=", ".join(shares), s=S, b=B, h=H, a=A)
 
 
 def main(arguments: list[str]) -> None:

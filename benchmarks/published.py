@@ -129,30 +129,60 @@ def _fsdp2() -> Iterator[Row]:
                 source=_BENCH, layout=f"fsdp{ranks}", sequence="8192", extras="compile" if compiled else ""
             )
             yield _titan(
-                f"Llama 3.1 8B, {ranks} GPUs, per-op AC, {'compiled blocks' if compiled else 'eager'}", gib, dp=ranks,
-                seq=8192, micro_batch=2, recompute=_ALTERNATE, caches=not compiled,
-            )  # fmt: skip
+                f"Llama 3.1 8B, {ranks} GPUs, per-op AC, {'compiled blocks' if compiled else 'eager'}",
+                gib,
+                dp=ranks,
+                seq=8192,
+                micro_batch=2,
+                recompute=_ALTERNATE,
+                caches=not compiled,
+            )
     for cp in (1, 2, 4, 8):
         gib = published_gib(source=_BENCH, sequence=str(32768 * cp), recompute="full")
         yield _titan(
-            f"Llama 3.1 8B, 8 GPUs, s = {32768 * cp}, cp = {cp}, full AC, compiled, float8", gib, dp=8 // cp, cp=cp,
-            seq=32768 * cp, micro_batch=1, recompute="full",
-        )  # fmt: skip
+            f"Llama 3.1 8B, 8 GPUs, s = {32768 * cp}, cp = {cp}, full AC, compiled, float8",
+            gib,
+            dp=8 // cp,
+            cp=cp,
+            seq=32768 * cp,
+            micro_batch=1,
+            recompute="full",
+        )
     yield _titan(
-        "Llama 3 8B, 8 GPUs, b = 1, per-op AC, eager", published_gib(source="torchtitan PR 1287"), dp=8, seq=8192,
-        micro_batch=1, recompute=_ALTERNATE, caches=True,
-    )  # fmt: skip
+        "Llama 3 8B, 8 GPUs, b = 1, per-op AC, eager",
+        published_gib(source="torchtitan PR 1287"),
+        dp=8,
+        seq=8192,
+        micro_batch=1,
+        recompute=_ALTERNATE,
+        caches=True,
+    )
     for first, extras in ((False, "compile"), (True, "compile first step")):
         yield _titan(
             f"Llama 3 8B, 8 GPUs, July 2024, per-op AC, compiled{', first step' if first else ''}",
-            published_gib(source="torchtitan PR 382", extras=extras), dp=8, seq=8192, micro_batch=2,
-            recompute=_ALTERNATE, first_step=first, within=0.12, why=_UNEXPLAINED,
-        )  # fmt: skip
+            published_gib(source="torchtitan PR 382", extras=extras),
+            dp=8,
+            seq=8192,
+            micro_batch=2,
+            recompute=_ALTERNATE,
+            first_step=first,
+            within=0.12,
+            why=_UNEXPLAINED,
+        )
     yield _titan(
         "Llama 3.1 70B, 256 GPUs, tp = 8, full AC, compiled, float8",
-        published_gib(source=_BENCH, layout="fsdp32-tp8"), "llama3-70b", dp=32, tp=8, seq=8192, micro_batch=16,
-        recompute="full", gathered_inputs=True, loss="vocab-parallel", within=0.35, why=_DTENSOR_LOSS,
-    )  # fmt: skip
+        published_gib(source=_BENCH, layout="fsdp32-tp8"),
+        "llama3-70b",
+        dp=32,
+        tp=8,
+        seq=8192,
+        micro_batch=16,
+        recompute="full",
+        gathered_inputs=True,
+        loss="vocab-parallel",
+        within=0.35,
+        why=_DTENSOR_LOSS,
+    )
 
 
 def _graph() -> Iterator[Row]:
@@ -160,10 +190,17 @@ def _graph() -> Iterator[Row]:
         for words, recompute in (("none", "none"), ("selective-op", _ALTERNATE)):
             row = _titan(
                 f"Llama 3 8B, fsdp = {dp}, tp = 2, {'no AC' if words == 'none' else 'per-op AC'}",
-                published_gib(source=source, layout=f"fsdp{dp}-tp2", recompute=words), dp=dp, tp=2, seq=8192,
-                micro_batch=1, recompute=recompute, gathered_inputs=True, loss="vocab-parallel", within=0.12,
+                published_gib(source=source, layout=f"fsdp{dp}-tp2", recompute=words),
+                dp=dp,
+                tp=2,
+                seq=8192,
+                micro_batch=1,
+                recompute=recompute,
+                gathered_inputs=True,
+                loss="vocab-parallel",
+                within=0.12,
                 why=_GRAPH,
-            )  # fmt: skip
+            )
             yield replace(row, framework=Framework.GRAPH)
 
 
@@ -177,14 +214,21 @@ def _nanotron() -> Iterator[Row]:
         run, shown = described(model, micro_batch=b, dp=8, **({"zero": zero} if zero else {}), **common)
         gib = published_gib(source=source, model=model, micro_batch=str(b))
         yield Row(
-            name=f"{model}, dp = 8, zero {zero}, b = {b}", framework=Framework.NANOTRON, figure=Figure.UNSTATED,
-            gib=gib, run=run, shown=shown,
-        )  # fmt: skip
+            name=f"{model}, dp = 8, zero {zero}, b = {b}",
+            framework=Framework.NANOTRON,
+            figure=Figure.UNSTATED,
+            gib=gib,
+            run=run,
+            shown=shown,
+        )
     yield Row(
-        name="llama-8b-mha, pp = 8, b = 1 (its first stage)", framework=Framework.NANOTRON, figure=Figure.UNSTATED,
-        gib=published_gib(source=source, layout="pp8"), run=nanotron_stages(**common),
+        name="llama-8b-mha, pp = 8, b = 1 (its first stage)",
+        framework=Framework.NANOTRON,
+        figure=Figure.UNSTATED,
+        gib=published_gib(source=source, layout="pp8"),
+        run=nanotron_stages(**common),
         shown="forecast(nanotron_stages(seq=4096, precision='bf16-grad32', gradients='upfront')).peak_bytes",
-    )  # fmt: skip
+    )
 
 
 def nanotron_stages(**request: Any) -> Run:
@@ -203,31 +247,46 @@ def megatron_gpt(vocab: int) -> ModelSpec:
     attention = Attention(heads=32, kv_heads=32, head_dim=128, qkv_bias=True, out_bias=True, fused_qkv=True)
     mlp = Mlp(ffn=10880, activation=Activation.SILU, gated=True, bias=True, fused_gate_up=True)
     return ModelSpec(
-        name="gpt-7b", family="paper", hidden=4096, vocab=vocab,
-        layers=(Layer(attention=attention, mlp=mlp, norm=norm),) * 32, final_norm=norm, max_positions=2048,
-        learned_positions=True, tied_embeddings=True, dropout_sites=DropoutSites(embedding=True, residual=True),
-    )  # fmt: skip
+        name="gpt-7b",
+        family="paper",
+        hidden=4096,
+        vocab=vocab,
+        layers=(Layer(attention=attention, mlp=mlp, norm=norm),) * 32,
+        final_norm=norm,
+        max_positions=2048,
+        learned_positions=True,
+        tied_embeddings=True,
+        dropout_sites=DropoutSites(embedding=True, residual=True),
+    )
 
 
 def megatron_run(*, micro_batch: int, dp: int, pp: int, tp: int) -> Run:
     """One of the tool's runs. GPT-2's 50,257 tokens are padded to a multiple of 128 t."""
     padded = -(-50257 // (128 * tp)) * 128 * tp
     return Run(
-        model=megatron_gpt(padded), seq=2048, micro_batch=micro_batch, micro_batches=8 if pp > 1 else 2,
-        layout=Layout(dp=dp, pp=pp, tp=tp, zero=1), precision=PRECISIONS["bf16-main32"],
-        kernels=replace(MEGATRON, fused_gate=False), gradients=Gradients.UPFRONT, dropout=0.1,
-    )  # fmt: skip
+        model=megatron_gpt(padded),
+        seq=2048,
+        micro_batch=micro_batch,
+        micro_batches=8 if pp > 1 else 2,
+        layout=Layout(dp=dp, pp=pp, tp=tp, zero=1),
+        precision=PRECISIONS["bf16-main32"],
+        kernels=replace(MEGATRON, fused_gate=False),
+        gradients=Gradients.UPFRONT,
+        dropout=0.1,
+    )
 
 
 def _megatron() -> Iterator[Row]:
     shapes = ((2, 8, 1, 1, "dp8"), (4, 4, 1, 2, "tp2-dp4"), (2, 4, 2, 1, "pp2-dp4"), (4, 1, 1, 8, "tp8"))
     for b, dp, pp, tp, layout in shapes:
         yield Row(
-            name=f"7B, dp = {dp}, pp = {pp}, tp = {tp}, b = {b}", framework=Framework.MEGATRON, figure=Figure.ALLOCATED,
+            name=f"7B, dp = {dp}, pp = {pp}, tp = {tp}, b = {b}",
+            framework=Framework.MEGATRON,
+            figure=Figure.ALLOCATED,
             gib=published_gib(source="Megatron-LM PR 482", layout=layout),
             run=megatron_run(micro_batch=b, dp=dp, pp=pp, tp=tp),
             shown=f"forecast(megatron_run(micro_batch={b}, dp={dp}, pp={pp}, tp={tp})).peak_bytes",
-        )  # fmt: skip
+        )
 
 
 def rows() -> list[Row]:

@@ -28,31 +28,105 @@ PLAIN = {"vocab_size": WORDS, "hidden_size": 64, "num_attention_heads": 4, "inte
 GROUPED = {**PLAIN, "num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
-    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {
-        **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "head_dim": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2}),
-    "jetmoe": ("JetMoeForCausalLM", "JetMoeConfig", {
-        "vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 2, "kv_channels": 16,
-        "intermediate_size": 64, "max_position_embeddings": 256, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "use_cache": False}),
-    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {
-        **GROUPED, "intermediate_size_mlp": 128, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 16,
-        "attention_chunk_size": 32, "moe_layers": [1, 3]}),
-    "minimax": ("MiniMaxForCausalLM", "MiniMaxConfig", {
-        **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16, "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention"] * 2}),
-    "recurrent-gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", {
-        **PLAIN, "num_hidden_layers": 6, "num_key_value_heads": 1, "lru_width": 64, "head_dim": 16,
-        "attention_window_size": 32, "block_types": ["recurrent", "recurrent", "attention"]}),
-    "longformer": ("LongformerForMaskedLM", "LongformerConfig", {
-        **{k: v for k, v in PLAIN.items() if k != "use_cache"}, "num_hidden_layers": 4,
-        "max_position_embeddings": 256, "attention_window": [16] * 4}),
-    "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {
-        "vocab_size": WORDS, "d_model": 64, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "num_mel_bins": 16,
-        "max_source_positions": 32, "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2, "decoder_start_token_id": 1, "use_cache": False}),
-}  # fmt: skip
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **GROUPED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "head_dim": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "jetmoe": (
+        "JetMoeForCausalLM",
+        "JetMoeConfig",
+        {
+            "vocab_size": WORDS,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "kv_channels": 16,
+            "intermediate_size": 64,
+            "max_position_embeddings": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_cache": False,
+        },
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **GROUPED,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "head_dim": 16,
+            "attention_chunk_size": 32,
+            "moe_layers": [1, 3],
+        },
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {
+            **GROUPED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "block_size": 16,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "recurrent-gemma": (
+        "RecurrentGemmaForCausalLM",
+        "RecurrentGemmaConfig",
+        {
+            **PLAIN,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "lru_width": 64,
+            "head_dim": 16,
+            "attention_window_size": 32,
+            "block_types": ["recurrent", "recurrent", "attention"],
+        },
+    ),
+    "longformer": (
+        "LongformerForMaskedLM",
+        "LongformerConfig",
+        {
+            **{k: v for k, v in PLAIN.items() if k != "use_cache"},
+            "num_hidden_layers": 4,
+            "max_position_embeddings": 256,
+            "attention_window": [16] * 4,
+        },
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": WORDS,
+            "d_model": 64,
+            "encoder_layers": 4,
+            "decoder_layers": 4,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "num_mel_bins": 16,
+            "max_source_positions": 32,
+            "max_target_positions": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+            "use_cache": False,
+        },
+    ),
+}
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -114,8 +188,9 @@ def compare(name: str) -> None:
     over = ours - least
     print(
         f"{name:16} checkpoint {theirs:>9,}  smallest budget {least:>9,} ({least / theirs:.3f})  predicted "
-        f"{handle.plan.predicted.peak_bytes:>9,}  measured {ours:>9,}  over {over:>7,}  {reason}", flush=True,
-    )  # fmt: skip
+        f"{handle.plan.predicted.peak_bytes:>9,}  measured {ours:>9,}  over {over:>7,}  {reason}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

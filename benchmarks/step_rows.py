@@ -71,9 +71,11 @@ def summary(rows: Sequence[Row]) -> Summary:
     errors = [abs(row.error) for row in rows]
     points = [abs(row.ratio_points) for row in rows if row.policy != "none"]
     return Summary(
-        median_error=statistics.median(errors), worst_error=max(errors), median_ratio_points=statistics.median(points),
+        median_error=statistics.median(errors),
+        worst_error=max(errors),
+        median_ratio_points=statistics.median(points),
         worst_ratio_points=max(points),
-    )  # fmt: skip
+    )
 
 
 def markdown(document: Mapping[str, Any], rows: Sequence[Row]) -> str:

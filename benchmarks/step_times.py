@@ -76,17 +76,32 @@ class Small:
         """As config.json has it. Nothing drops out."""
         if self.family == "gpt2":
             return {
-                "model_type": "gpt2", "vocab_size": self.vocabulary, "n_embd": self.hidden, "n_layer": self.layers,
-                "n_head": self.heads, "n_positions": self.seq, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
-                "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
-            }  # fmt: skip
+                "model_type": "gpt2",
+                "vocab_size": self.vocabulary,
+                "n_embd": self.hidden,
+                "n_layer": self.layers,
+                "n_head": self.heads,
+                "n_positions": self.seq,
+                "attn_pdrop": 0.0,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "bos_token_id": 0,
+                "eos_token_id": 0,
+            }
         return {
-            "model_type": self.family, "vocab_size": self.vocabulary, "hidden_size": self.hidden,
-            "intermediate_size": -(-self.hidden * 8 // 3 // 32) * 32, "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
-            "head_dim": self.hidden // self.heads, "max_position_embeddings": self.seq, "bos_token_id": None,
-            "eos_token_id": None, "pad_token_id": None,
-        }  # fmt: skip
+            "model_type": self.family,
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": -(-self.hidden * 8 // 3 // 32) * 32,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.hidden // self.heads,
+            "max_position_embeddings": self.seq,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
 
 
 def _small(
@@ -94,7 +109,7 @@ def _small(
 ) -> Small:
     return Small(
         family=family, hidden=hidden, layers=layers, seq=seq, batch=batch, heads=heads, kv_heads=kv_heads or heads
-    )  # fmt: skip
+    )
 
 
 MODELS = (
@@ -119,10 +134,13 @@ def run_of(small: Small, policy: str) -> Run:
     """The run as an estimate takes it, from the config alone."""
     model = parse_config(small.config(), name=small.name)
     return Run(
-        model=model, seq=small.seq, micro_batch=small.batch, precision=PRECISIONS["fp32"],
+        model=model,
+        seq=small.seq,
+        micro_batch=small.batch,
+        precision=PRECISIONS["fp32"],
         kernels=kernels_for(model, "huggingface").with_attention("sdpa").on_cpu(),
         recompute=Recompute.parse("none" if policy == "plan" else policy, layers=model.depth),
-    )  # fmt: skip
+    )
 
 
 def predicted_seconds(small: Small, policy: str, machine: Hardware) -> float:
@@ -236,12 +254,19 @@ def rows_of(small: Small, machine: Hardware, found: Mapping[str, Timed]) -> list
         ratio_low, _, ratio_high = quartiles([a / b for a, b in zip(samples, plain, strict=True)])
         rows.append(
             Row(
-                model=small.name, policy=policy, predicted_seconds=predicted[policy], seconds=low,
-                median_seconds=middle, high_seconds=high, wall_seconds=statistics.median(found[policy].wall),
-                predicted_ratio=predicted[policy] / predicted["none"], ratio=low / quartiles(plain)[0],
-                ratio_low=ratio_low, ratio_high=ratio_high,
+                model=small.name,
+                policy=policy,
+                predicted_seconds=predicted[policy],
+                seconds=low,
+                median_seconds=middle,
+                high_seconds=high,
+                wall_seconds=statistics.median(found[policy].wall),
+                predicted_ratio=predicted[policy] / predicted["none"],
+                ratio=low / quartiles(plain)[0],
+                ratio_low=ratio_low,
+                ratio_high=ratio_high,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -268,11 +293,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in rows[-len(POLICIES) :]:
             _say("  ".join(row.cells))
     document = {
-        "schema": "jettison.step-times/1", "device": machine.name, "torch": torch.__version__, "threads": 1,
-        "date": options.date, "rounds": options.rounds, "patience": options.patience, "memory_kept": kept,
-        "plan": PLAN, "calibration": calibrated, "summary": asdict(summary(rows)),
+        "schema": "jettison.step-times/1",
+        "device": machine.name,
+        "torch": torch.__version__,
+        "threads": 1,
+        "date": options.date,
+        "rounds": options.rounds,
+        "patience": options.patience,
+        "memory_kept": kept,
+        "plan": PLAN,
+        "calibration": calibrated,
+        "summary": asdict(summary(rows)),
         "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     options.json.with_suffix(".md").write_text(markdown(document, rows), encoding="utf-8")

@@ -34,20 +34,32 @@ FACTS = Path(__file__).parent.parent / "tests" / "facts"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
 GPUS = {
-    "A100-80GB": "a100-80gb", "H100-80GB": "h100-80gb", "H100-96GB": "h100-96gb", "H100": "h100-96gb",
-    "B200-180GB": "b200-192gb", "GB200-186GB": "gb200-192gb",
-}  # fmt: skip
+    "A100-80GB": "a100-80gb",
+    "H100-80GB": "h100-80gb",
+    "H100-96GB": "h100-96gb",
+    "H100": "h100-96gb",
+    "B200-180GB": "b200-192gb",
+    "GB200-186GB": "gb200-192gb",
+}
 """An H100 in torchtitan's own pull requests is Meta's."""
 MPT = {
-    "mpt-1b": (2048, 24, 16), "mpt-3b": (2560, 32, 20), "mpt-7b": (4096, 32, 32), "mpt-13b": (5120, 40, 40),
-    "mpt-30b": (7168, 48, 56), "mpt-70b": (8192, 80, 64),
-}  # fmt: skip
+    "mpt-1b": (2048, 24, 16),
+    "mpt-3b": (2560, 32, 20),
+    "mpt-7b": (4096, 32, 32),
+    "mpt-13b": (5120, 40, 40),
+    "mpt-30b": (7168, 48, 56),
+    "mpt-70b": (8192, 80, 64),
+}
 """Hidden size, layers and heads. The page's parameter counts say that these are GPTs with biases and learned positions,
 tied embeddings and 50,368 tokens, not MPT with ALiBi: 13 h biases and norms a layer, s h positions."""
 ACCUMULATED = {
-    ("mpt-70b", 2048): 4, ("mpt-30b", 2048): 3, ("mpt-13b", 2048): 1, ("mpt-13b", 1024): 3, ("mpt-7b", 2048): 1,
+    ("mpt-70b", 2048): 4,
+    ("mpt-30b", 2048): 3,
+    ("mpt-13b", 2048): 1,
+    ("mpt-13b", 1024): 3,
+    ("mpt-7b", 2048): 1,
     ("mpt-7b", 4096): 2,
-}  # fmt: skip
+}
 """Micro-batches in a step, as the page has them for the rows that the published runs list."""
 NANOTRON_TOKENS = 1 << 20
 """In a step: what nanotron's scaling_benchmarks.py sets."""
@@ -119,9 +131,12 @@ def _torchtitan(row: Mapping[str, str]) -> tuple[Run, Execution]:
     out op by op (nn.RMSNorm was no single kernel in 2024). Where no batch is given, the default of its recipe."""
     recompute = {"selective-op": "selective-op-alternate"}.get(row["recompute"], row["recompute"])
     request = RunRequest(
-        seq=int(row["sequence"] or 8192), micro_batch=int(row["micro_batch"] or 1), recompute=recompute,
-        precision="fp8" if "float8" in row["extras"] else "bf16-autocast", **_layout(row["layout"], int(row["gpus"])),
-    )  # fmt: skip
+        seq=int(row["sequence"] or 8192),
+        micro_batch=int(row["micro_batch"] or 1),
+        recompute=recompute,
+        precision="fp8" if "float8" in row["extras"] else "bf16-autocast",
+        **_layout(row["layout"], int(row["gpus"])),
+    )
     run = resolve(preset(row["model"]), request).run
     run = replace(run, kernels=replace(run.kernels, fused_norm=False))
     how = execution_of(run)
@@ -134,9 +149,16 @@ def _foundry(row: Mapping[str, str]) -> tuple[Run, Execution]:
     seq = int(row["sequence"])
     times = int(row["micro_batches"]) if "micro_batches" in row else ACCUMULATED[row["model"], seq]
     request = RunRequest(
-        seq=seq, micro_batch=int(row["micro_batch"]), micro_batches=times, precision="bf16-autocast",
-        recompute=row["recompute"], dp=int(row["gpus"]), zero=3, attention="flash", kernels=PYTORCH.name,
-    )  # fmt: skip
+        seq=seq,
+        micro_batch=int(row["micro_batch"]),
+        micro_batches=times,
+        precision="bf16-autocast",
+        recompute=row["recompute"],
+        dp=int(row["gpus"]),
+        zero=3,
+        attention="flash",
+        kernels=PYTORCH.name,
+    )
     run = resolve(mpt(row["model"], seq), request).run
     return run, replace(execution_of(run), attention=0.55, fused_optimizer=False)
 
@@ -147,10 +169,13 @@ def _nanotron(row: Mapping[str, str]) -> tuple[Run, Execution]:
     layout = _layout(row["layout"], int(row["gpus"]))
     seq, micro_batch = int(row["sequence"]), int(row["micro_batch"])
     request = RunRequest(
-        seq=seq, micro_batch=micro_batch, micro_batches=NANOTRON_TOKENS // (seq * micro_batch * layout["dp"]),
-        precision="bf16-grad32", recompute=row["recompute"],
+        seq=seq,
+        micro_batch=micro_batch,
+        micro_batches=NANOTRON_TOKENS // (seq * micro_batch * layout["dp"]),
+        precision="bf16-grad32",
+        recompute=row["recompute"],
         **layout | ({"zero": 1} if row["extras"] == "zero1" else {}),
-    )  # fmt: skip
+    )
     run = resolve(preset(row["model"]), request).run
     return run, execution_of(run)
 
@@ -163,11 +188,23 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
     sequences = int(row["global_batch"] or NEMO_TOKENS // seq)
     gpt = row["model"].startswith("gpt3")
     request = RunRequest(
-        seq=seq, micro_batch=micro_batch, micro_batches=sequences // (micro_batch * dp), tp=tp, sp=tp > 1,
-        pp=pp, cp=cp, ep=int(row["ep"]), virtual_stages=int(row["virtual_stages"]), dp=dp, zero=1 if dp > 1 else 0,
-        precision="fp8", attention="flash", kernels=MEGATRON.name, dropout=0.1 if gpt else 0.0,
+        seq=seq,
+        micro_batch=micro_batch,
+        micro_batches=sequences // (micro_batch * dp),
+        tp=tp,
+        sp=tp > 1,
+        pp=pp,
+        cp=cp,
+        ep=int(row["ep"]),
+        virtual_stages=int(row["virtual_stages"]),
+        dp=dp,
+        zero=1 if dp > 1 else 0,
+        precision="fp8",
+        attention="flash",
+        kernels=MEGATRON.name,
+        dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",
-    )  # fmt: skip
+    )
     if row["model"] in NEMO_GPT:
         model = gpt2(row["model"], *NEMO_GPT[row["model"]], vocabulary=51200, positions=seq)
     else:
@@ -198,9 +235,14 @@ def _read(name: str) -> Iterator[Timed]:
                 run, execution = RULES[source.split()[0]](row)
                 published = float(row["tokens_per_second_per_gpu"] or 0) or _tokens(run, row["teraflops_per_gpu"])
                 yield Timed(
-                    source=source, gpu=row["gpu"], columns=row, run=run, execution=execution, published=published,
+                    source=source,
+                    gpu=row["gpu"],
+                    columns=row,
+                    run=run,
+                    execution=execution,
+                    published=published,
                     file=name,
-                )  # fmt: skip
+                )
 
 
 def _tokens(run: Run, teraflops: str) -> float:
@@ -230,11 +272,17 @@ def page() -> str:
     listed, others, nemo = ([row for row in found if row.file == name] for name in (LISTED, FOUNDRY, NEMO))
     hopper, blackwell = ([row for row in nemo if ("H100" in row.gpu) is old] for old in (True, False))
     words = {
-        "listed": _table(listed), "others": _table(others), "nemo": _table(hopper), "blackwell": _table(blackwell),
-        "listed_summary": _summary(listed), "others_summary": _summary(others), "nemo_summary": _summary(hopper),
+        "listed": _table(listed),
+        "others": _table(others),
+        "nemo": _table(hopper),
+        "blackwell": _table(blackwell),
+        "listed_summary": _summary(listed),
+        "others_summary": _summary(others),
+        "nemo_summary": _summary(hopper),
         "blackwell_summary": _summary(blackwell),
-        "table5": _table5(), "appendix_c": _appendix_c(),
-    }  # fmt: skip
+        "table5": _table5(),
+        "appendix_c": _appendix_c(),
+    }
     return TEMPLATE.read_text(encoding="utf-8").format_map(words)
 
 
@@ -281,10 +329,15 @@ def paper_run(config: Mapping[str, str], *, recompute: str, sp: bool) -> Run:
     """A GPT of the paper's Table 3 in its layout."""
     micro_batch = int(config["micro_batch"])
     request = RunRequest(
-        seq=2048, micro_batch=micro_batch, micro_batches=int(config["global_batch"]) // micro_batch, sp=sp,
-        tp=int(config["tensor_parallel"]), pp=int(config["pipeline_parallel"]),
-        virtual_stages=int(config["virtual_stages"]), recompute=recompute,
-    )  # fmt: skip
+        seq=2048,
+        micro_batch=micro_batch,
+        micro_batches=int(config["global_batch"]) // micro_batch,
+        sp=sp,
+        tp=int(config["tensor_parallel"]),
+        pp=int(config["pipeline_parallel"]),
+        virtual_stages=int(config["virtual_stages"]),
+        recompute=recompute,
+    )
     return resolve(preset(f"gpt-{config['model'].lower()}"), request).run
 
 

@@ -85,9 +85,7 @@ def shard_by_torch(model: Any, mesh: Any) -> None:
     )
 
     def gathered(*others: None) -> PrepareModuleInput:
-        return PrepareModuleInput(
-            input_layouts=(Shard(0), *others), desired_input_layouts=(Replicate(), *others)
-        )  # fmt: skip
+        return PrepareModuleInput(input_layouts=(Shard(0), *others), desired_input_layouts=(Replicate(), *others))
 
     def embedding() -> RowwiseParallel:
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
@@ -177,9 +175,21 @@ def on_ranks(steps: int) -> dict[str, Any]:
     """`measure` on two gloo ranks."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-            "--nproc-per-node", "2", "-m", "benchmarks.train_two_ranks", "--steps", str(steps), "--rank", folder,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--local-addr",
+            "127.0.0.1",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "benchmarks.train_two_ranks",
+            "--steps",
+            str(steps),
+            "--rank",
+            folder,
+        ]
         subprocess.run(command, check=True, timeout=1800, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text("utf-8"))
         return found

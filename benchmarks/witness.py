@@ -88,11 +88,21 @@ def measure(name: str, policy: str, rounds: int, device: str) -> list[Row]:
         launches, settling = more[case]
         rows.append(
             Row(
-                model=name, policy=policy, check=case, dropped=dropped, wall_ratio=walls[1], wall_low=walls[0],
-                wall_high=walls[2], cpu_ratio=cpus[1], cpu_low=cpus[0], cpu_high=cpus[2],
-                milliseconds=1e3 * statistics.median(wall[case]), launches=launches, settle_milliseconds=settling,
+                model=name,
+                policy=policy,
+                check=case,
+                dropped=dropped,
+                wall_ratio=walls[1],
+                wall_low=walls[0],
+                wall_high=walls[2],
+                cpu_ratio=cpus[1],
+                cpu_low=cpus[0],
+                cpu_high=cpus[2],
+                milliseconds=1e3 * statistics.median(wall[case]),
+                launches=launches,
+                settle_milliseconds=settling,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -151,12 +161,14 @@ def _device_figures(
 def table(rows: list[Row], title: str) -> str:
     """The rows as Markdown."""
     lines = [
-        f"# What witnesses cost ({title})", "",
-        "Step time ÷ the same step under the same plan with `check=\"off\"`: median of interleaved rounds, "
-        "quartiles in brackets.", "",
+        f"# What witnesses cost ({title})",
+        "",
+        'Step time ÷ the same step under the same plan with `check="off"`: median of interleaved rounds, '
+        "quartiles in brackets.",
+        "",
         "| model | policy | check | again | wall | CPU seconds | ms a step | launches | end of backward, ms |",
         "| --- | --- | --- | ---: | --- | --- | ---: | ---: | ---: |",
-    ]  # fmt: skip
+    ]
     for row in rows:
         launches = "" if row.launches is None else f"{row.launches:,}"
         settling = "" if row.settle_milliseconds is None else f"{row.settle_milliseconds:.2f}"

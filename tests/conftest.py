@@ -4,14 +4,19 @@ import gc
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+from support.patience import PATIENCE
 
 # Examples are the same in every run, and a busy machine is no failure.
-settings.register_profile("jettison", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile(
+    "jettison", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("jettison")
 
 # one thread a worker: two workers with two threads each would wait for one another on two cores
@@ -37,6 +42,15 @@ def young() -> None:
     """Measurements and dry runs collect garbage first: they need not walk what imports and other tests have made."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient() -> None:
+    """A kernel that is priced in a process of its own may be long in coming."""
+    if "torch" in sys.modules:
+        from jettison.dryrun import worker
+
+        worker.SILENCE_SECONDS = PATIENCE
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from support.patience import PATIENCE
+
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
@@ -26,7 +28,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("search", "parallel", "measure"),
     ("dryrun", "models", "calibrate"),
     ("planner",),
-    ("train", "export", "report"),
+    ("train", "report"),
     ("verbs",),
     ("demo",),
     ("cli",),
@@ -49,7 +51,6 @@ WITHOUT_TORCH = (
     "solve",
     "predict",
     "search",
-    "export",
     "report",
     "cli",
 )
@@ -185,7 +186,7 @@ print(json.dumps(leaks))
 def run_python(code: str, *args: str) -> str:
     env = os.environ | {"PYTHONPATH": str(SOURCE)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=env, timeout=120, check=False
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=env, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
 
@@ -31,7 +33,7 @@ def test_the_readmes_example_runs() -> None:
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert example is not None
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, env=env, timeout=250)
+    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, env=env, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     peak, _, policies = done.stdout.partition(" ")
     assert 0 < int(peak) <= 160 * 2**20

@@ -101,12 +101,7 @@ class DemoResult:
 
 
 def run_demo(
-    out: Path,
-    *,
-    steps: int = 20,
-    size: DemoSize | None = None,
-    rounds: int = 6,
-    progress: Progress = silent,
+    out: Path, *, steps: int = 20, size: DemoSize | None = None, rounds: int = 6, progress: Progress = silent
 ) -> DemoResult:
     """Train twice, prove, and write ``plan.json`` and ``proof.json`` into ``out`` (both are replaced).
 

@@ -71,9 +71,12 @@ class DoesNotFit(JettisonError, ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Survive pickling."""
         build = partial(
-            type(self), peak_bytes=self.peak_bytes, limit_bytes=self.limit_bytes, limit_name=self.limit_name,
+            type(self),
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
+            limit_name=self.limit_name,
             advice=self.advice,
-        )  # fmt: skip
+        )
         return (build, ())
 
 

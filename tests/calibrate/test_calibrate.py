@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jettison.calibrate import Calibration, calibrate, hardware_toml, session
+from jettison.calibrate import Calibration, calibrate, clock, hardware_toml, session
 from jettison.calibrate.clock import Probe, undisturbed
 from jettison.calibrate.collectives import measure_link
 from jettison.calibrate.fit import LinkFit, Measured, fit
@@ -26,18 +26,30 @@ from jettison.cost.launches import FLASH_BACKWARD, Product
 from jettison.cost.matmul import product_seconds
 from jettison.errors import UsageError
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware
-from support.ranks import run_ranks
+from support.patience import PATIENCE
+from support.ranks import Launches
 
 SHAPES = (
-    (512, 512, 512), (1024, 256, 256), (256, 1024, 512), (2048, 2048, 2048), (768, 192, 640), (128, 512, 1024),
-    (512, 128, 2048), (1024, 1024, 96), (320, 640, 160),
-)  # fmt: skip
+    (512, 512, 512),
+    (1024, 256, 256),
+    (256, 1024, 512),
+    (2048, 2048, 2048),
+    (768, 192, 640),
+    (128, 512, 1024),
+    (512, 128, 2048),
+    (1024, 1024, 96),
+    (320, 640, 160),
+)
 EDGES = Edges(rows=50, columns=80, depth=60)
 BARE = Hardware(name="a machine", memory_bytes=64 << 30, usable_bytes=60 << 30, units=8, node=1)
 FAST = Sizes(
-    products=((64, 64, 64), (256, 192, 128)), attention=((1, 2, 64, 16),), streamed=1 << 18, block=(64, 64),
-    layer=(8, 16, 2), pool_bytes=1 << 20,
-)  # fmt: skip
+    products=((64, 64, 64), (256, 192, 128)),
+    attention=((1, 2, 64, 16),),
+    streamed=1 << 18,
+    block=(64, 64),
+    layer=(8, 16, 2),
+    pool_bytes=1 << 20,
+)
 
 
 # --- from seconds to figures ----------------------------------------------------------------------------------------
@@ -57,9 +69,11 @@ def measured(**changes: Any) -> Measured:
     values: dict[str, Any] = {
         "products": {"float32": seconds_on(truth)},
         "attention": ((3e9, 3e9 / 60e9 + 4e-6, 3e9 / 60e9 + 4e-6 + FLASH_BACKWARD * 3e9 / 75e9 + 8e-6),),
-        "stream": (2 * 10**9, 0.1), "tiny": (100, 400e-6), "block": (100, 3 * 10**8, 0.02 + 400e-6),
+        "stream": (2 * 10**9, 0.1),
+        "tiny": (100, 400e-6),
+        "block": (100, 3 * 10**8, 0.02 + 400e-6),
         "hooks": (200, 0.050, 0.054),
-    }  # fmt: skip
+    }
     return Measured(**(values | changes))
 
 
@@ -153,9 +167,14 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
     file.write_text(hardware_toml(found), encoding="utf-8")
     again = hardware(file)
     assert again == replace(
-        found.hardware, reached_source="us", delays_source="us", flops_per_second=again.flops_per_second,
-        reached=again.reached, delays=again.delays, edges=again.edges,
-    )  # fmt: skip
+        found.hardware,
+        reached_source="us",
+        delays_source="us",
+        flops_per_second=again.flops_per_second,
+        reached=again.reached,
+        delays=again.delays,
+        edges=again.edges,
+    )
     assert (again.node, again.link_bytes_per_second, again.units) == (4, 2_500_000_000, 8)
     for mine, read in (
         (found.hardware.flops_per_second.fp32, again.flops_per_second.fp32),
@@ -169,14 +188,15 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
         assert read == pytest.approx(mine, rel=1e-3)
 
 
-@given(
-    rate=st.floats(1e9, 2e16), share=st.floats(1e-4, 1.0), width=st.floats(1e7, 1e14), delay=st.floats(1e-9, 1e-2),
-)  # fmt: skip
+@given(rate=st.floats(1e9, 2e16), share=st.floats(1e-4, 1.0), width=st.floats(1e7, 1e14), delay=st.floats(1e-9, 1e-2))
 def test_any_figures_can_be_written(rate: float, share: float, width: float, delay: float, tmp_path_factory) -> None:
     machine = replace(
-        BARE, flops_per_second=Throughput(fp32=round(rate)), memory_bytes_per_second=round(width),
-        reached=replace(Reached(), memory=share), delays=replace(Delays(), kernel=delay),
-    )  # fmt: skip
+        BARE,
+        flops_per_second=Throughput(fp32=round(rate)),
+        memory_bytes_per_second=round(width),
+        reached=replace(Reached(), memory=share),
+        delays=replace(Delays(), kernel=delay),
+    )
     file = tmp_path_factory.mktemp("any") / "machine.toml"
     file.write_text(hardware_toml(Calibration(hardware=machine, comparisons=())), encoding="utf-8")
     read = hardware(file)
@@ -271,6 +291,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_threa
     """Small shapes: plausible figures, the same random numbers afterwards, and a file that reads back."""
     monkeypatch.setattr(session, "CPU_SIZES", FAST)
     monkeypatch.setattr(session, "FULL_SECONDS", 0.5)
+    monkeypatch.setattr(clock, "GIVE_UP_SECONDS", PATIENCE)
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -286,12 +307,12 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_threa
         samples.append(time.thread_time() - start)
     rate = 2 * 256**3 / statistics.median(samples)
     assert h.flops_per_second.fp32 is not None
-    assert rate / 8 < h.flops_per_second.fp32 < 8 * rate
-    assert 1e-7 < h.delays.kernel < 1e-3
-    assert 1e-7 < h.delays.hook < 1e-3
+    assert rate / 100 < h.flops_per_second.fp32 < 8 * rate  # others may have the cores, for most of the time
+    assert 1e-7 < h.delays.kernel < 1e-1
+    assert 1e-7 < h.delays.hook < 1e-1
     assert h.synchronous
     assert h.memory_bytes_per_second is not None
-    assert 1e8 < h.memory_bytes_per_second < 1e13
+    assert 1e7 < h.memory_bytes_per_second < 1e13
     assert any("float32 product" in text for text in said)
     (tmp_path / "m.toml").write_text(hardware_toml(found), encoding="utf-8")
     assert hardware(tmp_path / "m.toml").name == h.name
@@ -308,13 +329,13 @@ def link_of_ranks(_args: Any) -> list[float]:
     return [link.ranks, link.bytes_per_second, link.step_seconds]
 
 
-def test_collectives_of_ranks_that_are_there() -> None:
-    found = run_ranks(link_of_ranks, 2)
+def test_collectives_of_ranks_that_are_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = Launches(tmp_path_factory.getbasetemp(), link_of_ranks)[2]
     assert found[0] == found[1]
     ranks, width, step = found[0]
     assert ranks == 2
-    assert 1e6 < width < 1e12
-    assert 1e-7 < step < 1
+    assert 1e4 < width < 1e12
+    assert 1e-7 < step < 100
 
 
 def test_collectives_take_two() -> None:

@@ -1,13 +1,8 @@
-"""The record of a region: ops, buffers, views, slots, anchors, taps, names; and that recording leaves no trace."""
+"""The record of a region: ops, buffers, views, slots, anchors, taps, names."""
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
-import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +12,9 @@ from torch.nn import functional as F
 
 from jettison.capture.opinfo import anchor_of, is_nondeterministic
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recorder import CaptureMode, Recorder, RegionTrace, TensorRef
+from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.region import trace_region
-from jettison.capture.tracer import trace_model
-from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Op, Source
-from jettison.measure import buffer_digest, parameter_digest, rng_digest
-from jettison.measure.peak import allocation_deltas
 from jettison.runtime.reads import reads_hold
 
 N = 6
@@ -205,12 +196,20 @@ def test_top_k_is_a_discrete_choice() -> None:
 @pytest.mark.parametrize(
     ("name", "floats", "values", "expected"),
     [
-        ("index_add_", True, True, True), ("index_add_", False, True, False), ("scatter_add", True, True, True),
-        ("cumsum", True, False, True), ("cumsum", False, False, False), ("put_", True, True, True),
-        ("scatter", True, True, True), ("scatter_", True, False, False), ("index_put_", False, True, True),
-        ("index_put_", True, False, False), ("gather", True, True, False), ("addmm", True, True, False),
+        ("index_add_", True, True, True),
+        ("index_add_", False, True, False),
+        ("scatter_add", True, True, True),
+        ("cumsum", True, False, True),
+        ("cumsum", False, False, False),
+        ("put_", True, True, True),
+        ("scatter", True, True, True),
+        ("scatter_", True, False, False),
+        ("index_put_", False, True, True),
+        ("index_put_", True, False, False),
+        ("gather", True, True, False),
+        ("addmm", True, True, False),
     ],
-)  # fmt: skip
+)
 def test_ops_that_torch_calls_nondeterministic(name: str, floats: bool, values: bool, expected: bool) -> None:
     def other_bits(device: str, deterministic: bool) -> bool:
         return is_nondeterministic(name, device, floats=floats, values=values, deterministic=deterministic)
@@ -300,8 +299,9 @@ def test_batch_norm_in_training_writes_its_running_statistics() -> None:
     norm = nn.BatchNorm1d(N)
     trace = trace_region(norm, (torch.randn(4, N, requires_grad=True),), {})
     assert {op.name for op in trace.program.ops if op.anchor is Anchor.MUTATED} == {
-        "aten.native_batch_norm.default, its running statistics", "aten.add_.Tensor",
-    }  # fmt: skip
+        "aten.native_batch_norm.default, its running statistics",
+        "aten.add_.Tensor",
+    }
     norm_itself = next(op for op in trace.program.ops if op.name == "aten.native_batch_norm.default")
     assert norm_itself.anchor is None, "without its statistics it may run again"
     assert {trace.names.get(b) for b in norm_itself.inputs} == {None, "weight", "bias"}
@@ -363,108 +363,10 @@ def test_values_at_module_boundaries_can_be_held() -> None:
     found = {tap.ref.buffer: (tap.path, tap.call, tap.is_output) for tap in trace.taps.values()}
     sub, first, mid, second, last, out = (op.outputs[0] for op in ops)
     assert found == {
-        sub: ("scale", 0, False), first: ("scale.linear", 0, True), mid: ("scale", 0, True),
-        second: ("scale.linear", 1, True), last: ("scale", 1, True),
-    }  # fmt: skip
+        sub: ("scale", 0, False),
+        first: ("scale.linear", 0, True),
+        mid: ("scale", 0, True),
+        second: ("scale.linear", 1, True),
+        last: ("scale", 1, True),
+    }
     assert all(buffers[b].keepable for b in found) and not buffers[out].keepable
-
-
-# a trace leaves nothing behind ----------------------------------------------------------------------------------------
-
-
-class Disturbing(nn.Module):
-    """Draws, counts and normalises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts = [(nn.Linear(N, N), nn.BatchNorm1d(N), nn.Dropout(0.5)) for _ in range(3)]
-        self.blocks = nn.ModuleList(nn.Sequential(*modules) for modules in parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum() + torch.rand(())
-
-
-def test_random_streams_buffers_parameters_and_gradients_are_untouched() -> None:
-    model, x = Disturbing(), torch.randn(4, N)
-    before = rng_digest(), buffer_digest(model), parameter_digest(model)
-    traced = trace_model(model, (x,))
-    assert (rng_digest(), buffer_digest(model), parameter_digest(model)) == before
-    assert traced.classes and all(cls.trace.draws for cls in traced.classes.values())
-    assert all(p.grad is None for p in model.parameters())
-    assert all("forward" not in vars(m) and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
-
-
-def test_a_trace_allocates_no_model_memory() -> None:
-    width, layers = 2048, 8
-    with torch.device("meta"):
-        parts = [(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(layers)]
-        model = nn.Sequential(*(nn.Sequential(*modules) for modules in parts))
-    x = torch.empty(64, width, device="meta")
-    parameter_bytes = sum(p.nbytes for p in model.parameters())
-    deltas = allocation_deltas(lambda: trace_model(model, (x,), loss_fn=lambda out: out.sum(), values_known=False))
-    assert sum(d for d in deltas if d > 0) < 64 * 1024 < parameter_bytes // 4000
-
-
-def test_a_real_model_is_traced_without_its_activations() -> None:
-    model, x = Disturbing(), torch.randn(4096, N)
-    deltas = allocation_deltas(lambda: trace_model(model, (x,)))
-    assert max(deltas) < x.nbytes // 4
-
-
-def test_a_trace_that_goes_leaves_nothing_alive() -> None:
-    model, x = Disturbing(), torch.randn(4, N)
-    traced, alone = trace_model(model, (x,)), trace_region(model, (x,), {}, copy=False)
-    gone = [weakref.ref(traced.fake_model), weakref.ref(traced.mode), weakref.ref(alone), weakref.ref(model)]
-    del traced, alone, model
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 4
-
-
-def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
-    model, x = Disturbing(), torch.randn(4, N)
-    with pytest.raises(TraceError, match="no scalar loss"):
-        trace_model(model, (x,), loss_fn=lambda loss: loss.expand(2))
-    with pytest.raises(TraceError, match="does not require gradients"):
-        trace_model(model.requires_grad_(False), (x,))
-
-
-# digests --------------------------------------------------------------------------------------------------------------
-
-DIGEST_SCRIPT = """
-import torch
-from torch import nn
-from jettison.capture.region import trace_region
-block = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
-print(trace_region(block, (torch.randn(4, 6, requires_grad=True),), {}).program.digest())
-"""
-
-
-def mlp(width: int = 2 * N, rate: float = 0.1) -> nn.Module:
-    return nn.Sequential(nn.Linear(N, width), nn.GELU(), nn.Dropout(rate), nn.Linear(width, N))
-
-
-def digest(module: nn.Module, rows: int = 4) -> str:
-    return trace_region(module, (torch.randn(rows, N, requires_grad=True),), {}).program.digest()
-
-
-def test_the_digest_is_of_the_program_alone() -> None:
-    assert digest(mlp()) == digest(mlp())
-    assert len({digest(mlp()), digest(mlp(3 * N)), digest(mlp(rate=0.0)), digest(mlp(), rows=5)}) == 4
-
-
-def test_the_digest_is_the_same_in_another_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST_SCRIPT], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
-    )
-    assert done.stdout.strip() == digest(mlp())
-
-
-def test_a_recording_on_real_tensors_is_the_one_on_fake_tensors() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
-    x = torch.randn(4, 8, requires_grad=True)
-    recorder = Recorder(model, [x])
-    with CaptureMode() as capture, capture.recording(recorder):
-        output = model(x)
-    assert recorder.finish(output).program == trace_region(model, (x,), {}).program

@@ -19,10 +19,18 @@ S, B, H, V = 32, 2, 64, 128
 
 def llama(attention="eager"):
     config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=S, use_cache=False, attn_implementation=attention,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=S,
+        use_cache=False,
+        attn_implementation=attention,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     torch.manual_seed(0)
     ids = torch.randint(0, V, (B, S))
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
@@ -30,9 +38,16 @@ def llama(attention="eager"):
 
 def gpt2():
     config = transformers.GPT2Config(
-        vocab_size=V, n_embd=H, n_layer=2, n_head=4, n_positions=S, use_cache=False, bos_token_id=0, eos_token_id=0,
+        vocab_size=V,
+        n_embd=H,
+        n_layer=2,
+        n_head=4,
+        n_positions=S,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     ids = torch.randint(0, V, (B, S))
     return transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids.clone()}
 

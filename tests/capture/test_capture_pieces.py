@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from jettison.capture.pieces import are_apart
-from jettison.capture.recorder import TensorRef
+from jettison.capture.recording import TensorRef
 from jettison.capture.region import trace_region
 
 WIDTH = 8

@@ -18,15 +18,27 @@ from jettison.measure import compare_gradients, independent_copy
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import pareto_frontier
 from jettison.solve.policy import Exactly, Full, close
+from support.toys import Net
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.uint8)
 LAYOUTS = (
-    ((0,), (1,)), ((1,), (1,)), ((3,), (1,)), ((15,), (1,)), ((16,), (1,)), ((17,), (1,)), ((1000,), (1,)),
-    ((4, 5), (5, 1)), ((5, 4), (1, 5)), ((50, 40), (1, 50)), ((8, 8), (16, 1)), ((6, 6), (12, 2)),
-    ((2, 3, 4, 5), (60, 1, 15, 3)), ((70000,), (1,)),
-)  # fmt: skip
+    ((0,), (1,)),
+    ((1,), (1,)),
+    ((3,), (1,)),
+    ((15,), (1,)),
+    ((16,), (1,)),
+    ((17,), (1,)),
+    ((1000,), (1,)),
+    ((4, 5), (5, 1)),
+    ((5, 4), (1, 5)),
+    ((50, 40), (1, 50)),
+    ((8, 8), (16, 1)),
+    ((6, 6), (12, 2)),
+    ((2, 3, 4, 5), (60, 1, 15, 3)),
+    ((70000,), (1,)),
+)
 P = (0.0, 0.1, 0.5, 1.0)
 RANGES = ((0, 2), (-5, 100), (0, 2**40), (-(2**62), 2**62))
 
@@ -54,16 +66,21 @@ INTEGERS: dict[Any, tuple[Numbers, ...]] = {
 }
 """The same, for whole numbers; the range may matter."""
 SIZED: dict[Any, tuple[Numbers, ...]] = {
-    aten.rand.default: (([3, 5],), ([17],)), aten.randn.default: (([3, 5],), ([17],)),
-    aten.normal.float_float: ((0.0, 1.0, [40]),), aten.randint.default: ((10, [7]),),
-    aten.randint.low: ((2**33, 2**60, [7]),), aten.randperm.default: ((0,), (19,), (20,), (1000,)),
-}  # fmt: skip
+    aten.rand.default: (([3, 5],), ([17],)),
+    aten.randn.default: (([3, 5],), ([17],)),
+    aten.normal.float_float: ((0.0, 1.0, [40]),),
+    aten.randint.default: ((10, [7]),),
+    aten.randint.low: ((2**33, 2**60, [7]),),
+    aten.randperm.default: ((0,), (19,), (20,), (1000,)),
+}
 TWO = (aten.bernoulli.Tensor, aten.bernoulli_.Tensor, aten.normal.Tensor_Tensor)
 ONE = (aten.bernoulli.default, aten.normal.Tensor_float)
 ONLY_ON_CUDA = {
-    "_fused_dropout", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_fused_dropout",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
-}  # fmt: skip
+}
 
 
 def values(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -168,19 +185,6 @@ class Block(nn.Module):
         return x + self.second(F.gelu(self.body(self, self.first(x), ids)))
 
 
-class Stack(nn.Module):
-    """Four of them."""
-
-    def __init__(self, body: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(body) for _ in range(4))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, ids)
-        return x.square().mean()
-
-
 def noisy(block: Block, h: Tensor, ids: Tensor) -> Tensor:
     block.noise.normal_()
     return F.dropout(h, 0.3) + block.noise
@@ -234,7 +238,7 @@ def assert_same_steps(model: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_masks_are_the_forwards_whatever_drew_before(body: Any, policy: str) -> None:
     torch.manual_seed(0)
-    model = Stack(body)
+    model = Net(Block(body) for _ in range(4))
     plain = independent_copy(model)
     with jettison.apply(model, policy, batch=batch()):
         assert_same_steps(model, plain)
@@ -294,7 +298,7 @@ def choices(program: Program) -> Iterator[frozenset[int]]:
 def test_every_choice_gives_the_same_gradients_twice(body: Any) -> None:
     """A backward over a retained graph counts from the start; afterwards no state is left behind."""
     torch.manual_seed(0)
-    model = Stack(body)
+    model = Net(Block(body) for _ in range(4))
     plain = independent_copy(model)
     program = traced(body).program
     for kept in {frozenset(choice) for choice in choices(program)}:

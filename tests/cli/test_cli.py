@@ -14,12 +14,21 @@ import pytest
 import torch
 
 from jettison.cli.main import run
+from support.patience import PATIENCE
 
 TINY = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 160,
-    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 LIVE = """
 import torch
 from torch import nn
@@ -244,9 +253,14 @@ def test_a_large_config_is_never_allocated(capsys, tmp_path):
     import resource
 
     large = TINY | {
-        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
-    }  # fmt: skip
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
     (tmp_path / "config.json").write_text(json.dumps(large))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     flags = ("--precision", "bf16", "--seq", 2048, "--optimizer", "none")
@@ -262,11 +276,11 @@ def command(*arguments, **more):
 
 def test_as_a_process(config):
     done = subprocess.run(
-        command("ledger", config, "--trace", "--format", "json"), capture_output=True, text=True, timeout=120
+        command("ledger", config, "--trace", "--format", "json"), capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["schema"] == "jettison.ledger/1"
-    done = subprocess.run(command("plan", config, "--budget", "20"), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command("plan", config, "--budget", "20"), capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("jettison: got '20' without a unit")
 
@@ -282,15 +296,19 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_exits_130_with_a_short_line(tmp_path):
     (tmp_path / "slow.py").write_text(
-        "import time\n\ndef make():\n    print('ready', flush=True)\n    time.sleep(900)\n"
+        f"import time\n\ndef make():\n    print('ready', flush=True)\n    time.sleep({PATIENCE})\n"
     )
     process = subprocess.Popen(
-        command("ledger", "slow:make"), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        command("ledger", "slow:make"),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )  # fmt: skip
+    )
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert err == "jettison: interrupted\n"

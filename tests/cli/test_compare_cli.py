@@ -10,10 +10,18 @@ import pytest
 from jettison.cli.main import run
 
 CONFIG = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128, "dtype": "float32",
-    "hidden_act": "silu", "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}
 FLAGS = ("--precision", "fp32", "--kernels", "huggingface")
 
 

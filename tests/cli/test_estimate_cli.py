@@ -18,6 +18,7 @@ from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import hardware
 from jettison.spec.presets import preset
+from support.patience import PATIENCE
 
 PAPER = ("gpt-175b", "--gpu", "a100-80gb", "--tp", "8", "--pp", "8", "--virtual-stages", "3", "--micro-batches", "64")
 
@@ -69,8 +70,15 @@ def test_explaining_adds_the_alternatives(capsys: pytest.CaptureFixture[str]) ->
 def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["estimate", *PAPER, "--recompute", "selective", "--explain"]) == 0
     out = capsys.readouterr().out
-    for words in ("gpt-175b on 64 x a100-80gb", "Where the time of stage 7 goes", "Ways to keep activations",
-                  "1 to 6", "break-even link", "PCIe 4.0 x16 and quicker", "selective (as it is)"):  # fmt: skip
+    for words in (
+        "gpt-175b on 64 x a100-80gb",
+        "Where the time of stage 7 goes",
+        "Ways to keep activations",
+        "1 to 6",
+        "break-even link",
+        "PCIe 4.0 x16 and quicker",
+        "selective (as it is)",
+    ):
         assert words in out
 
 
@@ -140,7 +148,7 @@ def test_it_is_light_and_quick(tmp_path: Path) -> None:
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ, check=True
+            command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, env=os.environ, check=True
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)

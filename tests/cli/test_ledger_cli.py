@@ -17,6 +17,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS
 from jettison.report.parts import span
 from jettison.spec.presets import PRESETS
+from support.patience import PATIENCE
 
 GPT_22B = ("gpt-22b", "--tp", 8, "--micro-batch", 4)
 LLAMA_405B = ("llama3-405b", "--tp", 8, "--pp", 16, "--dp", 8)
@@ -64,8 +65,7 @@ def test_a_layer_of_the_paper_is_what_table_2_says(capsys, flags, expected):
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters"),
-    [("llama3-8b", 8_030_261_248), ("llama3-405b", 405_853_388_800), ("gpt2", 124_439_808)],
+    ("model", "parameters"), [("llama3-8b", 8_030_261_248), ("llama3-405b", 405_853_388_800), ("gpt2", 124_439_808)]
 )
 def test_parameters_are_the_published_ones(capsys, model, parameters):
     found = document(capsys, model)
@@ -175,8 +175,15 @@ def test_flags_reach_the_run(capsys):
     asked = document(capsys, "mixtral-8x7b", *flags, *more, *pipeline, *last)["request"]
     layout = asked.pop("layout")
     assert {key: layout[key] for key in ("tp", "sp", "cp", "ep", "pp", "dp", "zero", "world")} == {
-        "tp": 2, "sp": True, "cp": 2, "ep": 8, "pp": 2, "dp": 4, "zero": 3, "world": 32,
-    }  # fmt: skip
+        "tp": 2,
+        "sp": True,
+        "cp": 2,
+        "ep": 8,
+        "pp": 2,
+        "dp": 4,
+        "zero": 3,
+        "world": 32,
+    }
     assert layout["schedule"] == "zero-bubble"
     assert layout["gathered_inputs"] is layout["keeps_stage_outputs"] is asked["offload"] is True
     assert asked["tp_comm_overlap"] is True
@@ -399,7 +406,7 @@ def test_a_malformed_config_is_one_line_and_exits_2(capsys, tmp_path, text, mess
 def test_as_a_process(tmp_path):
     def process(*arguments):
         command = [sys.executable, "-m", "jettison", "ledger", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path, check=False)
 
     done = process("llama3-8b", "--tp", "8", "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")

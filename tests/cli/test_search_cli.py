@@ -31,9 +31,16 @@ from jettison.verbs.search import search as search_report
 def report(path=None, jobs: int = 1, progress=silent) -> SearchReport:
     request = SearchRequest(seq=512, cp="1")
     return search_report(
-        "gpt2", request, gpus=4, gpu="a100-80gb", global_batch=16, budget="3GiB", state=path, jobs=jobs,
+        "gpt2",
+        request,
+        gpus=4,
+        gpu="a100-80gb",
+        global_batch=16,
+        budget="3GiB",
+        state=path,
+        jobs=jobs,
         progress=progress,
-    )  # fmt: skip
+    )
 
 
 def answer_of(found: SearchReport) -> dict[str, object]:
@@ -213,8 +220,9 @@ def test_nothing_fits(capsys) -> None:
     )
     peaks = [
         forecast(setup_run(setup, whole.template, plan)).peak_bytes
-        for setup in whole.setups for plan in whole.plans(setup)
-    ]  # fmt: skip
+        for setup in whole.setups
+        for plan in whole.plans(setup)
+    ]
     flags = (*FLAGS, "--recompute", "none,full", "--budget", "100MiB", "--format", "json")
     code, out, err = call(capsys, "gpt2", *flags)
     assert code == 3

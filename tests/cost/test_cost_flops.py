@@ -84,10 +84,7 @@ def test_mfu_and_hfu_of_table_5_follow_from_its_times(model: str) -> None:
     n = sizes(name) | {"batch": replicas * sizes(name)["batch"]}
     machine = {"devices": replicas * int(CONFIGS[name]["gpus"]), "peak_flops_per_second": A100_FLOPS}
     seconds = float(row["iteration_selective_sp_s"])
-    for column, flops in (
-        ("mfu_percent", appendix_model_flops(**n)),
-        ("hfu_percent", appendix_hardware_flops(**n)),
-    ):
+    for column, flops in (("mfu_percent", appendix_model_flops(**n)), ("hfu_percent", appendix_hardware_flops(**n))):
         if row[column]:
             share = 100 * utilisation(flops, seconds=seconds, **machine)
             assert share == pytest.approx(float(row[column]), abs=0.2)

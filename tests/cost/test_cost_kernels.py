@@ -171,10 +171,14 @@ def test_no_product_is_quicker_than_its_ceiling_or_slower_for_being_smaller(m: i
 
 
 CPU = replace(
-    BARE, flops_per_second=Throughput(fp32=200 * 10**9, bf16=10**12), memory_bytes_per_second=20 * 10**9,
-    reached=replace(BARE.reached, matmul=1.0), edges=EdgesOf(fp32=Edges(50, 80, 60)), synchronous=True,
+    BARE,
+    flops_per_second=Throughput(fp32=200 * 10**9, bf16=10**12),
+    memory_bytes_per_second=20 * 10**9,
+    reached=replace(BARE.reached, matmul=1.0),
+    edges=EdgesOf(fp32=Edges(50, 80, 60)),
+    synchronous=True,
     delays=replace(BARE.delays, kernel=8e-6, dispatch=1e-9, hook=20e-6),
-)  # fmt: skip
+)
 
 
 def test_edges_take_the_place_of_tiles() -> None:
@@ -229,9 +233,7 @@ def test_a_ring_within_a_node_is_counted_by_hand() -> None:
 
 def test_each_rank_of_a_node_brings_an_adapter() -> None:
     nbytes = 10**9
-    alone, together = (
-        transfer_seconds("all_gather_into_tensor", nbytes, RankGroup(16, n), A100) for n in (1, 8)
-    )  # fmt: skip
+    alone, together = (transfer_seconds("all_gather_into_tensor", nbytes, RankGroup(16, n), A100) for n in (1, 8))
     assert alone == pytest.approx(nbytes * 15 / 16 / (25e9 * 0.85), rel=0.01)
     assert together == pytest.approx(nbytes * 15 / 16 / (8 * 25e9 * 0.85), rel=0.02)
 

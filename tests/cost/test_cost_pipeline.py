@@ -90,9 +90,13 @@ def test_no_step_is_shorter_than_its_busiest_device_or_its_longest_path(pipeline
     path = sum(map(sum, forward)) + sum(map(sum, backward)) + 2 * (stages * chunks - 1) * transfer * (stages > 1)
     assert found.makespan >= max(found.busy) - 1e-9
     assert found.makespan >= path - 1e-9
-    assert found.makespan <= groups * stages * (sum(map(sum, forward)) + sum(map(sum, backward))) + groups * stages * (
-        sum(map(sum, weight)) if weight else 0
-    ) + groups * stages * 2 * stages * chunks * transfer + 1e-9  # fmt: skip
+    assert (
+        found.makespan
+        <= groups * stages * (sum(map(sum, forward)) + sum(map(sum, backward)))
+        + groups * stages * (sum(map(sum, weight)) if weight else 0)
+        + groups * stages * 2 * stages * chunks * transfer
+        + 1e-9
+    )
 
 
 @given(pipelines(), st.integers(1, 6), st.floats(0, 1))

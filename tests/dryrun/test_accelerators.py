@@ -24,14 +24,12 @@ from jettison.dryrun import step as rehearse
 from jettison.errors import Infeasible, TraceError
 from jettison.measure import measured_peak
 from jettison.measure.device import elsewhere_bytes
-from jettison.measure.memory import (
-    AllocationCounter,
-    static_tensors,
-)
+from jettison.measure.memory import AllocationCounter, static_tensors
 from jettison.runtime import witness
 from jettison.runtime.checked import SequenceCheck
 from jettison.runtime.witness import look, spots_of
 from jettison.solve.policy import KeepAll
+from support.toys import Mlp, Net
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,30 +94,10 @@ def test_an_optimizer_over_lists_is_rehearsed_to_the_byte(optimizer: Any) -> Non
     assert abs(found.peak_bytes - peak.peak_bytes) <= 256
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(nn.functional.dropout(nn.functional.gelu(self.a(x)), 0.1))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def test_looks_that_wait_for_the_end_of_backward_are_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(witness, "is_told_at_once", lambda tensor: False)
     torch.manual_seed(0)
-    model, batch = Net(), (torch.randn(256, 32, requires_grad=True),)
+    model, batch = Net(Mlp(32, 64, 0.1) for _ in range(6)), (torch.randn(256, 32, requires_grad=True),)
     with pytest.raises(Infeasible) as refused:
         jettison.auto_checkpoint(model, batch, 1, check="full")
     budget_bytes = refused.value.minimum_budget_bytes

@@ -37,14 +37,30 @@ class Case:
 
 def config_of(case: Case):
     gated = {
-        "vocab_size": V, "hidden_size": H, "intermediate_size": 3 * H, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": S,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": V,
+        "hidden_size": H,
+        "intermediate_size": 3 * H,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": S,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
     gpt2 = {
-        "vocab_size": V, "n_embd": H, "n_layer": LAYERS, "n_head": 8, "n_positions": S, "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
-    }  # fmt: skip
+        "vocab_size": V,
+        "n_embd": H,
+        "n_layer": LAYERS,
+        "n_head": 8,
+        "n_positions": S,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     make, values = {
         "gpt2": (transformers.GPT2Config, gpt2),
         "llama": (transformers.LlamaConfig, gated),
@@ -54,7 +70,7 @@ def config_of(case: Case):
     return make(**values, use_cache=False, attn_implementation=case.attention)
 
 
-def measured(case: Case, config, steps: int = 4) -> list[int]:
+def measured(case: Case, config, steps: int = 3) -> list[int]:
     """Peak bytes of each of the first steps of training, by the allocator's own events."""
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -84,29 +100,33 @@ def predicted(case: Case, config) -> Forecast:
     recompute = Recompute.parse(case.recompute, layers=spec.depth)
     return forecast(
         Run(
-            model=spec, seq=S, micro_batch=B, micro_batches=case.micro_batches, kernels=kernels, precision=precision,
+            model=spec,
+            seq=S,
+            micro_batch=B,
+            micro_batches=case.micro_batches,
+            kernels=kernels,
+            precision=precision,
             recompute=recompute,
         )
-    )  # fmt: skip
+    )
 
 
 def cases() -> list[Case]:
-    """Every value of every axis by default; the whole product of the first two families is slow."""
+    """Every value of every axis, for gpt2 and for llama; the whole product is slow."""
     chosen = []
-    for family in ("gpt2", "llama"):
-        for attention, recompute, micro_batches, dtype in (
-            ("eager", "none", 1, "float32"),
-            ("sdpa", "none", 2, "bfloat16"),
-            ("sdpa", "full", 1, "float32"),
-            ("eager", "full", 2, "bfloat16"),
-            ("sdpa", "every:2", 1, "bfloat16"),
-            ("eager", "every:2", 2, "float32"),
-            ("eager", "selective", 1, "bfloat16"),
-            ("eager", "selective", 2, "float32"),
-        ):
-            case = {"family": family, "attention": attention, "dtype": dtype}
-            chosen.append(Case(**case, recompute=recompute, micro_batches=micro_batches))
-    for family, recompute in (("qwen3", "none"), ("qwen3", "full"), ("olmo2", "none"), ("olmo2", "every:3")):
+    for family, attention, recompute, micro_batches, dtype in (
+        ("gpt2", "eager", "none", 1, "float32"),
+        ("llama", "sdpa", "none", 2, "bfloat16"),
+        ("llama", "sdpa", "full", 1, "float32"),
+        ("gpt2", "eager", "full", 2, "bfloat16"),
+        ("gpt2", "sdpa", "every:2", 1, "bfloat16"),
+        ("llama", "eager", "every:2", 2, "float32"),
+        ("llama", "eager", "selective", 1, "bfloat16"),
+        ("gpt2", "eager", "selective", 2, "float32"),
+    ):
+        case = {"family": family, "attention": attention, "dtype": dtype}
+        chosen.append(Case(**case, recompute=recompute, micro_batches=micro_batches))
+    for family, recompute in (("qwen3", "none"), ("olmo2", "every:3")):
         chosen.append(Case(family=family, attention="sdpa", dtype="bfloat16", recompute=recompute, micro_batches=2))
     return chosen
 
@@ -118,7 +138,7 @@ def product() -> list[Case]:
         for attention in ("eager", "sdpa")
         for dtype in ("float32", "bfloat16")
         for recompute in ("none", "full", "every:2", "every:4", "selective")
-        for micro_batches in (1, 3)
+        for micro_batches in (1, 2, 3)
         if (attention, recompute) != ("sdpa", "selective")  # a policy that saves nothing there
     ]
 
@@ -127,7 +147,7 @@ def check(case: Case) -> None:
     config = config_of(case)
     answer, found = predicted(case, config), measured(case, config)
     assert found[0] == pytest.approx(answer.first_step_peak_bytes, rel=WITHIN)
-    assert found[3] == pytest.approx(answer.peak_bytes, rel=WITHIN)
+    assert found[-1] == pytest.approx(answer.peak_bytes, rel=WITHIN)
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)

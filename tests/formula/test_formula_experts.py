@@ -39,39 +39,60 @@ from support.formula_cases import (
 
 TOKENS = BATCH * SEQUENCE
 _GROUPED = {
-    "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "experts_implementation": "grouped_mm",
-}  # fmt: skip
+}
 _LATENT = {
-    **_GROUPED, "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 24, "n_routed_experts": 8,
-    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20, "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8, "v_head_dim": 16,
-}  # fmt: skip
+    **_GROUPED,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 _SOME = {"intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 MIXTURES = {
     "mixtral": TinyFamily(model="MixtralForCausalLM", config="MixtralConfig", settings={**_GROUPED, **_SOME}),
     "qwen3_moe": TinyFamily(
-        model="Qwen3MoeForCausalLM", config="Qwen3MoeConfig",
+        model="Qwen3MoeForCausalLM",
+        config="Qwen3MoeConfig",
         settings={
-            **_GROUPED, "head_dim": 24, "intermediate_size": 96, "moe_intermediate_size": 24, "num_experts": 8,
-            "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1],
+            **_GROUPED,
+            "head_dim": 24,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
         },
     ),
     "deepseek_v2": TinyFamily(
-        model="DeepseekV2ForCausalLM", config="DeepseekV2Config",
+        model="DeepseekV2ForCausalLM",
+        config="DeepseekV2Config",
         settings={**_LATENT, "q_lora_rank": None, "n_shared_experts": 2, "head_dim": 8},
     ),
     "deepseek_v3": TinyFamily(
-        model="DeepseekV3ForCausalLM", config="DeepseekV3Config",
+        model="DeepseekV3ForCausalLM",
+        config="DeepseekV3Config",
         settings={**_LATENT, "q_lora_rank": 28, "n_shared_experts": 1, "n_group": 4, "topk_group": 2},
     ),
     "gpt_oss": TinyFamily(
-        model="GptOssForCausalLM", config="GptOssConfig",
+        model="GptOssForCausalLM",
+        config="GptOssConfig",
         settings={**_GROUPED, **_SOME, "head_dim": 24, "pad_token_id": 0, "sliding_window": 8},
         attentions=("eager",),
     ),
-}  # fmt: skip
+}
 FAMILIES.update(MIXTURES)
 
 _GROUPS = (("topk_method", "group_limited_greedy"), ("n_group", 4), ("topk_group", 2))
@@ -192,9 +213,13 @@ def region(family: str, kernels: Kernels, layout: Layout | None = None, **more: 
 def scene_run(family: str, kernels: Kernels, layout: Layout | None = None, **more: object) -> Run:
     model = spec_of(tiny_config(FormulaCase(family=family)))
     return Run(
-        model=model, seq=SEQUENCE, micro_batch=BATCH, kernels=kernels, layout=layout or Layout(),
+        model=model,
+        seq=SEQUENCE,
+        micro_batch=BATCH,
+        kernels=kernels,
+        layout=layout or Layout(),
         **{"precision": PRECISIONS["bf16"], **more},  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def held(found: Region, path: str) -> Counter[int]:
@@ -274,10 +299,15 @@ def test_weights_that_enter_the_activation_hold_no_outputs() -> None:
     rows, f = TOKENS * 2, 48
     assert held(region("mixtral", MEGATRON), "mlp.experts") == Counter(
         [
-            rows * HIDDEN * 2, rows * 2 * f * 2, rows * f * 2, rows * 4,
-            rows * _INT, rows * _INT, 4 * 4,  # which choice and which token each row is; where experts end
+            rows * HIDDEN * 2,
+            rows * 2 * f * 2,
+            rows * f * 2,
+            rows * 4,
+            rows * _INT,
+            rows * _INT,
+            4 * 4,  # which choice and which token each row is; where experts end
         ]
-    )  # fmt: skip
+    )
     assert held(region("mixtral", MEGATRON), "mlp.router") == Counter(
         [TOKENS * HIDDEN * 2, TOKENS * 4 * 4, TOKENS * 2 * _INT, TOKENS * 2 * 4, TOKENS * 4]
     )
@@ -311,8 +341,9 @@ def test_expert_parallelism_spreads_experts_and_exchanges_rows() -> None:
     assert alone.collectives == ()
     experts = {w.name.removeprefix("mlp.experts."): w for w in spread.weights if w.expert}
     assert {name: w.numel for name, w in experts.items()} == {
-        "gate_up.weight": 1 * 96 * HIDDEN, "down.weight": 1 * HIDDEN * 48,
-    }  # fmt: skip
+        "gate_up.weight": 1 * 96 * HIDDEN,
+        "down.weight": 1 * HIDDEN * 48,
+    }
     assert sum(w.numel for w in alone.weights if not w.expert) == sum(w.numel for w in spread.weights if not w.expert)
     ends = Counter([4 * 4])
     assert held(alone, "mlp") - held(spread, "mlp") == ends  # a balanced rank works on as many rows
@@ -329,17 +360,26 @@ def test_sequence_shards_meet_whole_experts() -> None:
     found = region("mixtral", PYTORCH, Layout(tp=2, sp=True, ep=2, dp=2))
     assert held(found, "mlp.experts") == Counter(
         [
-            rows * HIDDEN * 2, rows * f * 2, rows * f // 2 * 2, rows * f // 2 * 2,  # rows, halves, activation, product
-            rows // 2 * HIDDEN * 4, rows // 2 * 4,  # what comes back, and its weights
-            rows // 2 * _INT, rows // 2 * _INT, rows * _INT, 2 * 4,
+            rows * HIDDEN * 2,
+            rows * f * 2,
+            rows * f // 2 * 2,
+            rows * f // 2 * 2,  # rows, halves, activation, product
+            rows // 2 * HIDDEN * 4,
+            rows // 2 * 4,  # what comes back, and its weights
+            rows // 2 * _INT,
+            rows // 2 * _INT,
+            rows * _INT,
+            2 * 4,
         ]
-    )  # fmt: skip
+    )
     forward = [(c.kind, c.axis, c.nbytes) for c in found.collectives if not c.backward][2:]  # after attention's
     half, full = rows * HIDDEN, rows * HIDDEN * 2
     assert forward == [
-        ("all_to_all_single", "ep", half), ("all_gather_into_tensor", "tp", full),
-        ("reduce_scatter_tensor", "tp", full), ("all_to_all_single", "ep", half),
-    ]  # fmt: skip
+        ("all_to_all_single", "ep", half),
+        ("all_gather_into_tensor", "tp", full),
+        ("reduce_scatter_tensor", "tp", full),
+        ("all_to_all_single", "ep", half),
+    ]
 
 
 def test_without_sequence_parallelism_all_tokens_are_routed_everywhere() -> None:
@@ -354,10 +394,14 @@ def test_latent_attention_over_tensor_parallel_ranks() -> None:
     """What leads to the ranks is whole, and under sequence parallelism sharded along s; what leads up is split."""
     a, n, p, v, rank_q, rank_kv = 4, 12, 8, 16, 28, 20
     weights = {
-        "query_down.weight": rank_q * HIDDEN, "query_norm.weight": rank_q, "query.weight": rank_q * a * (n + p) // 2,
-        "key_value_down.weight": (rank_kv + p) * HIDDEN, "key_value_norm.weight": rank_kv,
-        "key_value.weight": rank_kv * a * (n + v) // 2, "out.weight": a * v * HIDDEN // 2,
-    }  # fmt: skip
+        "query_down.weight": rank_q * HIDDEN,
+        "query_norm.weight": rank_q,
+        "query.weight": rank_q * a * (n + p) // 2,
+        "key_value_down.weight": (rank_kv + p) * HIDDEN,
+        "key_value_norm.weight": rank_kv,
+        "key_value.weight": rank_kv * a * (n + v) // 2,
+        "out.weight": a * v * HIDDEN // 2,
+    }
     for sequence in (False, True):
         t = 2 if sequence else 1
         found = region("deepseek_v3", MEGATRON, Layout(tp=2, sp=sequence))
@@ -375,9 +419,11 @@ def test_a_fused_kernel_that_keeps_a_part_keeps_the_whole_storage() -> None:
     for kernels, width in ((PYTORCH, 12 + 16), (HUGGINGFACE, 12 + 16), (MEGATRON, 16)):
         found = region("deepseek_v3", kernels)
         (value,) = {
-            found.tape.sizes[s.value.storage] for step in found.tape.steps for s in step.saved
+            found.tape.sizes[s.value.storage]
+            for step in found.tape.steps
+            for s in step.saved
             if s.role == "attention value"
-        }  # fmt: skip
+        }
         assert value == TOKENS * 4 * width * 2
 
 
@@ -412,11 +458,8 @@ def test_experts_without_a_gate() -> None:
     found = layer_region(run.scene, plain)
     rows, f = TOKENS * 2, 48
     assert held(found, "mlp.experts") == Counter(
-        [
-            rows * HIDDEN * 2, rows * f * 2, rows * f * 2, rows * f * 2, rows * 4,
-            rows * _INT, rows * _INT, 4 * 4,
-        ]
-    )  # fmt: skip
+        [rows * HIDDEN * 2, rows * f * 2, rows * f * 2, rows * f * 2, rows * 4, rows * _INT, rows * _INT, 4 * 4]
+    )
 
 
 def test_a_query_without_a_rank_is_projected_directly() -> None:

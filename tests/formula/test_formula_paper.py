@@ -44,17 +44,31 @@ def gpt(*, heads: int, head_dim: int, layers: int = 1) -> ModelSpec:
     mlp = Mlp(ffn=4 * hidden, activation=Activation.GELU, bias=True)
     layer = Layer(attention=attention, mlp=mlp, norm=norm)
     return ModelSpec(
-        name="gpt", family="paper", hidden=hidden, vocab=1024, layers=(layer,) * layers,
-        final_norm=norm, max_positions=4096, learned_positions=True, tied_embeddings=True,
+        name="gpt",
+        family="paper",
+        hidden=hidden,
+        vocab=1024,
+        layers=(layer,) * layers,
+        final_norm=norm,
+        max_positions=4096,
+        learned_positions=True,
+        tied_embeddings=True,
         dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
-    )  # fmt: skip
+    )
 
 
 def run_of(model: ModelSpec, *, s: int, b: int, recompute: str = "none", micro_batches: int = 1, **layout) -> Run:
     return Run(
-        model=model, seq=s, micro_batch=b, micro_batches=micro_batches, layout=Layout(**layout), kernels=EAGER,
-        dropout=0.1, recompute=Recompute.parse(recompute, layers=model.depth), gradients=Gradients.UPFRONT,
-    )  # fmt: skip
+        model=model,
+        seq=s,
+        micro_batch=b,
+        micro_batches=micro_batches,
+        layout=Layout(**layout),
+        kernels=EAGER,
+        dropout=0.1,
+        recompute=Recompute.parse(recompute, layers=model.depth),
+        gradients=Gradients.UPFRONT,
+    )
 
 
 def without_statistics(answer: Forecast) -> dict[str, int]:
@@ -159,9 +173,16 @@ def test_first_stage_in_gib(name: str) -> None:
         ("first_stage_gib_full", "full", False),
     ):
         run = run_of(
-            preset(PRESET[name]), s=s, b=b, recompute=recompute, micro_batches=micro_batches,
-            tp=t, sp=sp, pp=p, virtual_stages=v,
-        )  # fmt: skip
+            preset(PRESET[name]),
+            s=s,
+            b=b,
+            recompute=recompute,
+            micro_batches=micro_batches,
+            tp=t,
+            sp=sp,
+            pp=p,
+            virtual_stages=v,
+        )
         answer = forecast(run)
         layer = without_statistics(answer)["layers.0"]
         stage = answer.stages[0]

@@ -235,11 +235,7 @@ def test_readers_ignore_keys_that_were_added_later() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"schema": "jettison.ledger/2"}, "schema"),
-        ({"entries": [{}]}, r"entries\.0"),
-        ({"layers": 3}, "layers"),
-    ],
+    [({"schema": "jettison.ledger/2"}, "schema"), ({"entries": [{}]}, r"entries\.0"), ({"layers": 3}, "layers")],
 )
 def test_a_wrong_document_is_refused(change: dict[str, object], message: str) -> None:
     document = json.loads(Ledger([entry()]).to_json()) | change

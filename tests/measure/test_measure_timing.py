@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,25 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.dryrun.prices import MeasuredWorkspace, measure_ops
 from jettison.dryrun.trial import OpRequest
-from jettison.measure import interleaved, rng_digest
+from jettison.measure import interleaved, rng_digest, timing
 from jettison.measure.memory import AllocationCounter
 
 aten = torch.ops.aten
 
 
-def test_interleaved_visits_every_case_each_round_and_reports_ratios():
-    seen = []
-    cases = {
-        "short": lambda: (seen.append("short"), time.sleep(0.004)),
-        "long": lambda: (seen.append("long"), time.sleep(0.012)),
-    }
+def test_interleaved_visits_every_case_each_round_and_reports_ratios(monkeypatch):
+    now, seen = [0], []
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def case(name, seconds):
+        return lambda: (seen.append(name), now.append(now.pop() + seconds))
+
+    cases = {"short": case("short", 4), "long": case("long", 12)}
     report = interleaved(4, cases, warmup=1)
     assert [seen.count(name) for name in cases] == [5, 5]
     assert seen[2:6] == ["short", "long", "long", "short"]
     assert report["short"].ratio == 1.0
-    assert 2.0 < report["long"].ratio < 4.0
-    assert report["long"].min_seconds <= report["long"].median_seconds
-    assert report["long"].ratio_low <= report["long"].ratio <= report["long"].ratio_high
+    long = report["long"]
+    assert (long.min_seconds, long.median_seconds) == (12, 12)
+    assert (long.ratio_low, long.ratio, long.ratio_high) == (3, 3, 3)
     assert json.loads(json.dumps(report.to_json()))["baseline"] == "short"
     assert gc.isenabled()
 

@@ -80,13 +80,24 @@ def test_a_whole_step_sends_what_the_ledger_says(found: Any, t: int, layout: str
     attention = Attention(heads=4, kv_heads=4, head_dim=8, qkv_bias=True, out_bias=True, fused_qkv=True)
     layer = Layer(attention=attention, mlp=Mlp(ffn=128, activation=Activation.GELU, bias=True), norm=norm)
     model = ModelSpec(
-        name="reference", family="reference", hidden=32, vocab=V, layers=(layer,) * 2, final_norm=norm,
-        max_positions=S, learned_positions=True, tied_embeddings=True,
-    )  # fmt: skip
+        name="reference",
+        family="reference",
+        hidden=32,
+        vocab=V,
+        layers=(layer,) * 2,
+        final_norm=norm,
+        max_positions=S,
+        learned_positions=True,
+        tied_embeddings=True,
+    )
     run = Run(
-        model=model, seq=S, micro_batch=B, layout=Layout(tp=t, sp=layout == "tp_sp"), kernels=MEGATRON,
+        model=model,
+        seq=S,
+        micro_batch=B,
+        layout=Layout(tp=t, sp=layout == "tp_sp"),
+        kernels=MEGATRON,
         precision=PRECISIONS["fp32"],
-    )  # fmt: skip
+    )
     expected = Counter({"all_gather_into_tensor forward": S * B * -(-V // t) * t * 4})
     for region in (embedding_region(run.scene), *[layer_region(run.scene, layer)] * 2, head_region(run.scene)):
         for sent in region.collectives:

@@ -12,9 +12,6 @@ from support.parallel_plans import TENSOR_PARALLEL_CASES, two_ranks
 from support.rank_models import LENGTH, ROWS
 from support.ranks import Launches
 
-SECONDS = 10
-"""Until a difference is known."""
-
 
 @pytest.fixture(scope="session")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
@@ -30,7 +27,6 @@ def test_trap_14_equal_plans_agree_and_different_ones_stop_every_rank_before_the
             assert found[case]["kind"] == PlanMismatch.__name__, (rank, found[case])
             assert "rank 1 would run another plan than rank 0" in found[case]["text"]
             assert "blocks.0" in found[case]["text"]
-            assert found[case]["seconds"] < SECONDS
         assert not found["left behind"]
 
 
@@ -44,7 +40,6 @@ def test_trap_14_plans_that_fsdp_brings_together_are_compared_before_its_first_g
         other = found["shared later, other"]
         assert other["kind"] == PlanMismatch.__name__
         assert "rank 1 would run another plan than rank 0" in other["text"]
-        assert other["seconds"] < SECONDS
         assert found["shared later, other: gradients"] == 0
 
 
@@ -58,7 +53,6 @@ def test_trap_14_a_rank_that_fails_or_stays_away_is_named_to_the_others(on_two: 
     absent = on_two[0]["absent"]
     assert absent["kind"] == "PlanMismatch"
     assert "rank 1 did not say" in absent["text"]
-    assert 1 <= absent["seconds"] < 10
 
 
 @pytest.mark.parametrize("case", ["kept graph", "used twice"])

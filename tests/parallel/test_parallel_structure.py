@@ -36,9 +36,13 @@ def gpt2(**more: object) -> nn.Module:
 def llama(family: str = "Llama", **more: object) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {
-        "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "intermediate_size": 48, "vocab_size": 50,
-    }  # fmt: skip
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 50,
+    }
     config = getattr(transformers, f"{family}Config")(**sizes | more)
     return transformers.AutoModelForCausalLM.from_config(config)
 

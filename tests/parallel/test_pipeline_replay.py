@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.ledger.schedule import ScheduledPass, in_flight, orders, peak_in_flight
 from jettison.spec.layout import Schedule
-from support.ranks import run_ranks
+from support.ranks import Launches, run_ranks
 
 TORCH = {
     "gpipe": ScheduleGPipe,
@@ -102,6 +102,11 @@ class _Watched:
         return noted
 
 
+def play_orders(_: Any) -> list[Any]:
+    """The cases without seconds, for as many ranks as there are."""
+    return play_all(order_cases(distributed.get_world_size()))
+
+
 def play_all(cases: list[Case]) -> list[Any]:
     """Each case's log, what was held, and when its steps began and ended on this rank's clock."""
     return [_play(case) for case in cases]
@@ -148,9 +153,7 @@ def _took(span: list[float], ranks: int) -> float:
 
 
 def ours(case: Case, ranks: int) -> tuple[tuple[ScheduledPass, ...], ...]:
-    return orders(
-        OURS[case["name"]], stages=ranks, micro_batches=case["micro_batches"], virtual_stages=case["chunks"]
-    )  # fmt: skip
+    return orders(OURS[case["name"]], stages=ranks, micro_batches=case["micro_batches"], virtual_stages=case["chunks"])
 
 
 def times(case: Case, ranks: int) -> tuple[list[list[float]], list[list[float]], list[list[float]] | None]:
@@ -221,16 +224,29 @@ def timed_cases(ranks: int) -> list[Case]:
     return cases
 
 
+Played = tuple[int, list[tuple[Case, list[Any]]]]
+"""Ranks, and each case with what every rank found."""
+
+
 @pytest.fixture(scope="module", params=[2, 4])
-def played(request: pytest.FixtureRequest) -> tuple[int, list[tuple[Case, list[Any]]]]:
-    """All cases on so many ranks, from one launch: [(case, what each rank found)]."""
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """Stages that take no time."""
     ranks = request.param
-    cases = order_cases(ranks) + timed_cases(ranks)
-    by_rank = run_ranks(play_all, ranks, cases, timeout=280)
-    return ranks, list(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+    return ranks, by_case(order_cases(ranks), Launches(tmp_path_factory.getbasetemp(), play_orders)[ranks])
 
 
-def test_the_orders_are_torchs(played: tuple[int, list[tuple[Case, list[Any]]]]) -> None:
+@pytest.fixture(scope="module", params=[2, 4])
+def timed(request: pytest.FixtureRequest) -> Played:
+    """Stages that sleep."""
+    ranks = request.param
+    return ranks, by_case(timed_cases(ranks), run_ranks(play_all, ranks, timed_cases(ranks)))
+
+
+def by_case(cases: list[Case], by_rank: list[list[Any]]) -> list[tuple[Case, list[Any]]]:
+    return list(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
+
+
+def test_the_orders_are_torchs(played: Played) -> None:
     ranks, results = played
     assert {case["name"] for case, _ in results} == set(TORCH)
     for case, found in results:
@@ -239,7 +255,7 @@ def test_the_orders_are_torchs(played: tuple[int, list[tuple[Case, list[Any]]]])
         assert all(all(rank["gradients"]) for rank in found)
 
 
-def test_what_is_held_is_what_torch_holds(played: tuple[int, list[tuple[Case, list[Any]]]]) -> None:
+def test_what_is_held_is_what_torch_holds(played: Played) -> None:
     ranks, results = played
     for case, found in results:
         for steps, rank in zip(ours(case, ranks), found, strict=True):
@@ -249,19 +265,19 @@ def test_what_is_held_is_what_torch_holds(played: tuple[int, list[tuple[Case, li
             assert max(sum(w) + sum(h) for w, h in rank["held"]) == peak_in_flight(steps), case
 
 
-def test_a_step_takes_as_long_as_its_replay(played: tuple[int, list[tuple[Case, list[Any]]]]) -> None:
-    ranks, results = played
-    timed = [(case, found) for case, found in results if case["seconds"][0] != NOTHING]
-    assert {case["name"] for case, _ in timed} == set(TORCH)
-    off = {case["name"]: measured(found) / predicted(case, ranks).makespan - 1 for case, found in timed}
+@pytest.mark.slow
+def test_a_step_takes_as_long_as_its_replay(timed: Played) -> None:
+    ranks, results = timed
+    assert {case["name"] for case, _ in results} == set(TORCH)
+    off = {case["name"]: measured(found) / predicted(case, ranks).makespan - 1 for case, found in results}
     assert all(abs(error) < WITHIN for error in off.values()), off
 
 
-def test_stages_as_long_as_their_mean_would_not_do(played: tuple[int, list[tuple[Case, list[Any]]]]) -> None:
+@pytest.mark.slow
+def test_stages_as_long_as_their_mean_would_not_do(timed: Played) -> None:
     """The bound above is tight enough to tell real stage times from averages."""
-    ranks, results = played
-    timed = [(case, found) for case, found in results if case["seconds"][0] != NOTHING]
-    for case, found in timed:
+    ranks, results = timed
+    for case, found in results:
         mean = tuple(sum(part) / len(part) for part in zip(*case["seconds"], strict=True))
         even = case | {"seconds": [mean] * len(case["seconds"])}
         assert measured(found) > (1 + WITHIN) * predicted(even, ranks).makespan, case["name"]

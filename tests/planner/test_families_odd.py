@@ -459,9 +459,16 @@ def test_what_hooks_collect_in_a_block_that_cannot_be_recorded_is_refused_in_one
     """JetMoE's experts get as many rows as a list says, and its router's logits leave through hooks."""
     transformers = pytest.importorskip("transformers")
     config = transformers.JetMoeConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8, intermediate_size=16,
-        num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
-    )  # fmt: skip
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        kv_channels=8,
+        intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
     ids = torch.randint(0, 32, (2, 8))
     with pytest.raises(TraceError, match=r"switch that off .*auxiliary losses") as refused:
         trace_model(transformers.JetMoeForCausalLM(config), {"input_ids": ids, "labels": ids.clone()})

@@ -23,6 +23,7 @@ from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve import Plan
 from jettison.solve.policy import Full, KeepAll
+from support.toys import Headed
 from support.training import sgd
 
 HIDDEN, ROWS = 32, 64
@@ -53,24 +54,13 @@ class Thin(nn.Module):
         return x + self.up(self.down(x).tanh())
 
 
-class Model(nn.Module):
-    """Blocks between two linear layers; the output is the loss."""
-
-    def __init__(self, block: type[nn.Module] = Block, layers: int = 4) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 2)
-        self.layers = nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
+def stack(block: type[nn.Module] = Block, layers: int = 4) -> Headed:
+    return Headed((block() for _ in range(layers)), HIDDEN, 2)
 
 
-def make(block: type[nn.Module] = Block, layers: int = 4) -> tuple[Model, Tensor]:
+def make(block: type[nn.Module] = Block, layers: int = 4) -> tuple[Headed, Tensor]:
     torch.manual_seed(0)
-    return Model(block, layers), torch.randn(ROWS, HIDDEN)
+    return stack(block, layers), torch.randn(ROWS, HIDDEN)
 
 
 def planner_for(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Planner:
@@ -186,9 +176,13 @@ for share in (0.0, 0.5):
 def test_two_planners_in_two_processes_decide_alike() -> None:
     def run(seed: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-c", HASH_SCRIPT], capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
+            [sys.executable, "-c", HASH_SCRIPT],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
             env={"PYTHONHASHSEED": seed, "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        )  # fmt: skip
+        )
         return done.stdout.split()
 
     found = planner_for(*make())
@@ -220,7 +214,7 @@ def test_many_thin_layers_need_segments() -> None:
 # the artefact ---------------------------------------------------------------------------------------------------------
 
 
-def planned(block: type[nn.Module], layers: int, share: float) -> tuple[Model, Tensor, Planner, int]:
+def planned(block: type[nn.Module], layers: int, share: float) -> tuple[Headed, Tensor, Planner, int]:
     model, x = make(block, layers)
     found = planner_for(model, x)
     return model, x, found, between(found, share)
@@ -250,9 +244,9 @@ def test_a_plan_for_something_else_is_refused() -> None:
     with pytest.raises(PlanMismatch, match="has program"):
         apply(model, plan=artefact, batch=(x[:-1],))
     with pytest.raises(PlanMismatch, match=r"not planned \['layers.4'\]"):
-        apply(Model(layers=5), plan=artefact, batch=(x,))
+        apply(stack(layers=5), plan=artefact, batch=(x,))
     with pytest.raises(PlanMismatch, match="has program"):
-        apply(Model(Thin), plan=artefact, batch=(x,))
+        apply(stack(Thin), plan=artefact, batch=(x,))
     bare = copy.deepcopy(model)
     bare.extra = nn.Linear(2, 2)
     with pytest.raises(PlanMismatch, match="fingerprint"):

@@ -114,13 +114,18 @@ def test_optimizers_that_no_rehearsal_can_follow_are_refused() -> None:
 
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "intermediate_size": 64,
-}  # fmt: skip
+}
 ENCODER_DECODER = {
-    "model_type": "encoder-decoder", "encoder": {**LLAMA, "model_type": "bert"},
+    "model_type": "encoder-decoder",
+    "encoder": {**LLAMA, "model_type": "bert"},
     "decoder": {**LLAMA, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
-}  # fmt: skip
+}
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:

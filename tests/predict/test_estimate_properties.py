@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -20,11 +19,10 @@ from jettison.spec.config import parse_config
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
+from support.work import calls
 
 GPUS = ("a100-80gb", "h100-80gb", "gb200-192gb", "mi300x-192gb")
-BANDWIDTHS = (
-    "memory_bytes_per_second", "link_bytes_per_second", "host_bytes_per_second", "network_bytes_per_second",
-)  # fmt: skip
+BANDWIDTHS = ("memory_bytes_per_second", "link_bytes_per_second", "host_bytes_per_second", "network_bytes_per_second")
 SHARES = ("matmul", "attention", "attention_backward", "memory", "link", "network", "host")
 DELAYS = ("kernel", "dispatch", "link", "network", "hook")
 
@@ -40,11 +38,18 @@ def runs(draw: st.DrawFn) -> Run:
     tp, pp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 16]))
     recompute = draw(st.sampled_from(["none", "selective", "full", "every:2", "block:1"]))
     return run_of(
-        model, seq=512, tp=tp, pp=pp, dp=dp, zero=draw(st.integers(0, 3)), recompute=recompute,
-        micro_batches=draw(st.sampled_from([1, 2, 3])) * pp, offload=draw(st.booleans()),
+        model,
+        seq=512,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        zero=draw(st.integers(0, 3)),
+        recompute=recompute,
+        micro_batches=draw(st.sampled_from([1, 2, 3])) * pp,
+        offload=draw(st.booleans()),
         virtual_stages=draw(st.sampled_from([1, 2])) if pp == 2 and model == "gpt2" else 1,
         kernels=draw(st.sampled_from(["megatron", "pytorch"])),
-    )  # fmt: skip
+    )
 
 
 devices = st.sampled_from(GPUS).map(hardware)
@@ -148,7 +153,7 @@ def test_hooks_cost_the_host_what_the_file_says() -> None:
     """For each tensor that the layers, the embedding and the head save; where nothing is planned, nothing."""
     cpu = replace(
         hardware("a100-80gb"), synchronous=True, delays=Delays(kernel=8e-6, dispatch=1e-9, hook=20e-6, link=1e-6)
-    )  # fmt: skip
+    )
     free = replace(cpu, delays=replace(cpu.delays, hook=0.0))
     run = run_of("llama-1b-mha", recompute="full", kernels="huggingface", attention="sdpa")
     slots = sum(len(part.region.program.slots) for part in forecast(run).parts)
@@ -190,18 +195,11 @@ def test_a_file_without_rates_is_refused() -> None:
 
 
 def test_a_search_can_ask_thousands_of_times() -> None:
-    """Below 2 ms a call once regions are priced, here for 16 stages x 2 and 64 micro-batches; time of this process."""
+    """Once regions are priced, here for 16 stages x 2 and 64 micro-batches."""
     run = run_of("gpt-175b", tp=8, pp=16, virtual_stages=2, micro_batches=64, recompute="selective", dp=4, zero=1)
     device = hardware("a100-80gb")
     estimate(run, device)
-    best = min(_cpu_seconds(lambda: estimate(run, device)) for _ in range(9))
-    assert best < 0.002 * 2  # machines differ by a factor of two
-
-
-def _cpu_seconds(call: object) -> float:
-    start = time.process_time()
-    call()  # type: ignore[operator]
-    return time.process_time() - start
+    assert calls(lambda: estimate(run, device)) < 12_000  # 5 800 take a millisecond
 
 
 # the trilemma ---------------------------------------------------------------------------------------------------------
@@ -266,11 +264,19 @@ def test_the_lessons_layer() -> None:
     """
     model = parse_config(
         {
-            "model_type": "gpt2", "n_embd": 8192, "n_layer": 64, "n_head": 64, "n_positions": 8192, "vocab_size": 50304,
-            "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_function": "gelu",
+            "model_type": "gpt2",
+            "n_embd": 8192,
+            "n_layer": 64,
+            "n_head": 64,
+            "n_positions": 8192,
+            "vocab_size": 50304,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "activation_function": "gelu",
         },
         name="lesson",
-    )  # fmt: skip
+    )
     device = hardware("h100-80gb")
     run = resolve(model, RunRequest(seq=8192, attention="flash", kernels="pytorch")).run
     told = explain(estimate(run, device))

@@ -162,9 +162,13 @@ def test_llm_foundrys_models_have_the_parameters_that_its_page_states(name: str)
     from jettison.formula.parameters import parameter_count
 
     stated = {
-        "mpt-1b": 1315950592, "mpt-3b": 2651837440, "mpt-7b": 6658859008, "mpt-13b": 12853954560,
-        "mpt-30b": 29975214080, "mpt-70b": 64862437376,
-    }  # fmt: skip
+        "mpt-1b": 1315950592,
+        "mpt-3b": 2651837440,
+        "mpt-7b": 6658859008,
+        "mpt-13b": 12853954560,
+        "mpt-30b": 29975214080,
+        "mpt-70b": 64862437376,
+    }
     assert parameter_count(throughput.mpt(name, 2048)) == stated[name]
 
 

@@ -23,9 +23,7 @@ STATISTICS = 2 * 2 * 4 * S
 
 
 def paper(name: str = "gpt-175b", **more: object) -> Run:
-    return replace(
-        Run(model=preset(name), seq=S, kernels=MEGATRON.with_attention("eager"), dropout=0.1), **more
-    )  # fmt: skip
+    return replace(Run(model=preset(name), seq=S, kernels=MEGATRON.with_attention("eager"), dropout=0.1), **more)
 
 
 def explained(run: Run, budget_bytes: int | None = None) -> Explanation:
@@ -145,8 +143,12 @@ def stage_of(gradients: Gradients, micro_batches: int = 1, transient: int = 0) -
     load = StageLoad(
         chunks=((first, second),),
         occupancies=stage_occupancies(Schedule.ONE_F_ONE_B, stage=0, stages=1, micro_batches=1),
-        micro_batches=micro_batches, fixed=1000, state=2000, gradients=gradients, optimizer_transient=transient,
-    )  # fmt: skip
+        micro_batches=micro_batches,
+        fixed=1000,
+        state=2000,
+        gradients=gradients,
+        optimizer_transient=transient,
+    )
     return Stage(index=0, groups=((),), load=load, static=Static(parameters=1000, gradients=9, state=2000))
 
 

@@ -122,10 +122,16 @@ def test_figure_1_of_the_paper(name: str, pp: int, virtual: int, micro_batch: in
     """arXiv 2205.05198 Figure 1 and Table 3: without its two techniques none of these fits an A100 of 80 GB."""
     model = preset(name)
     run = Run(
-        model=model, seq=2048, micro_batch=micro_batch, micro_batches=micro_batches,
-        layout=Layout(tp=8, pp=pp, virtual_stages=virtual), kernels=MEGATRON.with_attention("eager"), dropout=0.1,
-        precision=PRECISIONS["bf16-main32"], gradients=Gradients.UPFRONT,
-    )  # fmt: skip
+        model=model,
+        seq=2048,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        layout=Layout(tp=8, pp=pp, virtual_stages=virtual),
+        kernels=MEGATRON.with_attention("eager"),
+        dropout=0.1,
+        precision=PRECISIONS["bf16-main32"],
+        gradients=Gradients.UPFRONT,
+    )
     budget = available_bytes(hardware("a100-80gb"), run)
     selective = Recompute.parse("selective", layers=model.depth)
     both = replace(run, layout=replace(run.layout, sp=True), recompute=selective)
@@ -136,9 +142,12 @@ def test_figure_1_of_the_paper(name: str, pp: int, virtual: int, micro_batch: in
 def test_torchtitan_llama2_13b() -> None:
     """torchtitan docs/performance: two sequences of 4096 on each of 64 A100 of 80 GB, FSDP, no recompute."""
     run = Run(
-        model=preset("llama2-13b"), seq=4096, micro_batch=2, layout=Layout(dp=64, zero=3),
+        model=preset("llama2-13b"),
+        seq=4096,
+        micro_batch=2,
+        layout=Layout(dp=64, zero=3),
         precision=PRECISIONS["bf16-autocast"],
-    )  # fmt: skip
+    )
     found = fit(run, budget_bytes=available_bytes(hardware("a100-80gb"), run))
     assert found.fits
     assert found.micro_batch.value is not None and 2 <= found.micro_batch.value <= 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from dataclasses import replace
 
@@ -18,22 +17,14 @@ from jettison.predict.auto import choose
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.kernels import KERNELS, MEGATRON, PYTORCH
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import (
-    Activation,
-    Attention,
-    DropoutSites,
-    Layer,
-    Mlp,
-    ModelSpec,
-    Moe,
-    Norm,
-    NormKind,
-    Router,
-)
+from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
 from jettison.spec.presets import PRESETS, preset
 from jettison.spec.run import Gradients, Recompute, Run
+from support.work import calls
 
 SETTINGS = settings(deadline=None, max_examples=60)
+EACH_KIND = ("deepseek-v3", "gemma3-27b", "gpt-oss-20b", "gpt2", "llama3-8b", "mixtral-8x7b")
+OTHERS = sorted(PRESETS.keys() - EACH_KIND)
 MODES = ("none", "selective", "selective-op", "full", "every:2", "block:1", "interval:2", "sqrt")
 
 
@@ -45,9 +36,12 @@ def models(draw: st.DrawFn) -> ModelSpec:
     head_dim = draw(st.sampled_from((8, 16)))
     norm = Norm(kind=draw(st.sampled_from(NormKind)), bias=False)
     attention = Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, qkv_bias=draw(st.booleans()),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        qkv_bias=draw(st.booleans()),
         rotary_dim=draw(st.sampled_from((0, head_dim))),
-    )  # fmt: skip
+    )
     ffn = 64 * draw(st.integers(1, 4))
     activation = draw(st.sampled_from((Activation.GELU, Activation.SILU, Activation.GELU_WRITTEN)))
     dense = Mlp(ffn=ffn, activation=activation, gated=draw(st.booleans()))
@@ -57,10 +51,16 @@ def models(draw: st.DrawFn) -> ModelSpec:
         for _ in range(draw(st.sampled_from((4, 8))))
     )
     return ModelSpec(
-        name="drawn", family="llama", hidden=heads * head_dim, vocab=512, layers=layers, final_norm=norm,
-        max_positions=4096, tied_embeddings=draw(st.booleans()),
+        name="drawn",
+        family="llama",
+        hidden=heads * head_dim,
+        vocab=512,
+        layers=layers,
+        final_norm=norm,
+        max_positions=4096,
+        tied_embeddings=draw(st.booleans()),
         dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -72,18 +72,30 @@ def runs(draw: st.DrawFn) -> Run:
     dp = draw(st.sampled_from((1, 2, 4)))
     has_experts = any(isinstance(layer.mlp, Moe) for layer in model.layers)
     layout = Layout(
-        tp=draw(st.sampled_from((1, 2, 4, 8))), sp=draw(st.booleans()), cp=draw(st.sampled_from((1, 2))), pp=pp,
-        virtual_stages=virtual, schedule=schedule, dp=dp, ep=draw(st.sampled_from((1, dp))) if has_experts else 1,
-        zero=draw(st.sampled_from((0, 1, 2, 3))), gathered_inputs=draw(st.booleans()),
-    )  # fmt: skip
+        tp=draw(st.sampled_from((1, 2, 4, 8))),
+        sp=draw(st.booleans()),
+        cp=draw(st.sampled_from((1, 2))),
+        pp=pp,
+        virtual_stages=virtual,
+        schedule=schedule,
+        dp=dp,
+        ep=draw(st.sampled_from((1, dp))) if has_experts else 1,
+        zero=draw(st.sampled_from((0, 1, 2, 3))),
+        gathered_inputs=draw(st.booleans()),
+    )
     kernels = draw(st.sampled_from(sorted(KERNELS)))
     attention = draw(st.sampled_from(("eager", "flash")))
     return Run(
-        model=model, seq=64 * draw(st.integers(1, 4)), micro_batch=draw(st.integers(1, 3)),
-        micro_batches=pp * draw(st.integers(1, 3)), layout=layout, kernels=KERNELS[kernels].with_attention(attention),
+        model=model,
+        seq=64 * draw(st.integers(1, 4)),
+        micro_batch=draw(st.integers(1, 3)),
+        micro_batches=pp * draw(st.integers(1, 3)),
+        layout=layout,
+        kernels=KERNELS[kernels].with_attention(attention),
         recompute=Recompute.parse(draw(st.sampled_from(MODES)), layers=model.depth),
-        dropout=draw(st.sampled_from((0.0, 0.1))), gradients=draw(st.sampled_from(Gradients)),
-    )  # fmt: skip
+        dropout=draw(st.sampled_from((0.0, 0.1))),
+        gradients=draw(st.sampled_from(Gradients)),
+    )
 
 
 def saved(run: Run) -> int:
@@ -203,9 +215,13 @@ def test_auto_keeps_everything_where_it_fits_and_costs_less_with_more_room() -> 
 def test_the_worst_stage_of_a_pipeline_is_the_first_one() -> None:
     """1F1B: stage i holds p - i micro-batches, so that stages do not divide what the first one holds."""
     run = Run(
-        model=preset("llama3-70b"), seq=4096, micro_batches=32, layout=Layout(tp=8, sp=True, pp=4, dp=2),
-        kernels=MEGATRON, gradients=Gradients.UPFRONT,
-    )  # fmt: skip
+        model=preset("llama3-70b"),
+        seq=4096,
+        micro_batches=32,
+        layout=Layout(tp=8, sp=True, pp=4, dp=2),
+        kernels=MEGATRON,
+        gradients=Gradients.UPFRONT,
+    )
     answer = forecast(run)
     assert [stage.in_flight for stage in answer.stages] == [4, 3, 2, 1]
     assert answer.worst.index == 0
@@ -245,10 +261,15 @@ def layouts(model: ModelSpec) -> list[Run]:
             layout = Layout(tp=tp, sp=sp, pp=pp, dp=dp, zero=zero)
             found.append(
                 Run(
-                    model=model, seq=min(model.max_positions, 2048), micro_batch=micro_batch, micro_batches=8,
-                    layout=layout, kernels=MEGATRON, recompute=Recompute.parse(mode, layers=model.depth),
+                    model=model,
+                    seq=min(model.max_positions, 2048),
+                    micro_batch=micro_batch,
+                    micro_batches=8,
+                    layout=layout,
+                    kernels=MEGATRON,
+                    recompute=Recompute.parse(mode, layers=model.depth),
                 )
-            )  # fmt: skip
+            )
         except UsageError:
             continue
         if len(found) == 1000:
@@ -256,14 +277,13 @@ def layouts(model: ModelSpec) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_thousand_layouts_take_seconds(name: str) -> None:
+@pytest.mark.parametrize("name", [*EACH_KIND, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
+def test_a_thousand_layouts_take_little_work(name: str) -> None:
     asked = layouts(preset(name))
-    start = time.perf_counter()
-    answers: list[Forecast] = [forecast(run) for run in asked]
+    assert len(asked) >= 720  # some have heads or layers that divide in fewer ways
+    answers: list[Forecast] = []
+    assert calls(lambda: answers.extend(map(forecast, asked))) < 1500 * len(asked)  # 300 a call take 0.2 ms
     assert all(answer.peak_bytes > 0 for answer in answers)
-    assert time.perf_counter() - start < 5.0
-    assert len(answers) >= 720  # some have heads or layers that divide in fewer ways
 
 
 @pytest.mark.parametrize("name", ["gemma2-9b", "gpt-175b", "llama3-8b", "qwen3-30b-a3b"])

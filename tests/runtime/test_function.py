@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import UsageError
+from jettison.errors import JettisonError, UnsupportedModule, UsageError
 from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
 from jettison.measure.memory import AllocationCounter
 from jettison.runtime.function import _SHELF, _ownerless
@@ -162,6 +164,85 @@ def test_parameters_in_a_closure_are_read_again_and_not_kept() -> None:
             twin.sub_(0.1 * twin.grad)
     (region,) = [r.planned for r in vars(weight)[_SHELF].values()]
     assert region.recordings == 1 and region.report().slots_dropped >= 2
+
+
+class Numbers:
+    """An iterator of one's own: its state is in its attributes."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> int:
+        self.n += 1
+        return self.n
+
+
+def _count_in_a_cell() -> tuple[Callable[[], None], Callable[[], float]]:
+    n = 0
+
+    def tick() -> None:
+        nonlocal n
+        n += 1
+
+    return tick, lambda: n
+
+
+def _count_in_a_list() -> tuple[Callable[[], None], Callable[[], float]]:
+    seen: list[int] = []
+    return lambda: seen.append(1), lambda: len(seen)
+
+
+def _count_in_an_array() -> tuple[Callable[[], None], Callable[[], float]]:
+    number = np.zeros(())
+
+    def tick() -> None:
+        number[...] += 1
+
+    return tick, lambda: float(number)
+
+
+def _count_in_an_iterator() -> tuple[Callable[[], None], Callable[[], float]]:
+    numbers = Numbers()
+    return lambda: next(numbers) and None, lambda: numbers.n
+
+
+@pytest.mark.filterwarnings("ignore:a checkpointed function cannot be planned:UserWarning")
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not-recorded"])
+@pytest.mark.parametrize("made", [_count_in_a_cell, _count_in_a_list, _count_in_an_array, _count_in_an_iterator])
+def test_what_a_closure_counts_counts_calls(made: Callable[[], Any], recorded: bool) -> None:
+    """Once a call: not while it is recorded, tried or run again."""
+    torch.manual_seed(0)
+    model, (tick, value) = Mlp(0.0), made()
+    plain = independent_copy(model)
+    for step in range(3):
+        x = torch.randn(ROWS, N)
+
+        def run(m: Mlp, y: Tensor) -> Tensor:
+            tick()
+            if not recorded:
+                y = y[y[:, 0].abs().argsort().tolist()]  # values that Python sees: no recording
+            return m.inner(y).sin()
+
+        for m in (model, plain):
+            m.zero_grad(set_to_none=True)
+        try:
+            jettison.checkpoint(lambda y: run(model, y), x).sum().backward()
+        except JettisonError:
+            return  # in words, before an optimizer could step
+        assert value() == step + 1
+        before = value()
+        plain.inner(x if recorded else x[x[:, 0].abs().argsort()]).sin().sum().backward()
+        assert value() == before
+        assert compare_gradients(model, plain).identical
+
+
+def test_an_iterator_that_moves_in_a_function_is_refused_in_words() -> None:
+    numbers = itertools.count(1)
+    with pytest.raises(UnsupportedModule, match="iterator"):
+        jettison.checkpoint(lambda y: (y * next(numbers)).sin(), torch.randn(3, requires_grad=True)).sum().backward()
 
 
 def test_other_arguments_are_recorded_once_each() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.capture.recorder import RegionTrace
+from jettison.capture.guard import ModuleGuard
+from jettison.capture.recording import RegionTrace
 from jettison.capture.traced import ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import TraceError, UnsupportedModule
@@ -23,6 +25,7 @@ from jettison.planner import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full, KeepAll
+from support.toys import Headed
 
 N, ROWS, LAYERS = 8, 4, 3
 FLAGS = {"swap": False, "power": 2.0}
@@ -41,30 +44,15 @@ class Block(nn.Module):
         return x + self.dropout(second(hidden.sin()).tanh())
 
 
-class Model(nn.Module):
-    """Blocks between two linear layers; the output is the loss."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(N, N), nn.Linear(N, N)
-        self.layers = nn.ModuleList(block() for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
-
-
 @pytest.fixture(autouse=True)
 def plain_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in FLAGS.items():
         monkeypatch.setitem(FLAGS, name, value)
 
 
-def pair(block: Callable[[], nn.Module] = Block) -> tuple[Model, nn.Module, Tensor]:
+def pair(block: Callable[[], nn.Module] = Block) -> tuple[Headed, nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = Model(block)
+    model = Headed((block() for _ in range(LAYERS)), N, N)
     return model, independent_copy(model), torch.randn(ROWS, N)
 
 
@@ -254,21 +242,38 @@ def test_a_number_that_was_changed_before_the_first_step_is_detected() -> None:
         assert not any(report.fallback for report in handle.report())
 
 
+class Tabled:
+    def __init__(self, table: dict[str, int]) -> None:
+        self.table = table
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.table["scale"]
+
+
+def scaled(table: dict[str, int], x: Tensor) -> Tensor:
+    return x * table["scale"]
+
+
+@pytest.mark.parametrize("hide", [lambda table: functools.partial(scaled, table), lambda table: Tabled(table).scaled])
+def test_a_guard_looks_into_every_partial_and_method_of_a_list(hide: Callable[[dict[str, int]], Any]) -> None:
+    tables = [{"scale": n} for n in range(3)]
+    module = nn.Identity()
+    module.parts = [hide(table) for table in tables]
+    for table in tables:
+        guard = ModuleGuard(module)
+        assert guard.holds()
+        table["scale"] += 1
+        assert not guard.holds()
+
+
 @pytest.mark.parametrize("policy", ["full", "selective-op"])
 def test_a_number_read_from_the_batch_is_never_the_recorded_one(policy: str) -> None:
-    class Counted(Model):
-        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            x = self.embed(x)
-            for layer in self.layers:
-                x = layer(x, lengths)
-            return self.head(x).square().mean()
-
     class ByLength(Block):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
             return x + self.down((self.up(x).sin() * lengths.sum().item()).sin().tanh())
 
     torch.manual_seed(0)
-    model, x = Counted(ByLength), torch.randn(ROWS, N)
+    model, x = Headed((ByLength() for _ in range(LAYERS)), N, N), torch.randn(ROWS, N)
     plain = independent_copy(model)
     with jettison.apply(model, policy, batch=(x, torch.tensor([1, 2]))) as handle:
         for lengths in ([1, 2], [2, 2], [7, 1]):

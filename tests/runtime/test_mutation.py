@@ -303,7 +303,7 @@ def recipe_of(handle: Any, name: str) -> Recipe:
     """The recipe that the next call of a block will use."""
     (region,) = [region for region in handle.regions if region.name == name]
     (prepared,) = region.prepared.values()
-    assert prepared.recipe is not None and prepared.recipe.drops
+    assert prepared.recipe is not None and prepared.recipe.steps
     return prepared.recipe
 
 

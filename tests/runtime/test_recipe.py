@@ -18,6 +18,7 @@ from jettison.measure import compare_gradients, independent_copy, same_bits
 from jettison.measure.memory import AllocationCounter
 from jettison.planner import Applied
 from jettison.solve.policy import MATMULS
+from support.toys import Headed
 
 N, ROWS, LAYERS = 8, 4, 4
 POLICIES = ("none", "selective-op", "full", "every:2", "every:3")
@@ -38,20 +39,8 @@ class Block(nn.Module):
         return x + self.dropout(self.down(hidden.tanh() * hidden.sigmoid()))
 
 
-class Model(nn.Module):
-    """Blocks between two linear layers; the output is the loss."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
-        super().__init__()
-        self.embed = nn.Linear(N, N)
-        self.layers = nn.ModuleList(block() for _ in range(layers))
-        self.head = nn.Linear(N, N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).square().mean()
+def stack(block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> Headed:
+    return Headed((block() for _ in range(layers)), N, N)
 
 
 class OpLog(TorchDispatchMode):
@@ -69,7 +58,7 @@ class OpLog(TorchDispatchMode):
 def pair(model: nn.Module | None = None) -> tuple[nn.Module, nn.Module, Tensor]:
     """A model, an independent copy that trains plainly, and a batch."""
     torch.manual_seed(0)
-    model = model if model is not None else Model()
+    model = model if model is not None else stack()
     return model, independent_copy(model), torch.randn(ROWS, N)
 
 
@@ -118,8 +107,15 @@ def again(policy: str) -> Counter[str]:
     return Counter({op: n for op, n in extra.items() if not op.startswith(("aten.as_strided", "aten.detach"))})
 
 
-ONE_BLOCK = Counter({"aten.native_layer_norm.default": 1, "aten.addmm.default": 1, "aten.tanh.default": 1,
-                     "aten.sigmoid.default": 1, "aten.mul.Tensor": 1})  # fmt: skip
+ONE_BLOCK = Counter(
+    {
+        "aten.native_layer_norm.default": 1,
+        "aten.addmm.default": 1,
+        "aten.tanh.default": 1,
+        "aten.sigmoid.default": 1,
+        "aten.mul.Tensor": 1,
+    }
+)
 
 
 def times(count: int, ops: Counter[str]) -> Counter[str]:
@@ -159,7 +155,7 @@ def test_an_op_that_only_feeds_a_sum_is_not_run_again() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(self.first(x)) + 1.0
 
-    model, plain, x = pair(Model(Wasteful))
+    model, plain, x = pair(stack(Wasteful))
     with jettison.apply(model, "full", batch=(x,)) as handle:
         assert total(handle, "slots_dropped") == LAYERS
         step(model, x)
@@ -173,7 +169,7 @@ def test_an_op_that_only_feeds_a_sum_is_not_run_again() -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_same_bits_step_after_step(policy: str, rate: float) -> None:
-    model, plain, x = pair(Model(lambda: Block(rate)))
+    model, plain, x = pair(stack(lambda: Block(rate)))
     with jettison.apply(model, policy, batch=(x,)) as handle:
         assert (total(handle, "slots_dropped") > 0) == (policy != "none")
         for seed in range(3):
@@ -191,7 +187,7 @@ def test_in_place_activations() -> None:
             return x + self.second(self.act(self.first(x).mul_(3.0)).sigmoid())
 
     for policy in POLICIES:
-        model, plain, x = pair(Model(InPlace))
+        model, plain, x = pair(stack(InPlace))
         with jettison.apply(model, policy, batch=(x,)):
             assert_same_step(model, plain, x)
 
@@ -213,7 +209,7 @@ class Unrolled(nn.Module):
 def test_a_chain_is_computed_again_however_long_it_is() -> None:
     """Longer than Python's stack is deep."""
     torch.manual_seed(0)
-    model = Model(Unrolled, layers=2)
+    model = stack(Unrolled, layers=2)
     plain, x = independent_copy(model), torch.randn(ROWS, N)
     with jettison.apply(model, "full", batch=(x,), regions=["layers.0", "layers.1"]) as applied:
         for each in (model, plain):
@@ -224,7 +220,7 @@ def test_a_chain_is_computed_again_however_long_it_is() -> None:
 
 @pytest.mark.parametrize("policy", RECOMPUTING)
 def test_retained_graph_gives_the_same_gradients_again(policy: str) -> None:
-    model, plain, x = pair(Model(lambda: Block(0.5)))
+    model, plain, x = pair(stack(lambda: Block(0.5)))
     with jettison.apply(model, policy, batch=(x,)):
         for m in (model, plain):
             torch.manual_seed(1)
@@ -280,7 +276,7 @@ def test_frozen_parameters(policy: str) -> None:
 @pytest.mark.parametrize("policy", RECOMPUTING)
 def test_a_module_used_twice_in_one_forward(policy: str) -> None:
     shared = Block(0.5)
-    model, plain, x = pair(Model(lambda: shared))
+    model, plain, x = pair(stack(lambda: shared))
     with jettison.apply(model, policy, batch=(x,)) as handle:
         assert_same_step(model, plain, x)
         assert any(report.slots_dropped for report in handle.report())
@@ -298,7 +294,7 @@ def counted(model: nn.Module, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_live_bytes_return_to_the_baseline_for_twenty_steps(policy: str) -> None:
-    model, _, x = pair(Model(lambda: Block(0.5)))
+    model, _, x = pair(stack(lambda: Block(0.5)))
     with jettison.apply(model, policy, batch=(x,)), counted(model, x) as counter:
         step(model, x)
         model.zero_grad(set_to_none=True)
@@ -316,7 +312,7 @@ def test_live_bytes_return_to_the_baseline_for_twenty_steps(policy: str) -> None
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_graph_that_is_dropped_frees_everything(policy: str) -> None:
-    model, _, x = pair(Model(lambda: Block(0.5)))
+    model, _, x = pair(stack(lambda: Block(0.5)))
     with jettison.apply(model, policy, batch=(x,)), counted(model, x) as counter:
         step(model, x)
         model.zero_grad(set_to_none=True)
@@ -383,7 +379,7 @@ def _fail(_gradient: Tensor) -> None:
 @pytest.mark.parametrize("policy", ["full", "every:2", "selective-op"])
 def test_an_exception_leaves_nothing_behind(policy: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = Model(lambda: Block(0.5))
+    model = stack(lambda: Block(0.5))
     model.layers[2] = Fragile(0.5)
     _, plain, x = pair(model)
     with jettison.apply(model, policy, batch=(x,)), counted(model, x) as counter:

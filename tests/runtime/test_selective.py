@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import jettison
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recorder import RegionTrace
+from jettison.capture.recording import RegionTrace
 from jettison.capture.region import trace_region
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.measure import compare_gradients, independent_copy
@@ -30,8 +30,11 @@ D = H // A
 LENGTHS = (D, 8 * D, 16 * D)
 """The second is the last at which a tensor of s × b × h is an eighth of the scores."""
 LAYOUTS = ((1, False), (2, False), (2, True), (4, True))
-CORE = [("aten.baddbmm.default", "attention"), ("aten._softmax.default", "attention"),
-        ("aten.native_dropout.default", "attention.dropout")]  # fmt: skip
+CORE = [
+    ("aten.baddbmm.default", "attention"),
+    ("aten._softmax.default", "attention"),
+    ("aten.native_dropout.default", "attention.dropout"),
+]
 LOAN = [(ADVANCE, "attention")]
 """Without sequence parallelism the core draws from a stream of the rank's own."""
 

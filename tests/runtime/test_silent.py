@@ -15,6 +15,7 @@ import torch
 from silent import ALL, POLICIES
 from silent.harness import judge
 from silent.kit import Case
+from support.patience import PATIENCE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,9 +74,13 @@ def test_the_process_survives(case: Case, policy: str) -> None:
     here = Path(__file__).parents[1]
     paths = os.pathsep.join([str(here), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-m", "silent", case.name, policy], capture_output=True, text=True, cwd=here,
-        env={**os.environ, "PYTHONPATH": paths}, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "silent", case.name, policy],
+        capture_output=True,
+        text=True,
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-500:]}"
     assert not done.stdout.startswith("SILENT"), done.stdout
 

@@ -3,12 +3,37 @@
 The promise: a planned step leaves the very bits that a plain one leaves, or an error stops it before the optimizer.
 """
 
-from silent import aliasing, later, outside, passes, recording, state, streams, structure, switches, values
+from silent import (
+    aliasing,
+    arguments,
+    later,
+    outside,
+    passes,
+    recording,
+    state,
+    streams,
+    structure,
+    switches,
+    transforms,
+    values,
+)
 from silent.kit import CASES as ALL
 
 POLICIES = ("full", "share:40", "share:75", "selective-op", "budget:100", "budget:130")
 
 __all__ = [
-    "ALL", "POLICIES",
-    "aliasing", "later", "outside", "passes", "recording", "state", "streams", "structure", "switches", "values",
-]  # fmt: skip
+    "ALL",
+    "POLICIES",
+    "aliasing",
+    "arguments",
+    "later",
+    "outside",
+    "passes",
+    "recording",
+    "state",
+    "streams",
+    "structure",
+    "switches",
+    "transforms",
+    "values",
+]

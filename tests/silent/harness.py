@@ -234,10 +234,11 @@ def streams(program: Program) -> dict[str, Any]:
     own = {f"generator {n}": bits(g.get_state()) for n, g in enumerate(program.generators)}
     numpy = np.random.get_state(legacy=False)
     return {
-        "torch's stream": bits(torch.get_rng_state()), "random's stream": random.getstate(),
+        "torch's stream": bits(torch.get_rng_state()),
+        "random's stream": random.getstate(),
         "numpy's stream": (numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"]),
         **own,
-    }  # fmt: skip
+    }
 
 
 def state(program: Program) -> dict[str, Any]:

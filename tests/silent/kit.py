@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from silent.harness import Program
+from support.toys import Net
 
 ROWS, WIDTH, BLOCKS = 64, 32, 3
 
@@ -43,19 +44,6 @@ def case(*, works: bool = False, slow: bool = False, alone: bool = False) -> Cal
         return make
 
     return register
-
-
-class Net(nn.Module):
-    """Blocks in a row; the loss is the mean square of what comes out."""
-
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, *args, **kwargs)
-        return x.square().mean()
 
 
 def block_class(run: Callable[..., Any], init: Callable[[Any, int], None] | None = None) -> type[nn.Module]:

@@ -29,9 +29,12 @@ def smooth(s: Any, x: Tensor) -> Tensor:
 
 
 def under(
-    root: Callable[[Net, Tensor], Tensor], run: Callable[..., Any], init: Callable[[Any, int], None] | None = None,
-    batch: Callable[[int], Any] | None = None, **more: Any,
-) -> Program:  # fmt: skip
+    root: Callable[[Net, Tensor], Tensor],
+    run: Callable[..., Any],
+    init: Callable[[Any, int], None] | None = None,
+    batch: Callable[[int], Any] | None = None,
+    **more: Any,
+) -> Program:
     """Blocks of one class under a forward of one's own."""
     made = block_class(run, init)
 
@@ -154,34 +157,28 @@ def statistics_of_a_hook() -> Program:
     return made
 
 
+def _written_from_the_second_step_on(s: Any, x: Tensor, step: Tensor) -> Tensor:
+    y = core(s, x)
+    if step.item() > 1:
+        with torch.no_grad():
+            s.stat.add_(y.mean())
+    return y
+
+
 @case()
 def buffer_written_only_later() -> Program:
-    def run(s: Any, x: Tensor, step: Tensor) -> Tensor:
-        y = core(s, x)
-        if step.item() > 1:
-            with torch.no_grad():
-                s.stat.add_(y.mean())
-        return y
-
     def init(s: Any, _i: int) -> None:
         s.register_buffer("stat", torch.zeros(()))
 
-    return program(run, init, lambda i: (rows(i), torch.tensor(float(i))))
+    return program(_written_from_the_second_step_on, init, lambda i: (rows(i), torch.tensor(float(i))))
 
 
 @case()
 def attribute_written_only_later() -> Program:
-    def run(s: Any, x: Tensor, step: Tensor) -> Tensor:
-        y = core(s, x)
-        if step.item() > 1:
-            with torch.no_grad():
-                s.stat.add_(y.mean())
-        return y
-
     def init(s: Any, _i: int) -> None:
         s.stat = torch.zeros(())
 
-    return program(run, init, lambda i: (rows(i), torch.tensor(float(i))))
+    return program(_written_from_the_second_step_on, init, lambda i: (rows(i), torch.tensor(float(i))))
 
 
 @case(works=True)

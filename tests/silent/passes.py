@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from silent.harness import Program, Step
-from silent.kit import BLOCKS, ROWS, WIDTH, Net, block_class, case, program, rows
+from silent.kit import BLOCKS, Net, block_class, case, program, rows
 
 
 def dropping(s: Any, x: Tensor) -> Tensor:
@@ -176,85 +176,6 @@ def straight_through() -> Program:
             return g
 
     return program(lambda s, x: x + s.b(Round.apply(s.a(x) * 4).tanh().exp()))
-
-
-@case()
-def called_with_other_parameters() -> Program:
-    def step(model: Any, given: Any, i: int) -> list[Tensor]:
-        swapped = {k: (v * 0.5) for k, v in model.named_parameters()}
-        loss = torch.func.functional_call(model, swapped, given)
-        loss.backward()
-        return [loss]
-
-    return stepped(step)
-
-
-@case()
-def weights_taken_from_a_dict_of_leaves() -> Program:
-    def step(model: Any, given: Any, i: int) -> list[Tensor]:
-        leaves = {k: v.detach().clone().requires_grad_() for k, v in model.named_parameters()}
-        loss = torch.func.functional_call(model, leaves, given)
-        loss.backward()
-        return [loss, *(v.grad for v in leaves.values())]
-
-    return stepped(step)
-
-
-@case()
-def gradients_by_func() -> Program:
-    def step(model: Any, given: Any, i: int) -> list[Tensor]:
-        params = {k: v.detach() for k, v in model.named_parameters()}
-        grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, given))(params)
-        return list(grads.values())
-
-    return stepped(step, calm, live=0)
-
-
-@case()
-def vmap_over_the_model() -> Program:
-    def step(model: Any, given: Any, i: int) -> list[Tensor]:
-        losses = torch.func.vmap(lambda x: model(x))(given[0].view(4, ROWS // 4, WIDTH))
-        losses.sum().backward()
-        return [losses]
-
-    return stepped(step, calm, live=0)
-
-
-@case()
-def vmap_in_the_block() -> Program:
-    def run(s: Any, x: Tensor) -> Tensor:
-        return x + torch.func.vmap(lambda row: s.b(torch.tanh(s.a(row)).exp()))(x)
-
-    return program(run)
-
-
-@case()
-def gradient_in_the_block() -> Program:
-    def run(s: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            y = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(torch.tanh(s.a(y)).square().sum(), y, create_graph=True)
-        return x + s.b(torch.tanh(slope).exp())
-
-    return program(run)
-
-
-@case()
-def energy_gradient_by_func_in_the_block() -> Program:
-    def run(s: Any, x: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda y: torch.tanh(s.a(y)).square().sum())(x)
-        return x + s.b(torch.tanh(slope).exp())
-
-    return program(run)
-
-
-@case()
-def forward_mode() -> Program:
-    def step(model: Any, given: Any, i: int) -> list[Tensor]:
-        value, slope = torch.func.jvp(lambda x: model(x), (given[0],), (torch.ones_like(given[0]),))
-        return [value, slope]
-
-    return stepped(step, calm, live=0)
 
 
 @case(works=True)

@@ -56,9 +56,10 @@ def table_in_an_lru_cache() -> Program:
         return made
 
     return program(
-        lambda s, x: x + s.b(torch.tanh(s.a(x) * table(len(x)))), batch=lengths(ROWS, ROWS // 2),
+        lambda s, x: x + s.b(torch.tanh(s.a(x) * table(len(x)))),
+        batch=lengths(ROWS, ROWS // 2),
         also=lambda: [table(ROWS), table(ROWS // 2), table.cache_info().misses],
-    )  # fmt: skip
+    )
 
 
 @case(works=True)
@@ -371,9 +372,14 @@ def dictionary_of_all_inputs_by_id() -> Program:
 def llama_with_its_cache() -> Program:
     transformers = __import__("pytest").importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
 
     def batch(i: int) -> dict[str, Tensor]:
         ids = torch.randint(3, 61, (2, (16, 12, 16, 9, 14)[i]), generator=torch.Generator().manual_seed(i))

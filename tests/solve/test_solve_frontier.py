@@ -1,7 +1,6 @@
 """The frontier of a region against enumeration of every set that can be kept."""
 
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from jettison.solve import (
     recompute_flops,
 )
 from support.plan_cases import all_kept_sets, programs
+from support.work import calls
 
 Pair = tuple[int, int]
 
@@ -170,10 +170,9 @@ def large_program(ops: int, slots: int, seed: int) -> tuple[Program, list[float]
     return program, [rng.choice([1e-6, 1e-5, rng.random() * 1e-3]) for _ in range(ops)]
 
 
-@pytest.mark.parametrize(("ops", "slots", "limit_seconds"), [(100, 40, 0.3), (300, 80, 1.0)])
-def test_a_frontier_is_quick(ops: int, slots: int, limit_seconds: float) -> None:
+@pytest.mark.parametrize(("ops", "slots", "limit"), [(100, 40, 60_000), (300, 80, 150_000)])
+def test_a_frontier_is_quick(ops: int, slots: int, limit: int) -> None:
+    """A few hundred calls an op, which take 15 ms."""
     program, seconds = large_program(ops, slots, seed=1)
-    begin = time.perf_counter()
-    points = pareto_frontier(program, seconds)
-    assert time.perf_counter() - begin < limit_seconds
-    assert len(points) > 5
+    assert calls(lambda: pareto_frontier(program, seconds)) < limit
+    assert len(pareto_frontier(program, seconds)) > 5

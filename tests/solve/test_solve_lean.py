@@ -13,11 +13,15 @@ def two_halves() -> Program:
     sizes = [NARROW, WIDE, WIDE, NARROW, WIDE, WIDE, NARROW]
     buffers = tuple(
         Buffer(
-            index=i, nbytes=n, source=Source.OP if i else Source.INPUT, producer=i - 1 if i else None, keepable=True,
+            index=i,
+            nbytes=n,
+            source=Source.OP if i else Source.INPUT,
+            producer=i - 1 if i else None,
+            keepable=True,
             name="" if i else "0",
         )
         for i, n in enumerate(sizes)
-    )  # fmt: skip
+    )
     ops = tuple(
         Op(index=i, name="op", inputs=(i,), outputs=(i + 1,), flops=0, bytes_moved=0) for i in range(len(sizes) - 1)
     )

@@ -10,9 +10,21 @@ from jettison.spec.hardware import Edges, EdgesOf, hardware, hardware_names
 from jettison.units import GIB, MIB
 
 NAMES = (
-    "a100-40gb", "a100-80gb", "b200-192gb", "gb200-192gb", "h100-80gb", "h100-96gb", "h100-pcie-80gb", "h200-141gb",
-    "h800-80gb", "l40s-48gb", "mi300x-192gb", "rtx4090-24gb", "rtx5090-32gb", "tpu-v5p-95gb",
-)  # fmt: skip
+    "a100-40gb",
+    "a100-80gb",
+    "b200-192gb",
+    "gb200-192gb",
+    "h100-80gb",
+    "h100-96gb",
+    "h100-pcie-80gb",
+    "h200-141gb",
+    "h800-80gb",
+    "l40s-48gb",
+    "mi300x-192gb",
+    "rtx4090-24gb",
+    "rtx5090-32gb",
+    "tpu-v5p-95gb",
+)
 
 
 def test_what_ships() -> None:

@@ -59,13 +59,37 @@ EXPECTED_PARAMETERS = {
 }
 
 PUBLISHED_BILLIONS = {  # as model cards and papers round them; active parameters left out
-    "gpt-22b": 22, "gpt-175b": 175, "gpt-530b": 530, "gpt-1t": 1008, "gpt-neox-20b": 20.6, "pythia-6.9b": 6.9,
-    "llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 406, "mistral-7b": 7.24, "mixtral-8x7b": 46.7,
-    "mixtral-8x22b": 141, "qwen2-7b": 7.62, "qwen2-72b": 72.7, "qwen3-8b": 8.2, "qwen3-32b": 32.8,
-    "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "deepseek-v2": 236, "deepseek-v2-lite": 15.7, "deepseek-v3": 671,
-    "gemma2-9b": 9.24, "gemma2-27b": 27.2, "phi3-mini": 3.82, "olmo2-7b": 7.3, "olmo2-13b": 13.7,
-    "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "bert-base": 0.11, "bert-large": 0.335,
-}  # fmt: skip
+    "gpt-22b": 22,
+    "gpt-175b": 175,
+    "gpt-530b": 530,
+    "gpt-1t": 1008,
+    "gpt-neox-20b": 20.6,
+    "pythia-6.9b": 6.9,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.6,
+    "llama3-405b": 406,
+    "mistral-7b": 7.24,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 141,
+    "qwen2-7b": 7.62,
+    "qwen2-72b": 72.7,
+    "qwen3-8b": 8.2,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "deepseek-v2": 236,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671,
+    "gemma2-9b": 9.24,
+    "gemma2-27b": 27.2,
+    "phi3-mini": 3.82,
+    "olmo2-7b": 7.3,
+    "olmo2-13b": 13.7,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "bert-base": 0.11,
+    "bert-large": 0.335,
+}
 
 
 def transformers_count(name: str) -> int:
@@ -124,9 +148,17 @@ def test_the_papers_models_are_what_it_describes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("gpt-1t", 1), ("llama3-405b", 1), ("gemma2-9b", 2), ("gemma3-27b", 2), ("gpt-oss-20b", 2), ("deepseek-v3", 2),
-     ("qwen3-235b-a22b", 1), ("qwen2-7b", 1)],
-)  # fmt: skip
+    [
+        ("gpt-1t", 1),
+        ("llama3-405b", 1),
+        ("gemma2-9b", 2),
+        ("gemma3-27b", 2),
+        ("gpt-oss-20b", 2),
+        ("deepseek-v3", 2),
+        ("qwen3-235b-a22b", 1),
+        ("qwen2-7b", 1),
+    ],
+)
 def test_equal_layers_are_one_object(name: str, kinds: int) -> None:
     assert len({id(layer) for layer in preset(name).layers}) == kinds
 

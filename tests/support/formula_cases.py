@@ -54,61 +54,74 @@ def _gemma_like(**more: Any) -> dict[str, Any]:
 
 FAMILIES: dict[str, TinyFamily] = {
     "gpt2": TinyFamily(
-        model="GPT2LMHeadModel", config="GPT2Config",
+        model="GPT2LMHeadModel",
+        config="GPT2Config",
         settings={"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2 * SEQUENCE, **_TOKENS},
         dropout=("attn_pdrop", "resid_pdrop", "embd_pdrop"),
     ),
     "gpt_neox": TinyFamily(
-        model="GPTNeoXForCausalLM", config="GPTNeoXConfig", settings={**_PLAIN, "rotary_pct": 0.25},
+        model="GPTNeoXForCausalLM",
+        config="GPTNeoXConfig",
+        settings={**_PLAIN, "rotary_pct": 0.25},
         dropout=("attention_dropout", "hidden_dropout"),
     ),
     "gpt_neox sequential": TinyFamily(
-        model="GPTNeoXForCausalLM", config="GPTNeoXConfig",
+        model="GPTNeoXForCausalLM",
+        config="GPTNeoXConfig",
         settings={**_PLAIN, "rotary_pct": 1.0, "use_parallel_residual": False, "attention_bias": False},
         dropout=("attention_dropout", "hidden_dropout"),
     ),
     "llama": TinyFamily(model="LlamaForCausalLM", config="LlamaConfig", settings=_GROUPED),
     "llama ungrouped": TinyFamily(
-        model="LlamaForCausalLM", config="LlamaConfig",
+        model="LlamaForCausalLM",
+        config="LlamaConfig",
         settings={**_PLAIN, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "mistral": TinyFamily(model="MistralForCausalLM", config="MistralConfig", settings=_GROUPED),
     "mistral windowed": TinyFamily(
-        model="MistralForCausalLM", config="MistralConfig", settings={**_GROUPED, "sliding_window": WINDOW},
+        model="MistralForCausalLM", config="MistralConfig", settings={**_GROUPED, "sliding_window": WINDOW}
     ),
     "qwen2": TinyFamily(model="Qwen2ForCausalLM", config="Qwen2Config", settings=_GROUPED),
     "qwen2 windowed": TinyFamily(
-        model="Qwen2ForCausalLM", config="Qwen2Config",
+        model="Qwen2ForCausalLM",
+        config="Qwen2Config",
         settings={**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
     "qwen3": TinyFamily(model="Qwen3ForCausalLM", config="Qwen3Config", settings={**_GROUPED, "head_dim": 24}),
     "gemma": TinyFamily(model="GemmaForCausalLM", config="GemmaConfig", settings=_gemma_like()),
     "gemma2": TinyFamily(
-        model="Gemma2ForCausalLM", config="Gemma2Config", settings=_gemma_like(sliding_window=WINDOW),
+        model="Gemma2ForCausalLM",
+        config="Gemma2Config",
+        settings=_gemma_like(sliding_window=WINDOW),
         attentions=("eager",),  # its code refuses the other: scaled_dot_product_attention caps no scores
     ),
     "gemma3_text": TinyFamily(
-        model="Gemma3ForCausalLM", config="Gemma3TextConfig",
+        model="Gemma3ForCausalLM",
+        config="Gemma3TextConfig",
         settings=_gemma_like(
             sliding_window=WINDOW, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
         ),
     ),
     "phi3": TinyFamily(
-        model="Phi3ForCausalLM", config="Phi3Config", settings={**_GROUPED, **_TOKENS},
+        model="Phi3ForCausalLM",
+        config="Phi3Config",
+        settings={**_GROUPED, **_TOKENS},
         dropout=("attention_dropout", "resid_pdrop"),
     ),
     "phi3 partial": TinyFamily(
-        model="Phi3ForCausalLM", config="Phi3Config",
+        model="Phi3ForCausalLM",
+        config="Phi3Config",
         settings={**_GROUPED, **_TOKENS, "partial_rotary_factor": 0.5, "sliding_window": WINDOW},
         dropout=("attention_dropout", "resid_pdrop"),
     ),
     "olmo2": TinyFamily(model="Olmo2ForCausalLM", config="Olmo2Config", settings={**_GROUPED, **_TOKENS}),
     "bert": TinyFamily(
-        model="BertForMaskedLM", config="BertConfig",
+        model="BertForMaskedLM",
+        config="BertConfig",
         settings={**_PLAIN, "pad_token_id": 0, "max_position_embeddings": 2 * SEQUENCE},
         dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     ),
-}  # fmt: skip
+}
 DENSE = tuple(FAMILIES)
 
 
@@ -192,9 +205,14 @@ def run_of(case: FormulaCase) -> Run:
     spec = spec_of(tiny_config(case))
     kernels = kernels_for(spec, "huggingface").with_attention(case.attention).on_cpu()
     return Run(
-        model=spec, seq=case.sequence, micro_batch=case.batch, kernels=kernels, precision=PRECISIONS[case.precision],
-        dropout=case.dropout, padding=case.padding,
-    )  # fmt: skip
+        model=spec,
+        seq=case.sequence,
+        micro_batch=case.batch,
+        kernels=kernels,
+        precision=PRECISIONS[case.precision],
+        dropout=case.dropout,
+        padding=case.padding,
+    )
 
 
 def written(run: Run) -> Ledger:

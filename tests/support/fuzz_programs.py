@@ -296,6 +296,9 @@ def statements(length: int) -> st.SearchStrategy[tuple[Statement, ...]]:
 def specs(length: int = 7, policies: tuple[str, ...] = POLICIES) -> st.SearchStrategy[Spec]:
     """Programs of at most ``length`` statements."""
     return st.builds(
-        Spec, statements=statements(length), loop=st.sampled_from(("once", "once", *LOOPS)),
-        lengths=st.sampled_from(((64,), (64,), (64,), (64, 40))), policy=st.sampled_from(policies),
-    )  # fmt: skip
+        Spec,
+        statements=statements(length),
+        loop=st.sampled_from(("once", "once", *LOOPS)),
+        lengths=st.sampled_from(((64,), (64,), (64,), (64, 40))),
+        policy=st.sampled_from(policies),
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import DistStoreError
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -21,14 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import jettison
 from jettison.errors import JettisonError, UsageError
 from jettison.models.reference import Gpt, GptLayer, Llama, LlamaLayer, causal_mask, rotary_tables
-from jettison.parallel import (
-    BlockInput,
-    ColumnParallel,
-    Replicated,
-    RowParallel,
-    apply_tensor_parallel,
-    seed_ranks,
-)
+from jettison.parallel import BlockInput, ColumnParallel, Replicated, RowParallel, apply_tensor_parallel, seed_ranks
 from jettison.parallel.counted import CollectiveBytes
 from jettison.parallel.regions import Axis, finish_gather, gather, own_part, split, start_gather
 from support.parallel_checks import GPT, LLAMA, B, S, batch, gap, gathered, shaken, tp_mesh
@@ -189,10 +183,16 @@ def by_hand(_: Any) -> dict[str, bool]:
     tables = rotary_tables(S, LLAMA, x_bsh)
     columns = {f"attention.{name}": ColumnParallel(unit=LLAMA.head_dim) for name in ("query", "key", "value")}
     plan = {
-        "attention_norm": Replicated(sharded=True), "attention": BlockInput(dim=1), **columns,
-        "attention.out": RowParallel(dim=1), "mlp_norm": Replicated(sharded=True), "mlp": BlockInput(dim=1),
-        "mlp.gate": ColumnParallel(), "mlp.up": ColumnParallel(), "mlp.down": RowParallel(dim=1),
-    }  # fmt: skip
+        "attention_norm": Replicated(sharded=True),
+        "attention": BlockInput(dim=1),
+        **columns,
+        "attention.out": RowParallel(dim=1),
+        "mlp_norm": Replicated(sharded=True),
+        "mlp": BlockInput(dim=1),
+        "mlp.gate": ColumnParallel(),
+        "mlp.up": ColumnParallel(),
+        "mlp.down": RowParallel(dim=1),
+    }
 
     def gradients(made: nn.Module) -> list[Tensor]:
         made(x_bsh, tables).square().sum().backward()
@@ -205,17 +205,23 @@ def by_hand(_: Any) -> dict[str, bool]:
     }
 
 
-def asynchronous(_: Any) -> list[float]:
-    """Seconds until a gather is under way, and until it has arrived, where the other ranks come a second late."""
+def asynchronous(_: Any) -> bool:
+    """Does a gather get under way on rank 0 while the others have not come to it?"""
     axis, shard = Axis.of(tp_mesh()), torch.ones(4, 4)
     gather(shard, axis, 0)  # connections are made
-    distributed.barrier()
-    time.sleep(1.0 if axis.rank else 0.0)
-    begun = time.monotonic()
-    pending = start_gather(shard, axis)
-    started = time.monotonic() - begun
-    finish_gather(pending, axis, 0)
-    return [started, time.monotonic() - begun]
+    store = distributed.distributed_c10d._get_default_store()
+    if axis.rank == 0:
+        pending = start_gather(shard, axis)
+        store.set("a gather is under way", "")
+        finish_gather(pending, axis, 0)
+        return True
+    try:
+        store.wait(["a gather is under way"], timedelta(seconds=300))
+    except DistStoreError:
+        return False
+    finally:
+        finish_gather(start_gather(shard, axis), axis, 0)
+    return True
 
 
 def refusals(_: Any) -> dict[str, Any]:

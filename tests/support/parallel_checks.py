@@ -106,9 +106,7 @@ def reference_parity(_: Any) -> dict[str, Any]:
         for dtype in (torch.float64, torch.float32):
             for name, make in (("gpt", lambda: Gpt(GPT)), ("llama", lambda: Llama(LLAMA))):
                 key = f"{name} {'tp_sp' if sp else 'tp'} {dtype}"
-                found[key] = parity(
-                    make, mesh, sp=sp, step=lambda m: m(ids, labels), dtype=dtype, masks=name == "gpt"
-                )  # fmt: skip
+                found[key] = parity(make, mesh, sp=sp, step=lambda m: m(ids, labels), dtype=dtype, masks=name == "gpt")
     return found
 
 
@@ -118,9 +116,15 @@ def huggingface_configs() -> dict[str, Any]:
 
     shared = {"vocab_size": V, "attn_implementation": "sdpa"}
     small = dict(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=8, num_key_value_heads=4, head_dim=4,
-        intermediate_size=48, max_position_embeddings=S, **shared,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=4,
+        intermediate_size=48,
+        max_position_embeddings=S,
+        **shared,
+    )
     gpt2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": S, "vocab_size": V, "embd_pdrop": 0.2}
     return {
         "llama": transformers.LlamaConfig(**small),
@@ -143,13 +147,16 @@ def huggingface(_: Any) -> dict[str, Any]:
     mesh, configs = tp_mesh(), huggingface_configs()
     found: dict[str, Any] = {
         f"{name} {'tp_sp' if sp else 'tp'}": parity(
-            lambda config=config: from_config(config), mesh, sp=sp,
-            step=lambda m: m.eval()(input_ids=ids, labels=ids).loss, dtype=torch.float64,
+            lambda config=config: from_config(config),
+            mesh,
+            sp=sp,
+            step=lambda m: m.eval()(input_ids=ids, labels=ids).loss,
+            dtype=torch.float64,
         )
         for name, config in configs.items()
         for sp in (False, True)
         if name in FAMILIES[mesh.size()]
-    }  # fmt: skip
+    }
     found["plans"] = {
         f"{name} {'tp_sp' if sp else 'tp'} {policy}{' autocast' if autocast else ''}": planned(
             configs[name], mesh, policy, sp=sp, autocast=autocast

@@ -41,14 +41,27 @@ def run(_: Any) -> list[dict[str, Any]]:
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     ids, labels = data()
     llama = transformers.LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
         vocab_size=64,
-    )  # fmt: skip
+    )
     part = StageModule(made(), range(rank, rank + 1), seq=S)
     stage = {
-        "part": part, "rank": rank, "ranks": ranks, "device": torch.device("cpu"), "micro_batches": MICRO_BATCHES,
-        "micro_batch": B, "seq": S, "hidden": CONFIG.hidden, "loss_fn": part.loss, "ids": ids, "labels": labels,
-    }  # fmt: skip
+        "part": part,
+        "rank": rank,
+        "ranks": ranks,
+        "device": torch.device("cpu"),
+        "micro_batches": MICRO_BATCHES,
+        "micro_batch": B,
+        "seq": S,
+        "hidden": CONFIG.hidden,
+        "loss_fn": part.loss,
+        "ids": ids,
+        "labels": labels,
+    }
     shards = [
         {"model": made(), "ids": ids[:B], "labels": labels[:B], "ranks": ranks, "budget": "315KiB"} for _ in range(2)
     ]

@@ -216,10 +216,12 @@ def two_axes(mesh: DeviceMesh, how: str, policy: str, order: str) -> tuple[dict[
         handle = plan(module, policy, batch)
     gradients, ops = steps(module, batch, SEED + distributed.get_rank())
     found = {
-        "collectives": Counter(ops.collectives()), "sharded": True, "order": ops.collectives(),
+        "collectives": Counter(ops.collectives()),
+        "sharded": True,
+        "order": ops.collectives(),
         "dropped": sum(report.slots_dropped for report in handle.report()) if handle else 0,
         "fallbacks": [report.fallback for report in handle.report() if report.fallback] if handle else [],
-    }  # fmt: skip
+    }
     found["sharded"] = all(p.device_mesh.ndim == 2 for p in module.parameters())
     return found, gradients
 

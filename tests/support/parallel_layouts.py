@@ -190,12 +190,13 @@ def beside(make: Callable[[torch.dtype, str], Ready], references: dict[str, Any]
             gaps[name] = [_gap(got.reshape(expected[name].shape), expected[name]), expected[name].abs().max().item()]
         reports = [report for applied in ready.applied for report in applied.report()]
         found[label] = {
-            "loss": None if loss is None else [loss.item(), expected_loss], "gradients": gaps,
+            "loss": None if loss is None else [loss.item(), expected_loss],
+            "gradients": gaps,
             "without": sorted(set(ready.parameters()) - set(gradients)),
             "dropped": sum(report.slots_dropped for report in reports),
             "fallbacks": [report.fallback for report in reports if report.fallback],
             "recordings": max(report.recordings for report in reports),
-        }  # fmt: skip
+        }
         if label == "fp32":
             plain = make(dtype, "")
             plain.step()

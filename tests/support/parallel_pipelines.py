@@ -96,9 +96,16 @@ class Rank:
     """One rank's part of a pipeline."""
 
     def __init__(
-        self, name: str, group: distributed.ProcessGroup, *, policy: str = "", dtype: torch.dtype = torch.float32,
-        mesh: DeviceMesh | None = None, data: DeviceMesh | None = None, torch_checkpoint: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        group: distributed.ProcessGroup,
+        *,
+        policy: str = "",
+        dtype: torch.dtype = torch.float32,
+        mesh: DeviceMesh | None = None,
+        data: DeviceMesh | None = None,
+        torch_checkpoint: bool = False,
+    ) -> None:
         """Stages on a mesh axis of tensor parallelism, or of FSDP2."""
         self.rank, self.size = group.rank(), group.size()
         self.mine = places(name, self.rank, self.size)
@@ -226,13 +233,17 @@ def pipeline(name: str, group: distributed.ProcessGroup) -> dict[str, Any]:
             ops = planned.step(SEED + rank)
         each = [sum(report.kept_bytes for report in handle.report()) for handle in planned.handles]
         found[policy] = {
-            "same": same(planned.gradients(), expected), "calls": planned.calls(),
-            "ops": ops.counted(*COUNTED), "in flight": flight.micro_batches, "bytes": flight.nbytes,
+            "same": same(planned.gradients(), expected),
+            "calls": planned.calls(),
+            "ops": ops.counted(*COUNTED),
+            "in flight": flight.micro_batches,
+            "bytes": flight.nbytes,
             "storages": planned.storages.most,
-            "replayed bytes": priced(work_of(planned.schedule), each), "each": each,
+            "replayed bytes": priced(work_of(planned.schedule), each),
+            "each": each,
             "left": sum(calls for calls, _ in flight.now()),
             "recordings": max(r.recordings for handle in planned.handles for r in handle.report()),
-        }  # fmt: skip
+        }
     found["replayed"] = peak_in_flight(work_of(plain.schedule))
     if name in KNOWN:
         schedule, chunks = KNOWN[name]
@@ -266,9 +277,10 @@ def tensor_parallel_pipeline(name: str) -> dict[str, Any]:
         each.step(0)
         ops = each.step(SEED)
     found: dict[str, Any] = {
-        "same": same(planned.gradients(), plain.gradients()), "order": ops.collectives(),
+        "same": same(planned.gradients(), plain.gradients()),
+        "order": ops.collectives(),
         "recordings": max(r.recordings for handle in planned.handles for r in handle.report()),
-    }  # fmt: skip
+    }
     exact = Rank(name, group, policy="full", dtype=torch.float64, mesh=square["tp"])
     exact.step(0)
     exact.step(SEED)

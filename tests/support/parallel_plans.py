@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,16 +52,14 @@ def steps(module: nn.Module, batch: Any, seed: int | None, *, count: int = 2) ->
 
 
 def attempt(action: Callable[[], Any]) -> dict[str, Any]:
-    """How it ended, and after how many seconds."""
-    started = time.monotonic()
+    """How it ended."""
     try:
         action()
         error: Exception | None = None
     except Exception as raised:
         error = raised
-    seconds = time.monotonic() - started
     distributed.barrier()
-    return {"kind": type(error).__name__, "text": str(error), "seconds": seconds}
+    return {"kind": type(error).__name__, "text": str(error)}
 
 
 def agreement(mesh: DeviceMesh) -> dict[str, Any]:
@@ -146,10 +143,13 @@ def tensor_parallel(mesh: DeviceMesh, *, local: bool) -> dict[str, Any]:
     for policy in (policy for plain_tensors, policy in TENSOR_PARALLEL_CASES if plain_tensors is local):
         gradients, ops, reports = run(policy)
         found[policy] = {
-            "same": same(gradients, expected), "order": ops.collectives(), "plain": plain.collectives(),
-            "recordings": max(r.recordings for r in reports), "fallbacks": [r.fallback for r in reports if r.fallback],
+            "same": same(gradients, expected),
+            "order": ops.collectives(),
+            "plain": plain.collectives(),
+            "recordings": max(r.recordings for r in reports),
+            "fallbacks": [r.fallback for r in reports if r.fallback],
             "again": sum("c10d" in name for r in reports for name in r.recomputed_ops),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -169,9 +169,10 @@ def own_styles(mesh: DeviceMesh, *, sequence_parallel: bool) -> dict[str, Any]:
         gradients, ops = steps(module, tokens(1), None)
         expected = expected or gradients
         found[policy] = {
-            "same": same(gradients, expected), "order": ops.collectives(),
+            "same": same(gradients, expected),
+            "order": ops.collectives(),
             "dropped": sum(report.slots_dropped for report in handle.report()) if handle else 0,
-        }  # fmt: skip
+        }
     return found
 
 
@@ -195,10 +196,11 @@ def several_backwards(mesh: DeviceMesh) -> dict[str, Any]:
             gradients = whole_gradients(module)
             expected = expected or gradients
             found[f"{case} {policy}"] = {
-                "same": same(gradients, expected), "softmax": ops.counted("_softmax")["_softmax"],
+                "same": same(gradients, expected),
+                "softmax": ops.counted("_softmax")["_softmax"],
                 "order": ops.collectives(),
                 "fallbacks": [report.fallback for report in handle.report() if report.fallback] if handle else [],
-            }  # fmt: skip
+            }
     return found
 
 
@@ -213,10 +215,11 @@ def side_effects(mesh: DeviceMesh) -> dict[str, Any]:
         handle = plan(module, policy, tokens(1)) if policy else None
         gradients, _ = steps(module, tokens(1), SEED)
         found[policy] = {
-            "buffers": buffer_digest(module), "load": int(module.blocks[0].after.load.sum()),
+            "buffers": buffer_digest(module),
+            "load": int(module.blocks[0].after.load.sum()),
             "dropped": sum(report.slots_dropped for report in handle.report()) if handle else 0,
             "gradients": {name: float(g.abs().sum()) for name, g in gradients.items()},
-        }  # fmt: skip
+        }
     return found
 
 

@@ -145,12 +145,19 @@ def shard(stage: Stage, mesh: DeviceMesh, *, local: bool = True) -> None:
     for block in stage.blocks:
         column = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
         parallelize_module(
-            block, mesh,
+            block,
+            mesh,
             {
-                "norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole, "mlp": whole,
-                "attention.out": row, "mlp.up": ColwiseParallel(), "mlp.down": row, **column,
+                "norm1": SequenceParallel(),
+                "norm2": SequenceParallel(),
+                "attention": whole,
+                "mlp": whole,
+                "attention.out": row,
+                "mlp.up": ColwiseParallel(),
+                "mlp.down": row,
+                **column,
             },
-        )  # fmt: skip
+        )
 
 
 def whole_gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.patience import PATIENCE
+
 TESTS = Path(__file__).resolve().parents[1]
 SOURCE = TESTS.parent / "src"
 FOLDER = "JETTISON_TEST_RESULTS"
@@ -48,7 +50,7 @@ class Finished:
 
 
 def run_ranks(
-    target: Callable[[Any], Any] | str | Path, nproc: int, args: Any = None, *, timeout: float = 120
+    target: Callable[[Any], Any] | str | Path, nproc: int, args: Any = None, *, timeout: float = PATIENCE
 ) -> list[Any]:
     """What every rank returned.
 
@@ -98,20 +100,30 @@ class Launches:
         return outcomes
 
 
-_TENSOR = ("support.parallel_checks.reference", "support.parallel_checks.huggingface", "support.parallel_blocks.blocks")
+_TENSOR = (
+    "test_parallel_layer.on_rank",
+    "support.parallel_checks.reference",
+    "support.parallel_checks.huggingface",
+    "support.parallel_blocks.blocks",
+)
 _SHARDED = (
     "support.parallel_layouts.layouts",
     "support.parallel_pipelines.two_ranks",
     "support.parallel_fsdp.two_ranks",
 )
 TOGETHER = {
-    2: ((*_TENSOR, "support.parallel_docs.run"), (*_SHARDED, "support.parallel_plans.two_ranks")),
+    1: (("test_parallel_layer.on_rank", "support.parallel_checks.reference"),),
+    2: (
+        (*_TENSOR, "support.parallel_docs.run", "test_calibrate.link_of_ranks"),
+        (*_SHARDED, "test_pipeline_replay.play_orders", "support.parallel_plans.two_ranks"),
+    ),
     4: (
         _TENSOR,
         (
             "support.parallel_layouts.layouts",
             "support.parallel_pipelines.four_ranks",
             "support.parallel_fsdp.four_ranks",
+            "test_pipeline_replay.play_orders",
         ),
     ),
 }
@@ -120,7 +132,7 @@ TOGETHER = {
 
 def _launched(names: tuple[str, ...], nproc: int) -> list[Any]:
     try:
-        return run_ranks(one_by_one, nproc, names, timeout=280)
+        return run_ranks(one_by_one, nproc, names)
     except AssertionError as error:  # once: not again for every test
         return [{name: {"failed": str(error)} for name in names}] * nproc
 
@@ -143,7 +155,7 @@ def launch_ranks(
     nproc: int,
     args: Any = None,
     *,
-    timeout: float = 120,
+    timeout: float = PATIENCE,
     environment: Mapping[str, str] | None = None,
 ) -> Finished:
     """As `run_ranks`, whatever the outcome."""
@@ -153,15 +165,21 @@ def launch_ranks(
         paths += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]  # tests are modules without a package
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            command, env=os.environ | more | dict(environment or {}), text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace",
-        )  # fmt: skip
+            command,
+            env=os.environ | more | dict(environment or {}),
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            errors="replace",
+        )
         try:
             output, _ = process.communicate(timeout=timeout)
             code: int | None = process.returncode
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks, which are sessions of their own
-            output, code = process.communicate(timeout=60)[0], None
+            output, code = process.communicate(timeout=PATIENCE)[0], None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

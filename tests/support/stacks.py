@@ -14,25 +14,18 @@ from jettison.measure import independent_copy
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner
 from jettison.solve.policy import KeepShare
+from support.toys import Mlp
 from support.training import Trained, assert_same, sgd, train
 
 ROWS, WIDTH = 16, 32
 POLICIES = ("none", "selective-op", "full", "share")
 
 
-class Block(nn.Module):
-    """A two-layer residual MLP: enough to drop and to compute again. Traps override `inner`."""
+class Block(Mlp):
+    """What traps override the `inner` of."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def inner(self, h: Tensor) -> Tensor:
-        return nn.functional.gelu(h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.inner(self.up(x)))
+        super().__init__(WIDTH, WIDTH)
 
 
 class Stack(nn.Module):

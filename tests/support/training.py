@@ -81,9 +81,13 @@ def train(
         else:
             step(batch)
     return Trained(
-        model=model, losses=losses, random_states=rng_digest(generators), buffers=buffer_digest(model),
-        parameters=parameter_digest(model), peak=peak,
-    )  # fmt: skip
+        model=model,
+        losses=losses,
+        random_states=rng_digest(generators),
+        buffers=buffer_digest(model),
+        parameters=parameter_digest(model),
+        peak=peak,
+    )
 
 
 def assert_same(got: Trained, plain: Trained) -> None:

@@ -18,9 +18,18 @@ from jettison.train.state import RunState, digest_of
 from jettison.train.world import World, joined
 
 STATE = RunState(
-    step=1, steps=99, seed=0, global_batch=8, seq=16, data="abc", world=1, layout="dp 1", model={"layers": 2},
-    optimizer={"name": "adamw"}, schedule={"lr": 0.1},
-)  # fmt: skip
+    step=1,
+    steps=99,
+    seed=0,
+    global_batch=8,
+    seq=16,
+    data="abc",
+    world=1,
+    layout="dp 1",
+    model={"layers": 2},
+    optimizer={"name": "adamw"},
+    schedule={"lr": 0.1},
+)
 
 
 @pytest.fixture

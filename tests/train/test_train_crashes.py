@@ -28,6 +28,7 @@ from jettison.train.checkpoint import Checkpoints
 from jettison.train.recipe import CheckpointSection, TrainRecipe
 from jettison.train.world import World, joined
 from jettison.verbs.train import train
+from support.patience import PATIENCE
 
 Files = dict[str, bytes | None]
 """What is in a folder; None for a folder."""
@@ -201,9 +202,13 @@ def _main(folder: str, count: str) -> None:
 def test_kill_9_at_any_moment(tmp_path: Path, count: int) -> None:
     tests = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path), str(count)], capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, __file__, str(tmp_path), str(count)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert 1 <= int(done.stdout) <= count
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")

@@ -20,16 +20,10 @@ from jettison.train.build import Built, shifted_within
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data import Corpus
 from jettison.train.folders import LOCK, claimed
-from jettison.train.recipe import (
-    BatchSection,
-    CheckpointSection,
-    DataSection,
-    LogSection,
-    ModelSection,
-    TrainRecipe,
-)
+from jettison.train.recipe import BatchSection, CheckpointSection, DataSection, LogSection, ModelSection, TrainRecipe
 from jettison.train.survey import vocabulary
 from jettison.verbs.train import train
+from support.patience import PATIENCE
 
 GPT = ModelSection(architecture="gpt", layers=2, hidden=32, heads=4)
 
@@ -206,9 +200,13 @@ def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path: Path) -> None:
         "    print(os.getpid(), flush=True); os._exit(9)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "ck")], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code, str(tmp_path / "ck")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
-    )  # fmt: skip
+    )
     assert done.returncode == 9, done.stderr
     warned: list[str] = []
     train(recipe(tmp_path, steps=1), warn=warned.append)

@@ -29,6 +29,7 @@ from jettison.train.recipe import (
     TrainRecipe,
 )
 from jettison.verbs.train import train
+from support.patience import PATIENCE
 from support.ranks import torchrun
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -55,16 +56,20 @@ def launched(made: TrainRecipe, folder: Path, ranks: int, **environment: str) ->
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), str(folder)])
     whole: Mapping[str, str] = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
     process = subprocess.Popen(
-        [*torchrun(ranks), "-m", "jettison", "train", "recipes_of_test:made"], env=whole, text=True,
-        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [*torchrun(ranks), "-m", "jettison", "train", "recipes_of_test:made"],
+        env=whole,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         yield process
     finally:
         if process.poll() is None:
             process.terminate()
             try:
-                process.communicate(timeout=40)
+                process.communicate(timeout=PATIENCE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -72,7 +77,7 @@ def launched(made: TrainRecipe, folder: Path, ranks: int, **environment: str) ->
 def finished(made: TrainRecipe, folder: Path, ranks: int = 2, **environment: str) -> tuple[int, str]:
     """Exit code and everything that was written."""
     with launched(made, folder, ranks, **environment) as process:
-        out, _ = process.communicate(timeout=100)
+        out, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, out
 
 
@@ -183,12 +188,12 @@ def test_a_signal_to_the_launcher(tmp_path: Path) -> None:
     """Both ranks finish the same step and save, though only the launcher was told."""
     made = replace(recipe(tmp_path, steps=10_000), checkpoint=CheckpointSection(folder=str(tmp_path / "ck")))
     with launched(made, tmp_path, 2, JETTISON_FAULT="slow:1:0.1") as process:
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not (tmp_path / "log" / "log.jsonl").exists() or len(curve(tmp_path)) < 2:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=40)
+        out, _ = process.communicate(timeout=PATIENCE)
     assert "stopped by SIGTERM after " in out
     last = max(curve(tmp_path))
     assert latest(tmp_path) == last

@@ -16,6 +16,7 @@ from jettison.train.order import Order, derived_seed
 from jettison.train.rates import learning_rate
 from jettison.train.read import parse_recipe, read_recipe
 from jettison.train.recipe import BatchSection, LayoutSection, ModelSection, OptimizerSection, TrainRecipe
+from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -167,7 +168,11 @@ def test_reading_a_recipe_needs_no_torch() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

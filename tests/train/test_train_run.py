@@ -39,6 +39,7 @@ from jettison.train.recipe import (
 from jettison.train.result import TrainResult
 from jettison.train.work import StepWork, peak_flops_per_second, spec_flops
 from jettison.verbs.train import train
+from support.patience import PATIENCE
 
 TESTS = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
@@ -177,10 +178,17 @@ def test_resume_that_finds_nothing(tmp_path: Path) -> None:
 # memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_holds_and_changes_no_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The least that the GPT can be trained in."""
+    with pytest.raises(Infeasible) as error:
+        train(gpt(tmp_path_factory.mktemp("none"), plan=PlanSection(budget="1kB")))
+    return error.value.minimum_budget_bytes
+
+
+def test_a_budget_holds_and_changes_no_bit(tmp_path: Path, smallest: int) -> None:
     plain = train(gpt(tmp_path / "plain"))
     assert plain.second_step_peaks is not None
-    smallest = smallest_budget(tmp_path)
     middle = (smallest + plain.second_step_peaks.peak_bytes) // 2
     assert smallest < middle < plain.second_step_peaks.peak_bytes
     result = train(gpt(tmp_path / "planned", plan=PlanSection(budget=f"{middle}B")))
@@ -193,8 +201,8 @@ def test_a_budget_holds_and_changes_no_bit(tmp_path: Path) -> None:
     assert result.first_step_peaks.peak_bytes < peaks.peak_bytes  # the optimizer has no state yet
 
 
-def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path) -> None:
-    first = train(gpt(tmp_path / "first", plan=PlanSection(budget=f"{smallest_budget(tmp_path)}B")))
+def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path, smallest: int) -> None:
+    first = train(gpt(tmp_path / "first", plan=PlanSection(budget=f"{smallest}B")))
     file = tmp_path / "first" / "log" / "plan.json"
     again = train(gpt(tmp_path / "again", plan=PlanSection(file=str(file))))
     assert curve(tmp_path / "again") == curve(tmp_path / "first")
@@ -205,12 +213,6 @@ def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path) ->
             train(gpt(tmp_path / "wrong", model=wrong, plan=PlanSection(file=str(file))))
     with pytest.raises(UsageError, match=r"plan.file: .* cannot be read"):
         train(gpt(tmp_path / "wrong", plan=PlanSection(file=str(tmp_path / "no.json"))))
-
-
-def smallest_budget(folder: Path) -> int:
-    with pytest.raises(Infeasible) as error:
-        train(gpt(folder / "none", plan=PlanSection(budget="1kB")))
-    return error.value.minimum_budget_bytes
 
 
 def test_gradients_that_are_added_up_are_in_the_budget(tmp_path: Path) -> None:
@@ -329,21 +331,25 @@ def test_a_signal_stops_after_the_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(0.2, 0), (30, -signal.SIGINT)])
+@pytest.mark.parametrize(("seconds", "code"), [(0.2, 0), (PATIENCE, -signal.SIGINT)])
 def test_signals_to_the_command(tmp_path: Path, seconds: float, code: int) -> None:
     """The first one ends it in order and with exit code 0, a later one at once."""
     process = subprocess.Popen(
-        command(tiny(tmp_path, steps=10_000), tmp_path), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command(tiny(tmp_path, steps=10_000), tmp_path),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env=environment(tmp_path, JETTISON_FAULT=f"slow:0:{seconds}"),
-    )  # fmt: skip
+    )
     try:
         enough = 3 if code == 0 else 1  # two steps, or none
         wait_for(lambda: lines_written(tmp_path) >= enough)
         process.send_signal(signal.SIGTERM)
         if code:
-            time.sleep(2.5)
-            process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+            while process.poll() is None:
+                time.sleep(2.5)  # what follows in less than two seconds is the same request
+                process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == code, err
@@ -357,7 +363,7 @@ def lines_written(folder: Path) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def wait_for(condition: Any, seconds: float = 30) -> None:
+def wait_for(condition: Any, seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
@@ -373,9 +379,14 @@ def test_a_full_disk(tmp_path: Path, asynchronous: bool, on_error: str) -> None:
     contents = tensors_of(tmp_path / "ck" / "step-00000004")
     recipe = tiny(tmp_path, checkpoint=replace(section, on_error=on_error))
     done = subprocess.run(
-        command(recipe, tmp_path), env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False,
+        command(recipe, tmp_path),
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-    )  # fmt: skip
+    )
     assert "warning: checkpoint of step 6 could not be written" in done.stderr
     assert "File too large" in done.stderr and "step-00000004" in done.stderr
     (tmp_path / "ck" / "whole.pt").unlink()
@@ -413,8 +424,14 @@ def test_the_command_and_its_exit_codes(
     assert set(document["first_step_peak_bytes"]) == {"forward", "backward", "optimizer"}
     assert run(["train", str(file), "--budget", "10kB"]) == 3
     assert "the smallest feasible budget is" in capsys.readouterr().err
-    for wrong in (["nothing.toml"], [str(file), "--budget", "10"], [str(file), "--resume"], [str(file), "--steps", "0"],
-                  [str(file), "--budget", "1GiB", "--recompute", "full"], [str(file), "--gpu", "abacus"]):  # fmt: skip
+    for wrong in (
+        ["nothing.toml"],
+        [str(file), "--budget", "10"],
+        [str(file), "--resume"],
+        [str(file), "--steps", "0"],
+        [str(file), "--budget", "1GiB", "--recompute", "full"],
+        [str(file), "--gpu", "abacus"],
+    ):
         assert run(["train", *wrong]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
 

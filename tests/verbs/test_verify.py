@@ -18,9 +18,17 @@ S, B, H, V = 64, 2, 64, 128
 
 def llama():
     config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=H, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=S, use_cache=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=S,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     torch.manual_seed(0)
     ids = torch.randint(0, V, (B, S))
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
@@ -113,13 +121,28 @@ def test_exactly_one_of_budget_plan_and_handle():
 
 def proof_of(**changes):
     values = {
-        "gradients_identical": True, "losses_identical": True, "random_state_identical": True,
-        "buffers_identical": True, "parameters_identical": True, "gradients_compared": 3, "differences": (), "steps": 2,
-        "budget_bytes": 100, "predicted_peak_bytes": 90, "measured_peak_bytes": 90, "baseline_peak_bytes": 200,
-        "step_time_ratio": 1.1, "step_time_ratio_low": 1.0, "step_time_ratio_high": 1.2, "baseline_step_seconds": 0.5,
-        "rounds": 4, "plan_hash": "ab", "device": "cpu", "torch_version": "2",
+        "gradients_identical": True,
+        "losses_identical": True,
+        "random_state_identical": True,
+        "buffers_identical": True,
+        "parameters_identical": True,
+        "gradients_compared": 3,
+        "differences": (),
+        "steps": 2,
+        "budget_bytes": 100,
+        "predicted_peak_bytes": 90,
+        "measured_peak_bytes": 90,
+        "baseline_peak_bytes": 200,
+        "step_time_ratio": 1.1,
+        "step_time_ratio_low": 1.0,
+        "step_time_ratio_high": 1.2,
+        "baseline_step_seconds": 0.5,
+        "rounds": 4,
+        "plan_hash": "ab",
+        "device": "cpu",
+        "torch_version": "2",
         "layers": (LayerProof(layer="a", policy="full", plain_bytes=9, predicted_bytes=3, observed_bytes=3),),
-    }  # fmt: skip
+    }
     return Proof(**values | changes)
 
 
@@ -127,8 +150,18 @@ def test_the_document():
     proof = proof_of()
     document = proof.document()
     assert document["schema"] == "jettison.proof/1"
-    assert {"gradients_identical", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "baseline_peak_bytes",
-            "step_time_ratio", "layers", "device", "torch_version", "passed"} <= set(document)  # fmt: skip
+    assert {
+        "gradients_identical",
+        "budget_bytes",
+        "predicted_peak_bytes",
+        "measured_peak_bytes",
+        "baseline_peak_bytes",
+        "step_time_ratio",
+        "layers",
+        "device",
+        "torch_version",
+        "passed",
+    } <= set(document)
     assert document["saved"] == {"plain_bytes": 9, "predicted_bytes": 3, "observed_bytes": 3}
     assert proof_of(measured_peak_bytes=101).failures() == (
         "the measured peak, 101 B (101B), is above the budget of 100 B (100B)",

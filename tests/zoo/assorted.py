@@ -22,9 +22,13 @@ class Translator(nn.Module):
         inner = target[:, :-1]
         mask = nn.Transformer.generate_square_subsequent_mask(inner.shape[1])
         h = self.transformer(
-            self.embed(source), self.embed(inner), tgt_mask=mask, tgt_is_causal=True,
-            src_key_padding_mask=source == 0, memory_key_padding_mask=source == 0,
-        )  # fmt: skip
+            self.embed(source),
+            self.embed(inner),
+            tgt_mask=mask,
+            tgt_is_causal=True,
+            src_key_padding_mask=source == 0,
+            memory_key_padding_mask=source == 0,
+        )
         return F.cross_entropy(self.head(h).flatten(0, 1), target[:, 1:].flatten())
 
 

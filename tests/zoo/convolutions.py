@@ -34,9 +34,12 @@ class Classifier(nn.Module):
 def vgg() -> nn.Module:
     """Convolution, batch norm, activation in place, pooling, dropout."""
     return nn.Sequential(
-        nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+        nn.Conv2d(WIDTH, WIDTH, 3, padding=1),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
         nn.Dropout(0.1),
-    )  # fmt: skip
+    )
 
 
 class Dense(nn.Module):
@@ -56,10 +59,13 @@ class Squeeze(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(WIDTH, 2 * WIDTH, 1), nn.BatchNorm2d(2 * WIDTH), nn.SiLU(inplace=True),
-            nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, padding=1, groups=2 * WIDTH), nn.BatchNorm2d(2 * WIDTH),
+            nn.Conv2d(WIDTH, 2 * WIDTH, 1),
+            nn.BatchNorm2d(2 * WIDTH),
             nn.SiLU(inplace=True),
-        )  # fmt: skip
+            nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, padding=1, groups=2 * WIDTH),
+            nn.BatchNorm2d(2 * WIDTH),
+            nn.SiLU(inplace=True),
+        )
         self.squeeze, self.excite = nn.Linear(2 * WIDTH, 4), nn.Linear(4, 2 * WIDTH)
         self.out = nn.Conv2d(2 * WIDTH, WIDTH, 1)
 
@@ -298,13 +304,12 @@ TABLE: list[Entry] = [
         normal(2, 2, 12, 12),
     ),
     by_hand(
-        "pixel-cnn", lambda: Stack(nn.Conv2d(1, WIDTH, 1), [Masked() for _ in range(3)], nn.Conv2d(WIDTH, 4, 1)),
+        "pixel-cnn",
+        lambda: Stack(nn.Conv2d(1, WIDTH, 1), [Masked() for _ in range(3)], nn.Conv2d(WIDTH, 4, 1)),
         normal(2, 1, 12, 12),
     ),
-    by_hand(
-        "gan-spectral-norm", Discriminator, lambda step: (torch.randn(2, 3, 12, 12), torch.randn(2, 3, 12, 12))
-    ),
+    by_hand("gan-spectral-norm", Discriminator, lambda step: (torch.randn(2, 3, 12, 12), torch.randn(2, 3, 12, 12))),
     by_hand(
         "mlp-mixer", lambda: Stack(nn.Linear(8, 32), [Mixer() for _ in range(3)], nn.Linear(32, 8)), normal(2, 16, 8)
     ),
-]  # fmt: skip
+]

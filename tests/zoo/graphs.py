@@ -220,10 +220,11 @@ TABLE: list[Entry] = [
     by_hand("egnn", Molecule, lambda step: (torch.randint(8, (10,)), torch.randn(10, 3))),
     by_hand("point-net", PointNet, lambda step: (torch.randn(3, 3, 24), torch.randint(5, (3,)))),
     by_hand(
-        "set-transformer", lambda: Stack(nn.Linear(4, WIDTH), [Induced() for _ in range(3)], nn.Linear(WIDTH, 4)),
+        "set-transformer",
+        lambda: Stack(nn.Linear(4, WIDTH), [Induced() for _ in range(3)], nn.Linear(WIDTH, 4)),
         normal(2, 16, 4),
     ),
     by_hand("real-nvp", lambda: Flow([Coupling() for _ in range(4)]), normal(64, 8)),
     by_hand("glow", lambda: Flow([Glow() for _ in range(3)]), normal(64, 8)),
     by_hand("neural-spline-flow", lambda: Flow([Spline() for _ in range(3)]), normal(64, 8)),
-]  # fmt: skip
+]

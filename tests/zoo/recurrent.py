@@ -73,9 +73,14 @@ class DeepSpeech(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convolutions = nn.Sequential(
-            nn.Conv1d(8, WIDTH, 5, 2, 2), nn.BatchNorm1d(WIDTH), nn.Hardtanh(0, 20), nn.Dropout(0.1),
-            nn.Conv1d(WIDTH, WIDTH, 5, padding=2), nn.BatchNorm1d(WIDTH), nn.Hardtanh(0, 20),
-        )  # fmt: skip
+            nn.Conv1d(8, WIDTH, 5, 2, 2),
+            nn.BatchNorm1d(WIDTH),
+            nn.Hardtanh(0, 20),
+            nn.Dropout(0.1),
+            nn.Conv1d(WIDTH, WIDTH, 5, padding=2),
+            nn.BatchNorm1d(WIDTH),
+            nn.Hardtanh(0, 20),
+        )
         self.layer, self.head = nn.GRU(WIDTH, WIDTH, bidirectional=True), nn.Linear(2 * WIDTH, 12)
 
     def forward(self, x: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
@@ -221,17 +226,18 @@ TABLE: list[Entry] = [
     by_hand("rnn", lambda: Layers(nn.RNN(WIDTH, WIDTH, 2, batch_first=True), WIDTH), normal(4, 16, 8)),
     by_hand("lstm-packed-bidirectional", Packed, packed),
     by_hand(
-        "gru-cells", lambda: Stack(nn.Linear(8, WIDTH), [GRUBlock() for _ in range(4)], nn.Linear(WIDTH, 8)),
+        "gru-cells",
+        lambda: Stack(nn.Linear(8, WIDTH), [GRUBlock() for _ in range(4)], nn.Linear(WIDTH, 8)),
         normal(64, 8),
     ),
     by_hand("lstm-cells-unrolled", Unrolled, normal(4, 8, 8)),
     by_hand("deep-speech-ctc", DeepSpeech, speech, watched_bytes=16),  # lengths, which it makes lists of otherwise
     by_hand(
-        "s4d", lambda: Stack(nn.Linear(4, WIDTH), [Diagonal() for _ in range(3)], nn.Linear(WIDTH, 4)),
-        normal(2, 32, 4),
+        "s4d", lambda: Stack(nn.Linear(4, WIDTH), [Diagonal() for _ in range(3)], nn.Linear(WIDTH, 4)), normal(2, 32, 4)
     ),
     by_hand(
-        "selective-scan", lambda: Stack(nn.Linear(4, WIDTH), [Selective() for _ in range(2)], nn.Linear(WIDTH, 4)),
+        "selective-scan",
+        lambda: Stack(nn.Linear(4, WIDTH), [Selective() for _ in range(2)], nn.Linear(WIDTH, 4)),
         normal(2, 10, 4),
     ),
     by_hand("wavenet", Skips, wave),
@@ -241,7 +247,8 @@ TABLE: list[Entry] = [
         normal(2, 4, 32),
     ),
     by_hand(
-        "min-gru", lambda: Stack(nn.Linear(4, WIDTH), [Minimal() for _ in range(3)], nn.Linear(WIDTH, 4)),
+        "min-gru",
+        lambda: Stack(nn.Linear(4, WIDTH), [Minimal() for _ in range(3)], nn.Linear(WIDTH, 4)),
         normal(2, 24, 4),
     ),
-]  # fmt: skip
+]

@@ -13,11 +13,10 @@ def test_the_table_is_what_it_says() -> None:
     names = [entry.name for entry in TABLE]
     assert len(set(names)) == len(names) >= 90
     assert set(names) > FAST
-    assert len(FAST) == 12
 
 
 @pytest.mark.parametrize("entry", [entry for entry in TABLE if entry.name in FAST], ids=str)
-def test_a_dozen_families_train_the_same_under_two_budgets(entry: Entry) -> None:
+def test_small_families_train_the_same_under_two_budgets(entry: Entry) -> None:
     assert not (outcome := prove(entry)).problems, outcome.problems
 
 

@@ -59,12 +59,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def undisturbed(
-    probes: Sequence[Probe],
-    clock: Clock,
-    *,
-    seconds: float,
-    needed: bool = False,
-    say: Progress = silent,
+    probes: Sequence[Probe], clock: Clock, *, seconds: float, needed: bool = False, say: Progress = silent
 ) -> dict[str, float]:
     """Seconds of each call: the lower quartile over rounds.
 

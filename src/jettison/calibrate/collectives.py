@@ -50,7 +50,7 @@ def _rank(rank: int, ranks: int, device: str, folder: str) -> None:
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
-    )  # fmt: skip
+    )
     try:
         link = _measure(ranks, device)
         if rank == 0:

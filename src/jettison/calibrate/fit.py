@@ -107,18 +107,20 @@ def fit(measured: Measured, bare: Hardware) -> Calibration:
     first = next(iter(measured.products))
     forward, backward = _attention(measured, rates[first], kernel)
     found = replace(
-        bare, flops_per_second=_throughput(rates), edges=edges,
+        bare,
+        flops_per_second=_throughput(rates),
+        edges=edges,
         memory_bytes_per_second=round(memory),
         reached=replace(
-            Reached(), matmul=share, matmul_fp8=share, memory=streamed, attention=forward, attention_backward=backward,
+            Reached(), matmul=share, matmul_fp8=share, memory=streamed, attention=forward, attention_backward=backward
         ),
         delays=replace(Delays(), kernel=kernel, dispatch=dispatch, hook=_hook(measured)),
-    )  # fmt: skip
+    )
     if measured.host is not None:
         nbytes, *ways = measured.host
         found = replace(
             found, host_bytes_per_second=round(nbytes / max(ways)), reached=replace(found.reached, host=1.0)
-        )  # fmt: skip
+        )
     if measured.link is not None:
         found = _linked(found, measured.link)
     return Calibration(hardware=found, comparisons=_compared(measured, found))
@@ -126,9 +128,12 @@ def fit(measured: Measured, bare: Hardware) -> Calibration:
 
 def _linked(found: Hardware, link: LinkFit) -> Hardware:
     return replace(
-        found, node=link.ranks, link_bytes_per_second=round(link.bytes_per_second),
-        reached=replace(found.reached, link=1.0), delays=replace(found.delays, link=max(NEVER, link.step_seconds)),
-    )  # fmt: skip
+        found,
+        node=link.ranks,
+        link_bytes_per_second=round(link.bytes_per_second),
+        reached=replace(found.reached, link=1.0),
+        delays=replace(found.delays, link=max(NEVER, link.step_seconds)),
+    )
 
 
 def _products(measured: Measured, bare: Hardware) -> tuple[dict[str, float], float]:

@@ -34,9 +34,11 @@ def _head(h: Hardware) -> Iterator[str]:
 def _sections(h: Hardware) -> Iterator[str]:
     rates = {name: rate / 1e12 for name, rate in asdict(h.flops_per_second).items() if rate is not None}
     widths = {
-        "memory": h.memory_bytes_per_second, "link": h.link_bytes_per_second, "host": h.host_bytes_per_second,
+        "memory": h.memory_bytes_per_second,
+        "link": h.link_bytes_per_second,
+        "host": h.host_bytes_per_second,
         "network": h.network_bytes_per_second,
-    }  # fmt: skip
+    }
     yield from _section("teraflops", rates)
     yield from _section("gigabytes_per_second", {name: w / 1e9 for name, w in widths.items() if w is not None})
     yield from _section("reached", asdict(h.reached))

@@ -51,29 +51,56 @@ class Sizes:
 
 CPU_SIZES = Sizes(
     products=(
-        (320, 320, 320), (640, 128, 512), (640, 512, 128), (640, 768, 192), (1280, 256, 256), (1280, 1024, 256),
-        (1280, 256, 1024), (640, 1536, 512), (640, 512, 1536), (640, 4096, 384), (1280, 768, 768),
+        (320, 320, 320),
+        (640, 128, 512),
+        (640, 512, 128),
+        (640, 768, 192),
+        (1280, 256, 256),
+        (1280, 1024, 256),
+        (1280, 256, 1024),
+        (640, 1536, 512),
+        (640, 512, 1536),
+        (640, 4096, 384),
+        (1280, 768, 768),
         (1536, 1536, 1536),
     ),
     attention=((3, 5, 160, 32), (3, 7, 320, 32), (2, 6, 320, 64), (1, 7, 640, 64)),
-    streamed=1 << 24, block=(1024, 384), layer=(64, 512, 8), pool_bytes=128 << 20,
-)  # fmt: skip
+    streamed=1 << 24,
+    block=(1024, 384),
+    layer=(64, 512, 8),
+    pool_bytes=128 << 20,
+)
 CUDA_SIZES = Sizes(
     products=(
-        (2048, 2048, 2048), (2048, 1024, 4096), (4096, 1024, 1024), (4096, 4096, 4096), (8192, 2048, 8192),
-        (8192, 8192, 2048), (8192, 12288, 4096), (8192, 4096, 14336), (16384, 4096, 4096), (4096, 32768, 4096),
+        (2048, 2048, 2048),
+        (2048, 1024, 4096),
+        (4096, 1024, 1024),
+        (4096, 4096, 4096),
+        (8192, 2048, 8192),
+        (8192, 8192, 2048),
+        (8192, 12288, 4096),
+        (8192, 4096, 14336),
+        (16384, 4096, 4096),
+        (4096, 32768, 4096),
     ),
     attention=((4, 16, 2048, 128), (1, 32, 4096, 128), (8, 16, 2048, 64), (1, 32, 8192, 128)),
-    streamed=1 << 28, block=(8192, 4096), layer=(8, 16, 2), pool_bytes=1 << 30,
-)  # fmt: skip
+    streamed=1 << 28,
+    block=(8192, 4096),
+    layer=(8, 16, 2),
+    pool_bytes=1 << 30,
+)
 
 
 def quick(sizes: Sizes) -> Sizes:
     """Every second product and attention."""
     return Sizes(
-        products=sizes.products[1::2], attention=sizes.attention[1::2], streamed=sizes.streamed, block=sizes.block,
-        layer=sizes.layer, pool_bytes=sizes.pool_bytes,
-    )  # fmt: skip
+        products=sizes.products[1::2],
+        attention=sizes.attention[1::2],
+        streamed=sizes.streamed,
+        block=sizes.block,
+        layer=sizes.layer,
+        pool_bytes=sizes.pool_bytes,
+    )
 
 
 class Pool:

@@ -58,9 +58,7 @@ def calibrate(device: str | None = None, *, short: bool = False, ranks: int = 0,
         torch.manual_seed(0)
         measured = _measured(where, sizes, QUICK_SECONDS if short else FULL_SECONDS, ranks, say)
     found = fit(measured, describe(where))
-    return Calibration(
-        hardware=found.hardware, comparisons=found.comparisons, took_seconds=time.perf_counter() - began
-    )  # fmt: skip
+    return Calibration(hardware=found.hardware, comparisons=found.comparisons, took_seconds=time.perf_counter() - began)
 
 
 def _device(name: str | None) -> torch.device:
@@ -102,12 +100,16 @@ def _measured(device: torch.device, sizes: Sizes, seconds: float, ranks: int, sa
     took = undisturbed(probes, clock, seconds=seconds * _SHARES["rest"], needed=True, say=say)
     of_small, of_large = counted(small), counted(large)
     return Measured(
-        products=products, attention=attention, stream=(stream_bytes, took["streaming"]),
-        tiny=(of_small.kernels, took["tiny ops"]), block=(of_large.kernels, of_large.nbytes, took["ordinary ops"]),
+        products=products,
+        attention=attention,
+        stream=(stream_bytes, took["streaming"]),
+        tiny=(of_small.kernels, took["tiny ops"]),
+        block=(of_large.kernels, of_large.nbytes, took["ordinary ops"]),
         hooks=(slots, took["layers"], took["layers with hooks"]),
-        gap=_gap(device, clock, say) if on_gpu else None, host=_host(device, clock, say) if on_gpu else None,
+        gap=_gap(device, clock, say) if on_gpu else None,
+        host=_host(device, clock, say) if on_gpu else None,
         link=_link(ranks, device, say) if ranks else None,
-    )  # fmt: skip
+    )
 
 
 def _attention(
@@ -156,19 +158,27 @@ def describe(device: torch.device) -> Hardware:
         properties = torch.cuda.get_device_properties(device)
         usable = torch.cuda.mem_get_info(device)[1]
         return Hardware(
-            name=properties.name, memory_bytes=properties.total_memory, usable_bytes=usable,
-            source=f"{source}, {properties.name}", usable_source="torch.cuda.mem_get_info",
-            units=properties.multi_processor_count, node=torch.cuda.device_count(),
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            usable_bytes=usable,
+            source=f"{source}, {properties.name}",
+            usable_source="torch.cuda.mem_get_info",
+            units=properties.multi_processor_count,
+            node=torch.cuda.device_count(),
             host_memory_bytes=host_bytes()[0] // torch.cuda.device_count(),
-        )  # fmt: skip
+        )
     memory, available = host_bytes()
     threads = torch.get_num_threads()
     return Hardware(
-        name=cpu_name(), memory_bytes=memory, usable_bytes=available,
+        name=cpu_name(),
+        memory_bytes=memory,
+        usable_bytes=available,
         source=f"{source}, {cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {clock_for(device)}",
-        usable_source="memory that was available when this was measured", units=threads, node=1,
+        usable_source="memory that was available when this was measured",
+        units=threads,
+        node=1,
         synchronous=True,
-    )  # fmt: skip
+    )
 
 
 def host_bytes() -> tuple[int, int]:

@@ -121,10 +121,13 @@ def figures(found: Calibration) -> list[tuple[str, str]]:
     rows += [(f"{dtype} products", f"{rate / 1e12:.4g} TFLOP/s") for dtype, rate in rates.items() if rate is not None]
     reached = h.reached
     rows += [
-        ("estimates count on", f"{reached.matmul:.0%} of it for products, {reached.attention:.0%} for attention, "
-         f"{reached.attention_backward:.0%} for its backward"),
+        (
+            "estimates count on",
+            f"{reached.matmul:.0%} of it for products, {reached.attention:.0%} for attention, "
+            f"{reached.attention_backward:.0%} for its backward",
+        ),
         ("products off by", f"{found.error:.0%} (median of {len(found.comparisons)})"),
-    ]  # fmt: skip
+    ]
     if h.memory_bytes_per_second is not None:
         width = h.memory_bytes_per_second / 1e9
         rows.append(("memory bandwidth", f"{width:.4g} GB/s, {reached.memory:.0%} of it in a training step"))
@@ -142,6 +145,8 @@ def calibration_document(found: Calibration) -> dict[str, Any]:
         {**asdict(c.product), "seconds": c.seconds, "estimated_seconds": c.estimated_seconds} for c in found.comparisons
     ]
     return {
-        "schema": "jettison.calibration/1", "hardware": asdict(found.hardware), "took_seconds": found.took_seconds,
+        "schema": "jettison.calibration/1",
+        "hardware": asdict(found.hardware),
+        "took_seconds": found.took_seconds,
         "products": compared,
-    }  # fmt: skip
+    }

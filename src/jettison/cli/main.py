@@ -195,9 +195,17 @@ def search(
     with progress() as say:
         try:
             report = answer(
-                model, request, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, state=state,
-                jobs=len(os.sched_getaffinity(0)) if jobs is None else jobs, progress=say,
-            )  # fmt: skip
+                model,
+                request,
+                gpus=gpus,
+                gpu=gpu,
+                global_batch=global_batch,
+                budget=budget,
+                top=top,
+                state=state,
+                jobs=len(os.sched_getaffinity(0)) if jobs is None else jobs,
+                progress=say,
+            )
         except NothingFits as error:
             if form == "json":
                 print(json_text(nothing_document(model, gpus, gpu, error)), end="")
@@ -277,9 +285,14 @@ def train(
 
         try:
             result = run_recipe(
-                recipe, steps=steps, plan=chosen if chosen.given else None, gpu=gpu, must_resume=resume, progress=say,
+                recipe,
+                steps=steps,
+                plan=chosen if chosen.given else None,
+                gpu=gpu,
+                must_resume=resume,
+                progress=say,
                 warn=lambda text: hint(f"warning: {text}"),
-            )  # fmt: skip
+            )
         except JettisonError as error:
             if leads or not said_by_leader(error):
                 raise

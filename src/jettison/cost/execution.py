@@ -72,13 +72,18 @@ class Execution:
         """The same with every transfer waited for."""
         return replace(
             self, hides_tensor=False, pipelines_tensor=False, hides_data=False, hides_stages=False, hides_offload=False
-        )  # fmt: skip
+        )
 
 
 MEGATRON: Final = Execution(
-    fusion=Fusion.POINTWISE, hides_tensor=True, repeats_all=True, adds_in_product=True, fused_optimizer=True,
-    splits_outputs=True, delayed_scaling=True,
-)  # fmt: skip
+    fusion=Fusion.POINTWISE,
+    hides_tensor=True,
+    repeats_all=True,
+    adds_in_product=True,
+    fused_optimizer=True,
+    splits_outputs=True,
+    delayed_scaling=True,
+)
 PYTORCH: Final = Execution(fused_optimizer=True, hooks=True)
 _BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
 

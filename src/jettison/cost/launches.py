@@ -34,21 +34,43 @@ from jettison.formula.tape import Tape, TapeOp, Value
 
 POINTWISE = frozenset(
     (
-        "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor", "aten.neg.default",
-        "aten.cat.default", "aten.pow.Tensor_Scalar", "aten.rsqrt.default", "aten.tanh.default", "aten.sigmoid.default",
-        "aten.gelu.default", "aten.silu.default", "aten.relu.default", "aten.clamp.default",
-        "aten.native_dropout.default", "aten.bernoulli.p", "aten._to_copy.default", "aten.where.ScalarOther",
-        "aten.masked_fill.Scalar", "gated_activation", "rotary", "quantise.fp8",
+        "aten.add.Tensor",
+        "aten.sub.Tensor",
+        "aten.mul.Tensor",
+        "aten.div.Tensor",
+        "aten.neg.default",
+        "aten.cat.default",
+        "aten.pow.Tensor_Scalar",
+        "aten.rsqrt.default",
+        "aten.tanh.default",
+        "aten.sigmoid.default",
+        "aten.gelu.default",
+        "aten.silu.default",
+        "aten.relu.default",
+        "aten.clamp.default",
+        "aten.native_dropout.default",
+        "aten.bernoulli.p",
+        "aten._to_copy.default",
+        "aten.where.ScalarOther",
+        "aten.masked_fill.Scalar",
+        "gated_activation",
+        "rotary",
+        "quantise.fp8",
     )
-)  # fmt: skip
+)
 """Ops whose result depends on one element of each input, or nearly so."""
 REDUCTIONS = frozenset(
     (
-        "aten.native_layer_norm.default", "aten._fused_rms_norm.default", "aten._softmax.default",
-        "aten._safe_softmax.default", "aten._log_softmax.default", "aten.mean.dim", "aten.sum.dim_IntList",
+        "aten.native_layer_norm.default",
+        "aten._fused_rms_norm.default",
+        "aten._softmax.default",
+        "aten._safe_softmax.default",
+        "aten._log_softmax.default",
+        "aten.mean.dim",
+        "aten.sum.dim_IntList",
         "aten.max.dim",
     )
-)  # fmt: skip
+)
 """Ops along rows."""
 LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default"))
 """Ops that read as much of their first input as they write."""
@@ -127,9 +149,12 @@ def work(
         product: dtype of the inputs of products with weights, where they are quantised.
     """
     return _Listing(
-        region=region, fusion=fusion, gradient_bytes=DTYPE_BYTES[gradient], product=product,
+        region=region,
+        fusion=fusion,
+        gradient_bytes=DTYPE_BYTES[gradient],
+        product=product,
         delayed_scaling=delayed_scaling,
-    ).work()  # fmt: skip
+    ).work()
 
 
 def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = False) -> list[list[int]]:
@@ -155,9 +180,14 @@ def groups(steps: Sequence[TapeOp], fusion: Fusion, *, delayed_scaling: bool = F
 
 
 def _joined(
-    step: TapeOp, steps: Sequence[TapeOp], made: list[list[int]], group_of: dict[int, int], maker: dict[int, int],
-    fusion: Fusion, leaders: frozenset[str],
-) -> int | None:  # fmt: skip
+    step: TapeOp,
+    steps: Sequence[TapeOp],
+    made: list[list[int]],
+    group_of: dict[int, int],
+    maker: dict[int, int],
+    fusion: Fusion,
+    leaders: frozenset[str],
+) -> int | None:
     """The group that a step may join: the last of those whose results it reads, if one of ``leaders`` starts it."""
     makers = [maker[v.storage] for v in step.inputs if v.storage in maker]
     if not makers:
@@ -209,9 +239,7 @@ class _Listing:
         backward: list[Kernel] = []
         for number, group in enumerate(members):
             own = [steps[i] for i in group]
-            leaving = [
-                v for step in own for v in step.outputs if v.storage in saved or readers[v.storage] - {number}
-            ]  # fmt: skip
+            leaving = [v for step in own for v in step.outputs if v.storage in saved or readers[v.storage] - {number}]
             written = [
                 v for v in leaving if v.storage in saved or readers[v.storage] - narrow_only[v.storage] - {number}
             ]
@@ -310,7 +338,7 @@ class _Listing:
             moved = 2 * self._saved(own) + incoming
             yield Kernel(
                 steps=indices, nbytes=moved, attention_flops=FLASH_BACKWARD * step.flops, half=Half.INPUTS, launches=2
-            )  # fmt: skip
+            )
         elif step.name in LOOKUPS:
             table = step.weights[0].numel * self.gradient_bytes if step.weights else self._gradients(own)
             half = Half.WEIGHTS if step.weights else Half.INPUTS
@@ -320,9 +348,7 @@ class _Listing:
         else:
             yield from self._memory_backward(indices, own, incoming)
 
-    def _product_backward(
-        self, step: TapeOp, indices: tuple[int, ...], p: Product, incoming: int
-    ) -> Iterator[Kernel]:  # fmt: skip
+    def _product_backward(self, step: TapeOp, indices: tuple[int, ...], p: Product, incoming: int) -> Iterator[Kernel]:
         if step.weights:
             weight, *bias = step.weights
             if self._quantises(step):
@@ -344,9 +370,7 @@ class _Listing:
         ):
             if v.grad:
                 moved = incoming + other.nbytes + v.nbytes
-                yield Kernel(
-                    steps=indices, nbytes=moved, product=Product(p.batch, *sizes, p.dtype), half=Half.INPUTS
-                )  # fmt: skip
+                yield Kernel(steps=indices, nbytes=moved, product=Product(p.batch, *sizes, p.dtype), half=Half.INPUTS)
 
     def _memory_backward(self, indices: tuple[int, ...], own: list[TapeOp], incoming: int) -> Iterator[Kernel]:
         made = self._made(own)

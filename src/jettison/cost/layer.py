@@ -43,9 +43,10 @@ class Pass:
     def __add__(self, other: Pass) -> Pass:
         """One after the other."""
         return Pass(
-            compute=self.compute + other.compute, transfers=self.transfers + other.transfers,
+            compute=self.compute + other.compute,
+            transfers=self.transfers + other.transfers,
             dispatch=self.dispatch + other.dispatch,
-        )  # fmt: skip
+        )
 
     def __mul__(self, times: float) -> Pass:
         """So many times."""
@@ -69,16 +70,20 @@ class RegionSeconds:
     def __add__(self, other: RegionSeconds) -> RegionSeconds:
         """Both."""
         return RegionSeconds(
-            forward=self.forward + other.forward, again=self.again + other.again, inputs=self.inputs + other.inputs,
+            forward=self.forward + other.forward,
+            again=self.again + other.again,
+            inputs=self.inputs + other.inputs,
             weights=self.weights + other.weights,
-        )  # fmt: skip
+        )
 
     def __mul__(self, times: float) -> RegionSeconds:
         """So many alike."""
         return RegionSeconds(
-            forward=self.forward * times, again=self.again * times, inputs=self.inputs * times,
+            forward=self.forward * times,
+            again=self.again * times,
+            inputs=self.inputs * times,
             weights=self.weights * times,
-        )  # fmt: skip
+        )
 
 
 NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pass())
@@ -88,14 +93,20 @@ def kernels_of(region: Region, execution: Execution, precision: Precision) -> Ke
     """Everything that a region launches when it is run like that."""
     return work(
         region, execution.fusion, precision.gradient, precision.product, delayed_scaling=execution.delayed_scaling
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=16384)
 def region_seconds(
-    region: Region, again: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
-    layout: Layout, visible: float, planned: bool = False,
-) -> RegionSeconds:  # fmt: skip
+    region: Region,
+    again: frozenset[int],
+    hardware: Hardware,
+    execution: Execution,
+    precision: Precision,
+    layout: Layout,
+    visible: float,
+    planned: bool = False,
+) -> RegionSeconds:
     """What a region takes.
 
     Args:
@@ -130,18 +141,28 @@ def class_seconds(
 
 @lru_cache(maxsize=65536)
 def steps_seconds(
-    region: Region, steps: frozenset[int], hardware: Hardware, execution: Execution, precision: Precision,
-    layout: Layout, visible: float,
-) -> float:  # fmt: skip
+    region: Region,
+    steps: frozenset[int],
+    hardware: Hardware,
+    execution: Execution,
+    precision: Precision,
+    layout: Layout,
+    visible: float,
+) -> float:
     """Of running some steps of a region's forward once more, transfers included."""
     return _Timer(region, hardware, execution, precision, layout, visible).seconds(steps).again.seconds
 
 
 class _Timer:
     def __init__(
-        self, region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout,
+        self,
+        region: Region,
+        hardware: Hardware,
+        execution: Execution,
+        precision: Precision,
+        layout: Layout,
         visible: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.region, self.hardware, self.execution, self.layout = region, hardware, execution, layout
         self.precision, self.visible = precision, visible
 
@@ -178,9 +199,12 @@ class _Timer:
     def kernel(self, kernel: Kernel) -> float:
         """Of one kernel."""
         return kernel_seconds(
-            kernel, self.hardware, visible=self.visible, dtype=self.precision.compute,
+            kernel,
+            self.hardware,
+            visible=self.visible,
+            dtype=self.precision.compute,
             attention=self.execution.attention,
-        )  # fmt: skip
+        )
 
     def kind(self, kernel: Kernel) -> Class:
         """What a kernel is. The products of an eager attention belong to it."""

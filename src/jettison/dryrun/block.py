@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.recorder import TensorRef
+from jettison.capture.recording import TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.stub import tensors_made
 from jettison.capture.traced import ModelTrace, call_model, loss_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.capture.wrapped import has_gradients, plain, storage_of, wrapping
+from jettison.capture.wrapped import has_gradients, plain, storage_of
 from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 
 
@@ -70,18 +70,12 @@ def _arguments(leaves: list[Any], shared: set[int]) -> list[Any]:
             together.setdefault(storage_of(leaf), []).append(position)
     for storage, positions in together.items():
         parts = [leaves[p] for p in positions]
-        refs = [_ref(storage, t) for t in parts]
+        refs = [TensorRef.of(storage, t) for t in parts]
         trained = [t.requires_grad for t in parts]
         seed = torch.zeros((), requires_grad=any(trained), device=parts[0].device)
         for position, made in zip(positions, _Source.apply(seed, refs, trained, parts[0].device), strict=True):
             given[position] = made
     return given
-
-
-def _ref(storage: int, tensor: Tensor) -> TensorRef:
-    part = plain(tensor)
-    size, stride = tuple(part.shape), tuple(part.stride())
-    return TensorRef(storage, size, stride, part.storage_offset(), part.dtype, wrapping(tensor))
 
 
 class _Source(torch.autograd.Function):

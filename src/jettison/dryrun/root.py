@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from jettison.capture.signature import call_signature
-from jettison.capture.stub import stub_outputs
+from jettison.capture.stub import forwards, stub_outputs
 from jettison.capture.traced import ModelTrace
 from jettison.capture.trees import tree_leaves
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
@@ -146,16 +146,10 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator
         return root.nested(lambda: stub_outputs(region, leaves, probe=levels, call=call, held=held))
 
     modules = [trace.fake_model.get_submodule(name) for name in names]
-    own = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
     try:
-        for module in modules:
-            module.forward = stub
-        yield
+        with forwards(dict.fromkeys(modules, stub)):
+            yield
     finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
-        for module, forward in own.items():
-            module.forward = forward
         root.remove()
 
 

@@ -55,8 +55,6 @@ _BY_INDEX = """
 
 _SAFE = frozenset(_BY_SHAPE.split()) | frozenset(_BY_INDEX.split())
 
-_IN_LISTS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")
-
 
 def is_safe(func: Any) -> bool:
     """Whether calling this kernel on made-up values can at worst raise."""

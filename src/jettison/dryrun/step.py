@@ -1,7 +1,7 @@
 """Dry run: the planned step, run by the runtime that will run it, on fake tensors under an allocation counter.
 
 Blocks are dry-run one option at a time and the root once an option, for the levels that the solver adds up (NOTE
-[ The step's levels ] in plan/problem.py). The whole step is dry-run at the end: its peak is what a plan states.
+[ The step's levels ] in solve/problem.py). The whole step is dry-run at the end: its peak is what a plan states.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_batch
-from jettison.capture.recorder import RegionTrace
+from jettison.capture.recording import RegionTrace
 from jettison.capture.traced import BlockClass, ModelTrace
 from jettison.dryrun.block import block_levels, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque
@@ -197,10 +197,12 @@ def dry_run(parts: Sequence[ModulePolicy], scene: DryStep, *, workspace: Workspa
             del held
     beside = parts[0].trace.loop.elsewhere_bytes
     return StepPeaks(
-        peak_bytes=max(forward, backward, last) + beside, static_bytes=static + beside,
-        forward_peak_bytes=forward + beside, backward_peak_bytes=backward + beside,
+        peak_bytes=max(forward, backward, last) + beside,
+        static_bytes=static + beside,
+        forward_peak_bytes=forward + beside,
+        backward_peak_bytes=backward + beside,
         optimizer_peak_bytes=last + beside if optimizer is not None else 0,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager
@@ -208,7 +210,7 @@ def _under(module: nn.Module, part: ModulePolicy) -> Iterator[None]:
     """The module under its policies."""
     regions = install(
         module, part.trace, part.policies, part.root, part.segments, checked=True, how=Check(part.trace.loop.check)
-    )  # fmt: skip
+    )
     stand_in_for_opaque(regions, part.trace, part.opaque)
     try:
         yield

@@ -87,15 +87,20 @@ def _one_worker(calls: list[_Call]) -> list[KernelRun | str]:
     """Answers in order; fewer than calls if the worker did not live to give them all."""
     namespaces = {call.name[0] for call in calls}
     order = _Order(
-        threads=torch.get_num_threads(), libraries=tuple(sorted(torch.ops.loaded_libraries)),
-        modules=tuple(sorted(name for name in namespaces if name in sys.modules)), calls=tuple(calls),
-    )  # fmt: skip
+        threads=torch.get_num_threads(),
+        libraries=tuple(sorted(torch.ops.loaded_libraries)),
+        modules=tuple(sorted(name for name in namespaces if name in sys.modules)),
+        calls=tuple(calls),
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     try:
         worker = subprocess.Popen(
-            [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            [sys.executable, "-c", _START],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             env=environment,
-        )  # fmt: skip
+        )
     except OSError:  # no interpreter to start: an embedded one, say
         return []
     assert worker.stdin is not None and worker.stdout is not None

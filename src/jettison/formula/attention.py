@@ -27,9 +27,15 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
             q, k = (rotate(w, x, spec.rotary_dim) for x in (q, k))
         context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
         out = linear(
-            w, context, w.run.model.hidden, "out", bias=spec.out_bias, split="row", role="projection input",
+            w,
+            context,
+            w.run.model.hidden,
+            "out",
+            bias=spec.out_bias,
+            split="row",
+            role="projection input",
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
-        )  # fmt: skip
+        )
         return leave(w, out)
 
 
@@ -151,9 +157,13 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
         inputs.append(_mask_tensor(w, q, keys))
         kept.append(saved(inputs[-1], "attention mask"))
     w.tape.record(
-        "aten._scaled_dot_product_flash_attention.default", inputs, [out, rows], saves=kept, flops=flops,
+        "aten._scaled_dot_product_flash_attention.default",
+        inputs,
+        [out, rows],
+        saves=kept,
+        flops=flops,
         weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
-    )  # fmt: skip
+    )
     return out
 
 
@@ -192,11 +202,14 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
     if w.run.layout.cp > 1:  # every rank's rows meet all keys
         k, v = (
             w.tape.collective(
-                "all_gather_into_tensor", "cp", x, tuple(p for p in x.places if p[0] != "cp"),
+                "all_gather_into_tensor",
+                "cp",
+                x,
+                tuple(p for p in x.places if p[0] != "cp"),
                 backward="reduce_scatter_tensor",
             )
             for x in (k, v)
-        )  # fmt: skip
+        )
     q, k = (as_batch(w, x) for x in (q, k))
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE)
@@ -233,9 +246,7 @@ def _softcap(w: Writer, scores: Value) -> Value:
     return scale(w, out)
 
 
-def _softmax(
-    w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "aten._softmax.default"
-) -> Value:  # fmt: skip
+def _softmax(w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "aten._softmax.default") -> Value:
     """In ``dtype``, on scores cast to it. The result stays."""
     scores = cast(w, scores, dtype)
     if spec.sinks:

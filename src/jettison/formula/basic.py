@@ -77,9 +77,15 @@ def linear(
         if w.run.precision.product is not None:
             kept = quantise(w, kept)
         out = w.tape.op(
-            "aten.addmm.default" if bias else "aten.mm.default", [x], (*x.shape[:-1], features), places=places,
-            saves=[Saved(kept, role, reference)], weights=weights, dtype=w.compute, contracted=x.local_shape[-1],
-        )  # fmt: skip
+            "aten.addmm.default" if bias else "aten.mm.default",
+            [x],
+            (*x.shape[:-1], features),
+            places=places,
+            saves=[Saved(kept, role, reference)],
+            weights=weights,
+            dtype=w.compute,
+            contracted=x.local_shape[-1],
+        )
     return out
 
 

@@ -19,9 +19,15 @@ def embedding(w: Writer) -> Value:
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
     x = w.tape.op(
-        "aten.embedding.default", [ids], w.shape(model.hidden), w.compute, w.inside(),
-        saves=[saved(ids, "token ids")], weights=[weight], grad=True,
-    )  # fmt: skip
+        "aten.embedding.default",
+        [ids],
+        w.shape(model.hidden),
+        w.compute,
+        w.inside(),
+        saves=[saved(ids, "token ids")],
+        weights=[weight],
+        grad=True,
+    )
     if w.tp > 1:
         kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
         back = "all_gather_into_tensor" if layout.sp else None
@@ -69,6 +75,12 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
     stored = ids_name == POSITIONS and w.kernels.stored_positions
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
     return w.tape.op(
-        "aten.embedding.default", [ids], (*shape, w.run.model.hidden), w.compute, w.outside(),
-        saves=[saved(ids, ids_name)], weights=[weight], grad=True,
-    )  # fmt: skip
+        "aten.embedding.default",
+        [ids],
+        (*shape, w.run.model.hidden),
+        w.compute,
+        w.outside(),
+        saves=[saved(ids, ids_name)],
+        weights=[weight],
+        grad=True,
+    )

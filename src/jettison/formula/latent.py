@@ -29,9 +29,15 @@ def latent_attention(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm
         expanded = Attention(heads=spec.heads, kv_heads=spec.heads, head_dim=spec.query_dim)
         context = core(w, q, k, v, expanded, joined=not w.kernels.fused_rotary)
         out = linear(
-            w, context, w.run.model.hidden, "out", bias=spec.bias, split="row", role="projection input",
+            w,
+            context,
+            w.run.model.hidden,
+            "out",
+            bias=spec.bias,
+            split="row",
+            role="projection input",
             reference=f"{REFERENCE}, eq. 19",
-        )  # fmt: skip
+        )
         return leave(w, out)
 
 
@@ -42,9 +48,15 @@ def _query(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> Value
         x = norm(w, down, norm_spec, "query_norm")
     whole, kept = enter(w, x)
     q = linear(
-        w, whole, spec.heads * spec.query_dim, "query", bias=False, split="column", keeps=kept,
+        w,
+        whole,
+        spec.heads * spec.query_dim,
+        "query",
+        bias=False,
+        split="column",
+        keeps=kept,
         reference=f"{REFERENCE}, eq. 13",
-    )  # fmt: skip
+    )
     q = heads_of(w, q, spec.heads, spec.query_dim)
     plain, turning = (w.tape.view(q, (*q.shape[:-1], width)) for width in (spec.nope_dim, spec.rope_dim))
     turned = rotate(w, turning, spec.rope_dim)
@@ -60,9 +72,15 @@ def _key_value(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm) -> t
     whole, kept = enter(w, norm(w, latent, norm_spec, "key_value_norm"))
     width = spec.nope_dim + spec.value_dim
     expanded = linear(
-        w, whole, spec.heads * width, "key_value", bias=False, split="column", keeps=kept,
+        w,
+        whole,
+        spec.heads * width,
+        "key_value",
+        bias=False,
+        split="column",
+        keeps=kept,
         reference=f"{REFERENCE}, eq. 10 and 11",
-    )  # fmt: skip
+    )
     expanded = heads_of(w, expanded, spec.heads, width)
     plain, v = (w.tape.view(expanded, (*expanded.shape[:-1], width)) for width in (spec.nope_dim, spec.value_dim))
     shared, _ = enter(w, turning)

@@ -24,9 +24,16 @@ def head(w: Writer, x: Value) -> Value:
         return _without_logits(w, x)
     whole, kept = enter(w, x)
     logits = linear(
-        w, whole, model.vocab, "logits", bias=model.head.bias, split="column", keeps=kept,
-        tied=model.tied_embeddings, reference=f"{EXTRA}, output layer: 2sbh",
-    )  # fmt: skip
+        w,
+        whole,
+        model.vocab,
+        "logits",
+        bias=model.head.bias,
+        split="column",
+        keeps=kept,
+        tied=model.tied_embeddings,
+        reference=f"{EXTRA}, output layer: 2sbh",
+    )
     if model.head.softcap:
         logits = _softcap(w, logits)
     labels = _labels(w)
@@ -97,15 +104,25 @@ def _without_logits(w: Writer, x: Value) -> Value:
     if w.kernels.loss is Loss.CHUNKED:
         kept_now = [saved(kept, "linear input"), saved(labels, "labels")]
         w.tape.record(
-            "chunked_cross_entropy", [whole, labels], [loss], saves=kept_now, weights=[weight], flops=flops,
+            "chunked_cross_entropy",
+            [whole, labels],
+            [loss],
+            saves=kept_now,
+            weights=[weight],
+            flops=flops,
             workspace=2 * logits_bytes,
-        )  # fmt: skip
+        )
         return loss
     dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
     dw = w.tape.empty(weight.shape, w.compute, weight.places)
     kept_now = [saved(dx, "gradient of the head's input"), saved(dw, "gradient of the head's weight")]
     w.tape.record(
-        "fused_linear_cross_entropy", [whole, labels], [loss, dx, dw], saves=kept_now, weights=[weight],
-        flops=3 * flops, workspace=2 * logits_bytes,
-    )  # fmt: skip
+        "fused_linear_cross_entropy",
+        [whole, labels],
+        [loss, dx, dw],
+        saves=kept_now,
+        weights=[weight],
+        flops=3 * flops,
+        workspace=2 * logits_bytes,
+    )
     return loss

@@ -154,17 +154,27 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
             places = tuple(sorted((*places, ("tp", 1))))
         kept = x if w.run.precision.product is None else quantise(w, x)
         out = w.tape.op(
-            "aten._grouped_mm.default", [x, order.ends], (x.shape[0], features), w.compute, places,
-            saves=[saved(kept, "linear input"), saved(order.ends, "ends of experts")], weights=[weight],
+            "aten._grouped_mm.default",
+            [x, order.ends],
+            (x.shape[0], features),
+            w.compute,
+            places,
+            saves=[saved(kept, "linear input"), saved(order.ends, "ends of experts")],
+            weights=[weight],
             contracted=x.local_shape[1],
-        )  # fmt: skip
+        )
         if order.expert is None:
             return out
         bias = w.parameter("bias", spec.experts, features, split=1 if split == "column" else None, expert=True)
         chosen = w.tape.op(
-            "aten.index.Tensor", [order.expert], out.shape, out.dtype, places, saves=[saved(order.expert, ORDER)],
+            "aten.index.Tensor",
+            [order.expert],
+            out.shape,
+            out.dtype,
+            places,
+            saves=[saved(order.expert, ORDER)],
             weights=[bias],
-        )  # fmt: skip
+        )
         return add(w, out, chosen)
 
 

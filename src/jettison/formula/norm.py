@@ -39,10 +39,12 @@ def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight]) -> Value:
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
     statistics = [w.tape.empty(rows, dtype, places) for _ in range(2 if layer else 1)]
     w.tape.record(
-        "aten.native_layer_norm.default" if layer else "aten._fused_rms_norm.default", [x], [out, *statistics],
+        "aten.native_layer_norm.default" if layer else "aten._fused_rms_norm.default",
+        [x],
+        [out, *statistics],
         saves=[saved(x, "norm input", REFERENCE), *(saved(v, "norm statistics", STATISTICS) for v in statistics)],
         weights=weights,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -64,26 +64,40 @@ class Region:
             source, name, free = tape.sources.get(storage, (Source.OP, "", False))
             buffers.append(
                 Buffer(
-                    index=index, nbytes=tape.sizes[storage], source=source, producer=makers.get(storage), name=name,
-                    keepable=not free, free=free or (source is Source.RANDOM and not tape.sizes[storage]),
+                    index=index,
+                    nbytes=tape.sizes[storage],
+                    source=source,
+                    producer=makers.get(storage),
+                    name=name,
+                    keepable=not free,
+                    free=free or (source is Source.RANDOM and not tape.sizes[storage]),
                 )
-            )  # fmt: skip
+            )
         ops = tuple(
             Op(
-                index=i, name=step.name, inputs=tuple(of[v.storage] for v in step.inputs),
-                outputs=tuple(of[v.storage] for v in step.outputs), flops=step.flops, bytes_moved=step.bytes_moved,
-                path=step.path, anchor=step.anchor,
+                index=i,
+                name=step.name,
+                inputs=tuple(of[v.storage] for v in step.inputs),
+                outputs=tuple(of[v.storage] for v in step.outputs),
+                flops=step.flops,
+                bytes_moved=step.bytes_moved,
+                path=step.path,
+                anchor=step.anchor,
             )
             for i, step in enumerate(tape.steps)
-        )  # fmt: skip
+        )
         slots = tuple(
-            Slot(index=i, buffer=of[s.value.storage], shape=s.value.local_shape, dtype=s.value.dtype, op=step.name,
-                 path=step.path)
+            Slot(
+                index=i,
+                buffer=of[s.value.storage],
+                shape=s.value.local_shape,
+                dtype=s.value.dtype,
+                op=step.name,
+                path=step.path,
+            )
             for i, (step, s) in enumerate((step, s) for step in tape.steps for s in step.saved)
-        )  # fmt: skip
-        return Program(
-            buffers=tuple(buffers), ops=ops, slots=slots, outputs=(of[self.output.storage],),
-        )  # fmt: skip
+        )
+        return Program(buffers=tuple(buffers), ops=ops, slots=slots, outputs=(of[self.output.storage],))
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -116,13 +130,22 @@ class Region:
         owner = self.tape.values[value.storage]
         ops, stops, anchor = self._recompute(self.buffers[value.storage])
         return SavedTensor(
-            layer=layer, path=path, op=op, role=role, shape=value.shape, dtype=value.dtype,
-            storage=f"{layer}#{value.storage}", storage_bytes=tensor_bytes(owner.shape, owner.dtype),
-            origin=Origin.FORMULA, placement=Placement(value.places), anchor=anchor, reference=reference,
+            layer=layer,
+            path=path,
+            op=op,
+            role=role,
+            shape=value.shape,
+            dtype=value.dtype,
+            storage=f"{layer}#{value.storage}",
+            storage_bytes=tensor_bytes(owner.shape, owner.dtype),
+            origin=Origin.FORMULA,
+            placement=Placement(value.places),
+            anchor=anchor,
+            reference=reference,
             recompute_flops=sum(self.program.ops[o].flops for o in ops),
             recompute_bytes_moved=sum(self.program.ops[o].bytes_moved for o in ops),
             inputs=tuple(f"{layer}#{stop}" for stop in stops),
-        )  # fmt: skip
+        )
 
     def _recompute(self, buffer: int) -> tuple[tuple[int, ...], list[int], str | None]:
         found = self._closures.get(buffer)

@@ -34,17 +34,24 @@ class Static:
         if count == 1:
             return self
         return Static(
-            parameters=count * self.parameters, gradients=count * self.gradients, state=count * self.state,
-            gathered=count * self.gathered, reduced=count * self.reduced, largest=self.largest,
-        )  # fmt: skip
+            parameters=count * self.parameters,
+            gradients=count * self.gradients,
+            state=count * self.state,
+            gathered=count * self.gathered,
+            reduced=count * self.reduced,
+            largest=self.largest,
+        )
 
     def __add__(self, other: Static) -> Static:
         """Both together."""
         return Static(
-            parameters=self.parameters + other.parameters, gradients=self.gradients + other.gradients,
-            state=self.state + other.state, gathered=self.gathered + other.gathered,
-            reduced=self.reduced + other.reduced, largest=max(self.largest, other.largest),
-        )  # fmt: skip
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            state=self.state + other.state,
+            gathered=self.gathered + other.gathered,
+            reduced=self.reduced + other.reduced,
+            largest=max(self.largest, other.largest),
+        )
 
 
 def static(

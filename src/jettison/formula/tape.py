@@ -117,9 +117,16 @@ class Tape:
     # values -----------------------------------------------------------------------------------------------------------
 
     def source(
-        self, name: str, shape: Sequence[int], dtype: str, places: Places = (), *, grad: bool = False,
-        kind: Source = Source.INPUT, free: bool = False,
-    ) -> Value:  # fmt: skip
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        places: Places = (),
+        *,
+        grad: bool = False,
+        kind: Source = Source.INPUT,
+        free: bool = False,
+    ) -> Value:
         """A value that reaches the region from outside. ``free``: somebody else pays for its bytes."""
         value = self._new(tuple(shape), dtype, places, None, grad)
         self.sources[value.storage] = (kind, name, free)
@@ -130,9 +137,15 @@ class Tape:
         return self._new(tuple(shape), value.dtype, value.places if places is None else places, value, value.grad)
 
     def weight(
-        self, name: str, shape: Sequence[int], dtype: str, places: Places = (), *, expert: bool = False,
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        places: Places = (),
+        *,
+        expert: bool = False,
         tied: bool = False,
-    ) -> Weight:  # fmt: skip
+    ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
@@ -176,9 +189,17 @@ class Tape:
         )
         flops += 2 * prod(out.local_shape) * contracted
         self.record(
-            name, inputs, (out,), saves=saves, weights=weights, flops=flops, passes=passes, anchor=anchor,
-            gradients=gradients, workspace=workspace,
-        )  # fmt: skip
+            name,
+            inputs,
+            (out,),
+            saves=saves,
+            weights=weights,
+            flops=flops,
+            passes=passes,
+            anchor=anchor,
+            gradients=gradients,
+            workspace=workspace,
+        )
         return out
 
     def record(
@@ -200,10 +221,20 @@ class Tape:
         kept = tuple(saves) if any(v.grad for v in outputs) else ()
         self.steps.append(
             TapeOp(
-                name, ".".join(self._scope), tuple(inputs), tuple(outputs), kept, tuple(weights), flops, moved,
-                passes, anchor, gradients, workspace,
+                name,
+                ".".join(self._scope),
+                tuple(inputs),
+                tuple(outputs),
+                kept,
+                tuple(weights),
+                flops,
+                moved,
+                passes,
+                anchor,
+                gradients,
+                workspace,
             )
-        )  # fmt: skip
+        )
 
     def hold(self, value: Value, role: str, reference: str = "") -> None:
         """Keep a value through backward for other regions, which read it as theirs but do not pay for it."""
@@ -214,9 +245,7 @@ class Tape:
         """A value that the next recorded op makes."""
         return self._new(tuple(shape), dtype, places, None, grad)
 
-    def collective(
-        self, kind: str, axis: str, value: Value, places: Places, *, backward: str | None
-    ) -> Value:  # fmt: skip
+    def collective(self, kind: str, axis: str, value: Value, places: Places, *, backward: str | None) -> Value:
         """Redistribute a value over an axis; ``backward`` is the collective of its gradient. No-op on an axis of 1."""
         if self.mesh.get(axis, 1) == 1:
             return value

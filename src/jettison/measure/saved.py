@@ -86,8 +86,8 @@ def observed_saved_bytes(
     """Bytes alive between forward and backward because a region holds them, by region name ("" is the root).
 
     A storage that the root holds, or that several block calls were given, is the root's; else it belongs to the first
-    block that holds it (NOTE [ Whose bytes ] in trace/ledger.py). Parameters and registered buffers cost a step nothing
-    and are left out. Runs one forward of ``model``, whose regions must be planned, and no backward.
+    block that holds it (NOTE [ Whose bytes ] in capture/entries.py). Parameters and registered buffers cost a step
+    nothing and are left out. Runs one forward of ``model``, whose regions must be planned, and no backward.
 
     Args:
         order: names to report even where nothing is held.

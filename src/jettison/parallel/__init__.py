@@ -3,14 +3,7 @@
 from jettison.parallel.dropout import OwnDraws, seed_ranks
 from jettison.parallel.known_models import apply_tensor_parallel, tensor_parallel_plan
 from jettison.parallel.parameters import reduce_partial_gradients
-from jettison.parallel.styles import (
-    BlockInput,
-    ColumnParallel,
-    Replicated,
-    RowParallel,
-    SplitInput,
-    VocabularyParallel,
-)
+from jettison.parallel.styles import BlockInput, ColumnParallel, Replicated, RowParallel, SplitInput, VocabularyParallel
 
 __all__ = [
     "BlockInput",

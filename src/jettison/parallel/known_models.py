@@ -96,14 +96,30 @@ class HeadForm:
 
 
 _LLAMA = LayerForm(
-    dim=1, norms=("input_layernorm", "post_attention_layernorm"), attention="self_attn",
-    projections=("q_proj", "k_proj", "v_proj"), out="o_proj", head_norms=("q_norm", "k_norm"), mlp="mlp",
-    ups=("gate_proj", "up_proj"), down="down_proj", dropout="attention_dropout",
-)  # fmt: skip
+    dim=1,
+    norms=("input_layernorm", "post_attention_layernorm"),
+    attention="self_attn",
+    projections=("q_proj", "k_proj", "v_proj"),
+    out="o_proj",
+    head_norms=("q_norm", "k_norm"),
+    mlp="mlp",
+    ups=("gate_proj", "up_proj"),
+    down="down_proj",
+    dropout="attention_dropout",
+)
 _GPT2 = LayerForm(
-    dim=1, norms=("ln_1", "ln_2"), attention="attn", projections=("c_attn",), groups=3, out="c_proj",
-    divided=("split_size",), mlp="mlp", ups=("c_fc",), down="c_proj", dropout="attn_dropout",
-)  # fmt: skip
+    dim=1,
+    norms=("ln_1", "ln_2"),
+    attention="attn",
+    projections=("c_attn",),
+    groups=3,
+    out="c_proj",
+    divided=("split_size",),
+    mlp="mlp",
+    ups=("c_fc",),
+    down="c_proj",
+    dropout="attn_dropout",
+)
 _LLAMA_STACK = StackForm(tokens="embed_tokens", layers="layers", norm="norm")
 _LLAMA_HEAD = HeadForm(body="model", head="lm_head")
 _Form = TypeVar("_Form")
@@ -121,15 +137,30 @@ LAYERS: Final[Mapping[str, LayerForm]] = MappingProxyType(
     | {
         _of("gpt2", "GPT2Block"): _GPT2,
         f"{_RECORD}.GptLayer": LayerForm(
-            dim=0, norms=("attention_norm", "mlp_norm"), attention="attention", projections=("qkv",), joined=True,
-            out="out", mlp="mlp", ups=("up",), down="down", dropout="dropout",
+            dim=0,
+            norms=("attention_norm", "mlp_norm"),
+            attention="attention",
+            projections=("qkv",),
+            joined=True,
+            out="out",
+            mlp="mlp",
+            ups=("up",),
+            down="down",
+            dropout="dropout",
         ),
         f"{_RECORD}.LlamaLayer": LayerForm(
-            dim=1, norms=("attention_norm", "mlp_norm"), attention="attention", projections=("query", "key", "value"),
-            out="out", mlp="mlp", ups=("gate", "up"), down="down", dropout=None,
+            dim=1,
+            norms=("attention_norm", "mlp_norm"),
+            attention="attention",
+            projections=("query", "key", "value"),
+            out="out",
+            mlp="mlp",
+            ups=("gate", "up"),
+            down="down",
+            dropout=None,
         ),
     }
-)  # fmt: skip
+)
 STACKS: Final[Mapping[str, StackForm]] = MappingProxyType(
     {_of(family, f"{name}Model"): _LLAMA_STACK for family, name in _LIKE_LLAMA.items()}
     | {

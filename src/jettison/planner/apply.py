@@ -99,9 +99,12 @@ def expect_loop(regions: list[PlannedForward], traced: ModelTrace, made: Plan) -
     """The root is to notice where the loop is not the one that was planned for."""
     root = regions[-1]
     root.assumptions = Assumptions(
-        root.module, as_call(traced.batch), traced.root_signature[0], budget_bytes=made.budget_bytes,
+        root.module,
+        as_call(traced.batch),
+        traced.root_signature[0],
+        budget_bytes=made.budget_bytes,
         gradients_held=made.gradients_held,
-    )  # fmt: skip
+    )
 
 
 def apply(

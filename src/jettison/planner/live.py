@@ -124,9 +124,11 @@ def auto_checkpoint(
         progress("tracing")
         now = any(p.grad is not None for p in model.parameters())
         loop = Loop(
-            holds_output=holds_output, gradients_held=now if gradients_held is None else gradients_held, check=how,
+            holds_output=holds_output,
+            gradients_held=now if gradients_held is None else gradients_held,
+            check=how,
             elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
-        )  # fmt: skip
+        )
         traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
 
         def make() -> Applied:

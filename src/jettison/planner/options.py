@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from jettison.capture.randomness import ADVANCE
-from jettison.capture.recorder import Call, RegionTrace, TensorRef
+from jettison.capture.recording import Call, RegionTrace, TensorRef
 from jettison.capture.traced import BlockCall, ModelTrace
 from jettison.capture.wrapped import plain
 from jettison.cost import CPU, CUDA, Rates, op_seconds
@@ -181,12 +181,15 @@ class _Builder:
                     peaks.append(option.backward_peak_bytes + held)
                     held += saved
                 yield SegmentOption(
-                    key="segment", start=start, stop=start + size, resident_bytes=resident,
+                    key="segment",
+                    start=start,
+                    stop=start + size,
+                    resident_bytes=resident,
                     forward_peak_bytes=resident + max(o.forward_peak_bytes for o, _, _ in members),
                     backward_peak_bytes=tuple(peaks),
                     seconds=members[-1][0].seconds
                     + sum(again + 2 * saved / rates.bytes_per_second for _, saved, again in members[:-1]),
-                )  # fmt: skip
+                )
 
     def _beside_links(self, call: BlockCall) -> int:
         """Bytes that a later block of a run holds: what cannot be computed again, and inputs that are not handed on."""

@@ -114,9 +114,10 @@ class _Stages:
         sure, fewest = self.sure(), self.at(0.0)
         if min(sure.needs, fewest.needs) > budget_bytes:
             raise Infeasible(
-                minimum_budget_bytes=sure.needs, budget_bytes=budget_bytes,
+                minimum_budget_bytes=sure.needs,
+                budget_bytes=budget_bytes,
                 reason=f"The {sure.step.phase} pass sets the peak.",
-            )  # fmt: skip
+            )
         low, high = 0.0, 1.0
         if self.at(1.0).needs > budget_bytes:
             for _ in range(HALVINGS):
@@ -125,11 +126,12 @@ class _Stages:
         best = min((one for one in self.seen.values() if one.needs <= budget_bytes), key=lambda one: one.seconds)
         return [
             planner.artefact(
-                Candidate(solution=solution, part=planner.part(solution.choice), step=best.step), budget_bytes,
+                Candidate(solution=solution, part=planner.part(solution.choice), step=best.step),
+                budget_bytes,
                 minimum_budget_bytes=sure.needs,
             )
             for planner, solution in zip(self.planners, best.solutions, strict=True)
-        ]  # fmt: skip
+        ]
 
 
 def _fastest_peak(problem: StepProblem) -> int:
@@ -155,12 +157,15 @@ def _times(problem: StepProblem, count: int) -> StepProblem:
     def root(option: RootOption) -> RootOption:
         others = more * option.loss_peak_bytes
         return replace(
-            option, loss_peak_bytes=option.loss_peak_bytes + others,
+            option,
+            loss_peak_bytes=option.loss_peak_bytes + others,
             held_forward_bytes=tuple(n + others for n in option.held_forward_bytes),
             held_backward_bytes=tuple(n + others for n in option.held_backward_bytes),
-        )  # fmt: skip
+        )
 
     return replace(
-        problem, regions=tuple(replace(r, options=tuple(map(held, r.options))) for r in problem.regions),
-        segments=tuple(map(held, problem.segments)), root=tuple(map(root, problem.root)),
-    )  # fmt: skip
+        problem,
+        regions=tuple(replace(r, options=tuple(map(held, r.options))) for r in problem.regions),
+        segments=tuple(map(held, problem.segments)),
+        root=tuple(map(root, problem.root)),
+    )

@@ -169,9 +169,10 @@ class Planner:
         smallest = self.smallest()
         if min(needs(smallest), self.plain_budget_bytes) > budget_bytes:
             raise Infeasible(
-                minimum_budget_bytes=self.minimum_budget_bytes, budget_bytes=budget_bytes,
+                minimum_budget_bytes=self.minimum_budget_bytes,
+                budget_bytes=budget_bytes,
                 reason=f"The {smallest.step.phase} pass sets the peak.",
-            )  # fmt: skip
+            )
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
             return self.candidate(choose(self.options.problem, 2 * budget_bytes))
         low, high = minimum_budget(self.options.problem), None
@@ -217,7 +218,8 @@ class Planner:
             budget_bytes=budget_bytes,
             minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
             predicted=Predicted(
-                peak_bytes=found.step.peak_bytes, step_seconds=unplanned + added,
+                peak_bytes=found.step.peak_bytes,
+                step_seconds=unplanned + added,
                 overhead_fraction=added / unplanned if unplanned else 0.0,
             ),
             solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
@@ -225,8 +227,9 @@ class Planner:
             segments=tuple((run[0], run[-1]) for run in found.part.segments),
             root=layer_plan("", trace.root.program, self.options.root_points[choice.root]),
             model=fingerprint(trace),
-            torch_version=torch.__version__, gradients_held=trace.loop.gradients_held,
-        )  # fmt: skip
+            torch_version=torch.__version__,
+            gradients_held=trace.loop.gradients_held,
+        )
 
 
 def untimed(problem: StepProblem) -> StepProblem:
@@ -262,10 +265,15 @@ def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     """One layer's entry."""
     policy = PolicyWord(point.key) if point.key in ("none", "full") else policy_word(program, point.kept)
     return LayerPlan(
-        layer=name, policy=policy, kept_bytes=point.kept_bytes,
-        recompute_flops=recompute_flops(program, point.kept), digest=program.digest(), option=point.key,
-        kept=tuple(sorted(point.kept)), price=point.price,
-    )  # fmt: skip
+        layer=name,
+        policy=policy,
+        kept_bytes=point.kept_bytes,
+        recompute_flops=recompute_flops(program, point.kept),
+        digest=program.digest(),
+        option=point.key,
+        kept=tuple(sorted(point.kept)),
+        price=point.price,
+    )
 
 
 def fingerprint(trace: ModelTrace) -> str:

@@ -72,9 +72,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
 
 
 def traced(
-    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, regions: Iterable[str] | None = None,
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
     loop: Loop | None = None,
-) -> ModelTrace:  # fmt: skip
+) -> ModelTrace:
     """The record of one training forward.
 
     A model on ``meta`` is recorded as if its weights were where the batch is; a batch on ``meta``, as if it were where

@@ -1,7 +1,7 @@
 """`--recompute auto`: for each pipeline stage, the fastest choice of what its layers keep that fits a budget.
 
 NOTE [ A stage as a step problem ]
-The planner of a single step (`plan.chain`) counts each region's held bytes once. A stage with n micro-batches in
+The planner of a single step (`solve.chain`) counts each region's held bytes once. A stage with n micro-batches in
 flight holds them n times at the start of a backward, so they are given n times. That is exact for the last region's
 backward, where the peak mostly is, and too little for earlier ones, whose successors still hold n - 1 of them. The
 choice is therefore played through the stage's real timeline; if it peaks above the budget, the planner is asked again
@@ -87,11 +87,13 @@ def choose(run: Run, budget_bytes: int) -> AutoForecast:
         )
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     return AutoForecast(
-        forecast=forecast(plain.run, by_layer), budget_bytes=budget_bytes, minimum_budget_bytes=smallest,
+        forecast=forecast(plain.run, by_layer),
+        budget_bytes=budget_bytes,
+        minimum_budget_bytes=smallest,
         seconds=max(answer.seconds for answer in answers),
         plain_seconds=max(_plain_seconds(run, stage) for stage in plain.stages),
         gap=max(answer.gap for answer in answers),
-    )  # fmt: skip
+    )
 
 
 def _plain_seconds(run: Run, stage: Stage) -> float:
@@ -184,9 +186,13 @@ class _StageChoice:
         regions = tuple(self._region(part, options, fresh) for part, options in zip(self.parts, points, strict=True))
         nothing = (0,) * len(regions)
         root = RootOption(
-            key="", held_forward_bytes=nothing, held_backward_bytes=nothing, loss_peak_bytes=0, tail_peak_bytes=0,
+            key="",
+            held_forward_bytes=nothing,
+            held_backward_bytes=nothing,
+            loss_peak_bytes=0,
+            tail_peak_bytes=0,
             seconds=0.0,
-        )  # fmt: skip
+        )
         optimizer = load.gradient_bytes if fresh else 0
         return StepProblem(
             static_bytes=static,
@@ -204,10 +210,13 @@ class _StageChoice:
             rise = unit.backward_peak if fresh else unit.adding_peak
             made.append(
                 RegionOption(
-                    key=point.key, resident_bytes=copies * unit.resident, forward_peak_bytes=unit.forward_peak,
-                    backward_peak_bytes=rise, seconds=point.seconds,
+                    key=point.key,
+                    resident_bytes=copies * unit.resident,
+                    forward_peak_bytes=unit.forward_peak,
+                    backward_peak_bytes=rise,
+                    seconds=point.seconds,
                 )
-            )  # fmt: skip
+            )
         gradient = self._unit(part, options[-1]).gradient if fresh else 0
         return ProblemRegion(name=part.name, class_key=part.name, options=tuple(made), gradient_bytes=gradient)
 

@@ -208,9 +208,8 @@ def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
 
 def _compare(found: Forecast, runs: Iterable[tuple[str, Run]]) -> tuple[Variant, ...]:
     return tuple(
-        _variant(change, found if run == found.run else forecast(run), current=run == found.run)
-        for change, run in runs
-    )  # fmt: skip
+        _variant(change, found if run == found.run else forecast(run), current=run == found.run) for change, run in runs
+    )
 
 
 def _variant(change: str, found: Forecast, *, current: bool) -> Variant:

@@ -164,7 +164,10 @@ def _stage(run: Run, index: int, chunks: tuple[tuple[LayerGroup, ...], ...]) -> 
     load = StageLoad(
         chunks=tuple(units(run, chunk) for chunk in chunks),
         occupancies=stage_occupancies(
-            layout.schedule, stage=index, stages=layout.pp, micro_batches=run.micro_batches if layout.pp > 1 else 1,
+            layout.schedule,
+            stage=index,
+            stages=layout.pp,
+            micro_batches=run.micro_batches if layout.pp > 1 else 1,
             virtual_stages=layout.virtual_stages,
         ),
         micro_batches=run.micro_batches,
@@ -173,7 +176,7 @@ def _stage(run: Run, index: int, chunks: tuple[tuple[LayerGroup, ...], ...]) -> 
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
         sent=output if layout.keeps_stage_outputs else 0,
-    )  # fmt: skip
+    )
     return Stage(index=index, groups=chunks, load=load, static=total)
 
 

@@ -74,7 +74,7 @@ def fit(run: Run, *, budget_bytes: int) -> FitAnswer:
     """What of a run fits ``budget_bytes`` of allocations on each rank.
 
     Raises:
-        UsageError: see `forecast.run.forecast`.
+        UsageError: see `predict.forecast.forecast`.
     """
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     positions = run.model.max_positions if run.model.learned_positions else _MOST

@@ -183,9 +183,15 @@ def _unit(run: Run, group: LayerGroup) -> Unit:
             gradient -= max((w.numel for w in part.region.weights), default=0) * DTYPE_BYTES[dtype]
             backward = adding.backward_peak
     return Unit(
-        names=group.names, resident=passes.resident, forward_peak=passes.forward_peak, backward_peak=backward,
-        adding_peak=adding.backward_peak, gradient=gradient, pending=pending, is_loss=part.name == HEAD,
-    )  # fmt: skip
+        names=group.names,
+        resident=passes.resident,
+        forward_peak=passes.forward_peak,
+        backward_peak=backward,
+        adding_peak=adding.backward_peak,
+        gradient=gradient,
+        pending=pending,
+        is_loss=part.name == HEAD,
+    )
 
 
 def _segments(run: Run, groups: Sequence[LayerGroup], size: int) -> Iterator[Unit]:

@@ -1,6 +1,6 @@
 """Seconds of a pipeline stage: its regions, what ZeRO and offloading add beside them, and the end of a step.
 
-See NOTE [ A step ] in `forecast.time`.
+See NOTE [ A step ] in `predict.time`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Timing:
 
     def items(
         self, start: int, stop: int, position: int, chosen: Chosen | None, *, first: bool, last: bool
-    ) -> list[Item]:  # fmt: skip
+    ) -> list[Item]:
         """The regions of one place of the pipeline: layers ``start .. stop - 1``, ``position`` of their stage.
 
         Args:
@@ -145,19 +145,24 @@ class Timing:
     def _item(self, part: StageLayer, count: int, visible: float, again: frozenset[int], planned: bool) -> Item:
         run, region = self.run, part.region
         seconds = region_seconds(
-            region, again, self.hardware, self.execution, run.precision, run.layout.within_stage, visible,
-            planned,
-        )  # fmt: skip
+            region, again, self.hardware, self.execution, run.precision, run.layout.within_stage, visible, planned
+        )
         if run.micro_batches > 1:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
             seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
         gathered, reduced = _shared(region, run.layout, run.precision, self.hardware)
         kept = region.program.kept_bytes(part.kept) if run.recompute.offload and part.is_layer else 0
         return Item(
-            count=count, region=region, seconds=seconds, gathered=gathered, reduced=reduced,
+            count=count,
+            region=region,
+            seconds=seconds,
+            gathered=gathered,
+            reduced=reduced,
             offloaded=host_seconds(kept, self.hardware) if kept else 0.0,
-            recomputed_flops=recompute_flops(region, again), in_layer=part.is_layer, visible=visible,
-        )  # fmt: skip
+            recomputed_flops=recompute_flops(region, again),
+            in_layer=part.is_layer,
+            visible=visible,
+        )
 
     def _again(self, part: StageLayer) -> frozenset[int]:
         """Steps that a layer's backward runs again."""
@@ -193,9 +198,10 @@ class Timing:
         return StageSeconds(
             chunks=tuple(seconds),
             sent=tuple((blocks if place < last else 0.0, blocks if place else 0.0) for place in places),
-            end=self._end(every), optimizer=self._optimizer(every),
+            end=self._end(every),
+            optimizer=self._optimizer(every),
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
-        )  # fmt: skip
+        )
 
     def sending(self) -> float:
         """Of a stage's output to the next one, or of its gradient back: of one residual stream."""
@@ -243,8 +249,11 @@ class Timing:
             own_gathered, own_reduced = (item.gathered if gathers else 0.0), (item.reduced if reduces else 0.0)
             loads = [(1, following + before)]
             if item.count > 1:
-                loads = [(1, own_gathered + before), (item.count - 2, own_gathered + own_reduced),
-                         (1, following + own_reduced)]  # fmt: skip
+                loads = [
+                    (1, own_gathered + before),
+                    (item.count - 2, own_gathered + own_reduced),
+                    (1, following + own_reduced),
+                ]
             for times, load in loads:
                 every += times * load
                 waited += times * (max(0.0, load - work) if self.execution.hides_data else load)
@@ -317,9 +326,7 @@ def _shared(region: Region, layout: Layout, precision: Precision, hardware: Hard
 
 
 @lru_cache(maxsize=16384)
-def _adding(
-    region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware
-) -> float:  # fmt: skip
+def _adding(region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware) -> float:
     """Seconds to add a micro-batch's weight gradients to those that are there, if the product does not."""
     nbytes = 0
     gradient = DTYPE_BYTES[precision.gradient]
@@ -345,7 +352,7 @@ def _quantised_bytes(region: Region, precision: Precision) -> int:
 @lru_cache(maxsize=16384)
 def _optimizer_bytes(
     region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
-) -> float:  # fmt: skip
+) -> float:
     """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs.
 
     Where a master copy has another dtype than gradients, they are copied to its dtype first.

@@ -122,9 +122,11 @@ class Estimate:
 
     def _utilised(self, flops: float) -> float:
         return utilisation(
-            flops, seconds=self.step_seconds, devices=self.run.layout.world,
+            flops,
+            seconds=self.step_seconds,
+            devices=self.run.layout.world,
             peak_flops_per_second=self.peak_flops_per_second,
-        )  # fmt: skip
+        )
 
 
 def estimate(
@@ -156,9 +158,7 @@ def estimate(
         index, start, last = place % layout.pp, starts[place], place == len(sizes) - 1
         key = _key(run, start, start + size, positions[index], chosen), place == 0, last
         if key not in alike:
-            alike[key] = timing.items(
-                start, start + size, positions[index], chosen, first=place == 0, last=last
-            )  # fmt: skip
+            alike[key] = timing.items(start, start + size, positions[index], chosen, first=place == 0, last=last)
         places.append(alike[key])
         positions[index] += size
     shares = [1.0] * layout.pp if repeats is None else repeats
@@ -167,23 +167,31 @@ def estimate(
     over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
     again = sum(stage.recomputed_flops for stage in stages)
     return Estimate(
-        run=run, hardware=hardware, execution=timing.execution, stages=stages, replay=played, lagged=lagged,
+        run=run,
+        hardware=hardware,
+        execution=timing.execution,
+        stages=stages,
+        replay=played,
+        lagged=lagged,
         step_seconds=over + max(stage.optimizer for stage in stages),
         recomputed_flops=again * run.micro_batches * layout.tp * layout.cp * layout.dp,
-    )  # fmt: skip
+    )
 
 
 def _key(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> object:
     """Places with equal keys have equal layers, treated alike."""
     if chosen is not None or run.recompute.mode in (Mode.BLOCK, Mode.INTERVAL):
         return start
-    return tuple((id(layer), min(last, stop) - max(first, start)) for layer, first, last in run.model.stretches
-                 if first < stop and start < last)  # fmt: skip
+    return tuple(
+        (id(layer), min(last, stop) - max(first, start))
+        for layer, first, last in run.model.stretches
+        if first < stop and start < last
+    )
 
 
 def _stages(
     timing: Timing, chunks: Sequence[Sequence[list[Item]]], shares: Sequence[float]
-) -> tuple[StageSeconds, ...]:  # fmt: skip
+) -> tuple[StageSeconds, ...]:
     """Every stage; equal ones are worked out once."""
     known: dict[object, StageSeconds] = {}
     stages = []

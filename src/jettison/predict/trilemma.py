@@ -181,10 +181,13 @@ def _options(found: Estimate) -> Iterator[Option]:
         timed = found if mode == current else estimate(other, found.hardware, execution=found.execution)
         peak = forecast(other).peak_bytes
         yield Option(
-            recompute=f"{mode} + offload" if mode.offload else str(mode), current=mode == current,
-            step_seconds=timed.step_seconds, peak_bytes=peak, mfu=timed.mfu,
+            recompute=f"{mode} + offload" if mode.offload else str(mode),
+            current=mode == current,
+            step_seconds=timed.step_seconds,
+            peak_bytes=peak,
+            mfu=timed.mfu,
             fits=peak <= available_bytes(found.hardware, other),
-        )  # fmt: skip
+        )
 
 
 def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> Iterator[Trade]:
@@ -205,9 +208,7 @@ def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> 
     yield from sorted(rows, key=lambda row: -row.nbytes)
 
 
-def _trade(
-    run: Run, hardware: Hardware, execution: Execution, region: Region, buffer: int, visible: float
-) -> Trade:  # fmt: skip
+def _trade(run: Run, hardware: Hardware, execution: Execution, region: Region, buffer: int, visible: float) -> Trade:
     nbytes = region.program.buffers[buffer].nbytes
     closure = region.program.closure(buffer)
     again = None
@@ -219,12 +220,16 @@ def _trade(
     limit = 2 * nbytes / again if again else None
     quicker = (
         link.name for link in LINKS if limit is not None and link.bytes_per_second * hardware.reached.host > limit
-    )  # fmt: skip
+    )
     return Trade(
-        role=role, path=path, nbytes=nbytes, again_seconds=again,
+        role=role,
+        path=path,
+        nbytes=nbytes,
+        again_seconds=again,
         moved_seconds=None if hardware.host_bytes_per_second is None else host_seconds(nbytes, hardware),
-        break_even_bytes_per_second=limit, links=tuple(quicker),
-    )  # fmt: skip
+        break_even_bytes_per_second=limit,
+        links=tuple(quicker),
+    )
 
 
 def _called(region: Region, buffer: int) -> tuple[str, str]:
@@ -256,11 +261,15 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
         took = host_seconds(nbytes, replace(hardware, host_bytes_per_second=link.bytes_per_second))
         ways.append(
             Way(link=link, one_way_seconds=took, hides=took <= min(forward, backward), quicker=2 * took < again)
-        )  # fmt: skip
+        )
     return Offload(
-        layer_bytes=nbytes, one_way_seconds=host_seconds(nbytes, hardware), forward_seconds=forward,
-        backward_seconds=backward, again_seconds=again, ways=tuple(ways),
-    )  # fmt: skip
+        layer_bytes=nbytes,
+        one_way_seconds=host_seconds(nbytes, hardware),
+        forward_seconds=forward,
+        backward_seconds=backward,
+        again_seconds=again,
+        ways=tuple(ways),
+    )
 
 
 # arXiv 2205.05198 Appendix C ------------------------------------------------------------------------------------------
@@ -286,12 +295,14 @@ def microbatch_level(run: Run, hardware: Hardware, *, limit_bytes: int | None = 
     if less.peak_bytes > limit:
         raise UsageError(
             f"the run peaks at {format_bytes(less.peak_bytes)}, and there are {format_bytes(limit)} for it"
-        )  # fmt: skip
+        )
     windows = [_window(stage) for stage in less.stages]
     kept = min(
-        (_room(small, large, window, limit) for small, large, window in
-         zip(less.stages, whole.stages, windows, strict=True))
-    )  # fmt: skip
+        (
+            _room(small, large, window, limit)
+            for small, large, window in zip(less.stages, whole.stages, windows, strict=True)
+        )
+    )
     return estimate(run, hardware, repeats=[1 - min(kept, window) / window for window in windows])
 
 
@@ -312,9 +323,12 @@ def _room(small: Stage, large: Stage, window: int, limit: int) -> float:
 def _sentences(found: Estimate, options: tuple[Option, ...], offload: Offload | None) -> Iterator[str]:
     parts = found.breakdown
     named = {
-        "compute": parts.compute, "communication": parts.communication, "the pipeline's bubble": parts.bubble,
-        "recompute": parts.recompute, "the optimizer and dispatch": parts.other,
-    }  # fmt: skip
+        "compute": parts.compute,
+        "communication": parts.communication,
+        "the pipeline's bubble": parts.bubble,
+        "recompute": parts.recompute,
+        "the optimizer and dispatch": parts.other,
+    }
     largest = max((name for name in named if name != "compute"), key=lambda name: named[name])
     yield (
         f"Of a step of {format_seconds(found.step_seconds)}, {format_percent(parts.compute / found.step_seconds)} is "

@@ -127,8 +127,9 @@ def _explanation(trilemma: Trilemma) -> dict[str, Any]:
 
 def _offload(offload: Offload) -> dict[str, Any]:
     return asdict(offload) | {
-        "hides": offload.hides, "break_even_bytes_per_second": offload.break_even_bytes_per_second,
-    }  # fmt: skip
+        "hides": offload.hides,
+        "break_even_bytes_per_second": offload.break_even_bytes_per_second,
+    }
 
 
 # for people -----------------------------------------------------------------------------------------------------------
@@ -202,10 +203,14 @@ def _options_table(options: tuple[Option, ...]) -> Table:
     for option in options:
         name = f"{option.recompute} (as it is)" if option.current else option.recompute
         table.add_row(
-            name, format_seconds(option.step_seconds), f"{option.step_seconds / plain - 1:+.1%}",
-            format_percent(option.mfu), format_bytes(option.peak_bytes), "yes" if option.fits else "no",
+            name,
+            format_seconds(option.step_seconds),
+            f"{option.step_seconds / plain - 1:+.1%}",
+            format_percent(option.mfu),
+            format_bytes(option.peak_bytes),
+            "yes" if option.fits else "no",
             style="bold" if option.current else "",
-        )  # fmt: skip
+        )
     return table
 
 
@@ -219,9 +224,13 @@ def _ways_table(offload: Offload) -> Table:
     table = titled(title, ("link",), ("GB/s one way", "out", "out and back", "hides", "quicker unhidden"))
     for way in offload.ways:
         table.add_row(
-            way.link.name, f"{way.link.bytes_per_second / 1e9:,.0f}", format_seconds(way.one_way_seconds),
-            format_seconds(2 * way.one_way_seconds), "yes" if way.hides else "no", "yes" if way.quicker else "no",
-        )  # fmt: skip
+            way.link.name,
+            f"{way.link.bytes_per_second / 1e9:,.0f}",
+            format_seconds(way.one_way_seconds),
+            format_seconds(2 * way.one_way_seconds),
+            "yes" if way.hides else "no",
+            "yes" if way.quicker else "no",
+        )
     return table
 
 

@@ -84,11 +84,15 @@ def _phases(stage: Stage) -> tuple[PhaseRow, ...]:
     """Its timeline from the second step on, and what the same moments hold in the first."""
     return tuple(
         PhaseRow(
-            phase=str(later.phase), where=later.where, stage=stage.index, peak_bytes=later.nbytes,
-            micro_batch=later.micro_batch if later.micro_batch >= 0 else None, first_step_peak_bytes=first.nbytes,
+            phase=str(later.phase),
+            where=later.where,
+            stage=stage.index,
+            peak_bytes=later.nbytes,
+            micro_batch=later.micro_batch if later.micro_batch >= 0 else None,
+            first_step_peak_bytes=first.nbytes,
         )
         for later, first in zip(stage.timeline(), stage.timeline(first_step=True), strict=True)
-    )  # fmt: skip
+    )
 
 
 def _rows(found: Forecast, tensors: Counter[str], policies: dict[str, str]) -> tuple[LayerRow, ...]:

@@ -68,9 +68,12 @@ class SearchReport:
         facts = [
             ("model", f"{self.model}, sequences of {template.seq}, global batch {space.global_batch}"),
             ("devices", f"{space.gpus} x {self.hardware.name}, {format_bytes(answer.best.limit_bytes)} for tensors"),
-            ("searched", f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
-                         f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}"),
-        ]  # fmt: skip
+            (
+                "searched",
+                f"{space.size:,} plans of {len(space.setups):,} layouts with their batches; "
+                f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
+            ),
+        ]
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
         count = len(answer.ranked)
@@ -82,9 +85,15 @@ class SearchReport:
 def nothing_document(model: str, gpus: int, gpu: str, error: NothingFits) -> dict[str, Any]:
     """Where nothing fits: the closest candidate and the bytes that it lacks."""
     return {
-        "schema": SCHEMA, "model": model, "gpus": gpus, "gpu": gpu, "feasible": False, "candidates": [],
-        "closest": _candidate(error.closest), "lacks_bytes": error.closest.lacks,
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "model": model,
+        "gpus": gpus,
+        "gpu": gpu,
+        "feasible": False,
+        "candidates": [],
+        "closest": _candidate(error.closest),
+        "lacks_bytes": error.closest.lacks,
+    }
 
 
 def rivals(answer: Answer) -> Iterator[Found]:
@@ -190,11 +199,17 @@ def _table(title: str, rows: Sequence[Found]) -> Table:
     for number, found in enumerate(rows):
         setup, seconds = found.candidate.setup, found.seconds
         table.add_row(
-            str(number + 1), _plan(found), *(values[number] for _, values in axes),
-            f"{setup.micro_batch} x {setup.micro_batches}", format_seconds(seconds.step), format_percent(seconds.mfu),
-            format_count(round(seconds.tokens_per_second_per_gpu)), format_bytes(found.needed_bytes),
-            format_bytes(found.limit_bytes - found.needed_bytes), style="bold" if number == 0 else "",
-        )  # fmt: skip
+            str(number + 1),
+            _plan(found),
+            *(values[number] for _, values in axes),
+            f"{setup.micro_batch} x {setup.micro_batches}",
+            format_seconds(seconds.step),
+            format_percent(seconds.mfu),
+            format_count(round(seconds.tokens_per_second_per_gpu)),
+            format_bytes(found.needed_bytes),
+            format_bytes(found.limit_bytes - found.needed_bytes),
+            style="bold" if number == 0 else "",
+        )
     return table
 
 
@@ -230,11 +245,18 @@ def _thinned(front: Sequence[Found]) -> list[Found]:
 def _asked(model: str, device: Hardware, answer: Answer) -> dict[str, Any]:
     space, template = answer.space, answer.space.template
     return {
-        "schema": SCHEMA, "model": model, "gpus": space.gpus, "gpu": device.name, "global_batch": space.global_batch,
-        "seq": template.seq, "precision": template.precision.name, "optimizer": str(template.optimizer),
-        "kernels": template.kernels.name, "attention": str(template.kernels.attention),
+        "schema": SCHEMA,
+        "model": model,
+        "gpus": space.gpus,
+        "gpu": device.name,
+        "global_batch": space.global_batch,
+        "seq": template.seq,
+        "precision": template.precision.name,
+        "optimizer": str(template.optimizer),
+        "kernels": template.kernels.name,
+        "attention": str(template.kernels.attention),
         "space": {"layouts": len(space.setups), "candidates": space.size},
-    }  # fmt: skip
+    }
 
 
 def _candidate(found: Found) -> dict[str, Any]:
@@ -243,20 +265,26 @@ def _candidate(found: Found) -> dict[str, Any]:
     if figures.policies:
         plan |= {"budget_bytes": found.candidate.budget_bytes, "stages": list(figures.policies)}
     document = {
-        "layout": _layout(setup.layout), "micro_batch": setup.micro_batch, "micro_batches": setup.micro_batches,
-        "plan": plan, "peak_bytes": figures.peak_bytes, "available_bytes": found.limit_bytes, "fits": found.fits,
+        "layout": _layout(setup.layout),
+        "micro_batch": setup.micro_batch,
+        "micro_batches": setup.micro_batches,
+        "plan": plan,
+        "peak_bytes": figures.peak_bytes,
+        "available_bytes": found.limit_bytes,
+        "fits": found.fits,
         "flags": found.candidate.flags,
-    }  # fmt: skip
+    }
     if recompute.offload:
         document["host_bytes"] = figures.host_bytes
     seconds = figures.seconds
     if seconds is None:
         return document
     return document | {
-        "step_seconds": seconds.step, "mfu": seconds.mfu,
+        "step_seconds": seconds.step,
+        "mfu": seconds.mfu,
         "tokens_per_second_per_gpu": seconds.tokens_per_second_per_gpu,
         "breakdown": {f"{name}_seconds": took for name, took in seconds.parts.items()},
-    }  # fmt: skip
+    }
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
@@ -268,13 +296,17 @@ def _loss(best: Found, other: Found) -> dict[str, Any]:
     """What a rival takes more than the best, by part."""
     more = {f"{name}_seconds": other.seconds.parts[name] - took for name, took in best.seconds.parts.items()}
     return {
-        "flags": other.candidate.flags, "lost_seconds": other.seconds.step - best.seconds.step, "more": more,
+        "flags": other.candidate.flags,
+        "lost_seconds": other.seconds.step - best.seconds.step,
+        "more": more,
         "words": _difference(best, other),
-    }  # fmt: skip
+    }
 
 
 def _more(more: More, best: Found) -> dict[str, Any]:
     return {
-        "gpus": more.gpus, "memory": float(more.memory), "saved_seconds": best.seconds.step - more.best.seconds.step,
+        "gpus": more.gpus,
+        "memory": float(more.memory),
+        "saved_seconds": best.seconds.step - more.best.seconds.step,
         "candidate": _candidate(more.best),
-    }  # fmt: skip
+    }

@@ -116,9 +116,13 @@ def _treated(plan: Recompute) -> Mode:
 def _in_flight(setup: Setup, depth: int, segment: int) -> int:
     layout = setup.layout
     return _segments_in_flight(
-        layout.schedule, layout.pp, setup.micro_batches if layout.pp > 1 else 1, layout.virtual_stages,
-        layout.layers_per_chunk(depth)[:: layout.pp], segment,
-    )  # fmt: skip
+        layout.schedule,
+        layout.pp,
+        setup.micro_batches if layout.pp > 1 else 1,
+        layout.virtual_stages,
+        layout.layers_per_chunk(depth)[:: layout.pp],
+        segment,
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -128,7 +132,7 @@ def _segments_in_flight(
     """The most segments of layers, times micro-batches, that the first stage holds before a backward."""
     states = stage_occupancies(
         schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
-    )  # fmt: skip
+    )
     counts = [-(-n // segment) for n in layers]
     return max(sum((f + w) * n for f, w, n in zip(s.forward, s.weight, counts, strict=True)) for s in states)
 

@@ -116,9 +116,7 @@ class Bench:
     def figures(self, tasks: Sequence[Task]) -> list[Figures]:
         """What the candidates need and take."""
         keys = [self._key(task.candidate) for task in tasks]
-        missing = {
-            key: task for key, task in zip(keys, tasks, strict=True) if not _answers(self._known.get(key), task)
-        }  # fmt: skip
+        missing = {key: task for key, task in zip(keys, tasks, strict=True) if not _answers(self._known.get(key), task)}
         names = list(missing)
 
         def note(part: Mapping[int, Figures]) -> None:
@@ -135,9 +133,13 @@ class Bench:
         return hashlib.sha256(f"{self._context} {candidate.text}".encode()).hexdigest()[:24]
 
     def _map(
-        self, work: Callable[[Question, _T], _R], items: Sequence[_T], *, key: Callable[[_T], tuple[object, ...]],
+        self,
+        work: Callable[[Question, _T], _R],
+        items: Sequence[_T],
+        *,
+        key: Callable[[_T], tuple[object, ...]],
         note: Callable[[Mapping[int, _R]], None] = lambda _part: None,
-    ) -> list[_R]:  # fmt: skip
+    ) -> list[_R]:
         """In the order of the items. Those that share tensors are worked out by the same process, if possible.
 
         Args:
@@ -152,9 +154,11 @@ class Bench:
             return list(found.values())
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
-                self.jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_start,
+                self.jobs,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start,
                 initargs=(self.question,),
-            )  # fmt: skip
+            )
         order = sorted(range(len(items)), key=lambda i: key(items[i]))
         size = -(-len(items) // (self.jobs * CHUNKS)) or 1
         chunks = [order[i : i + size] for i in range(0, len(order), size)]
@@ -221,9 +225,11 @@ def _work(question: Question, task: Task) -> Figures:
     peak = peak_bytes(found)
     fits = task.limit_bytes is None or peak <= task.limit_bytes
     return Figures(
-        peak_bytes=peak, static_bytes=static_bytes(found), host_bytes=_host_bytes(run),
+        peak_bytes=peak,
+        static_bytes=static_bytes(found),
+        host_bytes=_host_bytes(run),
         seconds=_seconds(estimate(run, question.hardware)) if fits else None,
-    )  # fmt: skip
+    )
 
 
 def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
@@ -236,9 +242,11 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
     kept = {part.name: part.chosen for part in choice.forecast.parts}
     chosen = [kept[name] for name in run.model.layer_names]
     return Figures(
-        peak_bytes=peak_bytes(choice.forecast), static_bytes=static, policies=tuple(_policies(choice)),
+        peak_bytes=peak_bytes(choice.forecast),
+        static_bytes=static,
+        policies=tuple(_policies(choice)),
         seconds=_seconds(estimate(choice.forecast.run, hardware, chosen=chosen)),
-    )  # fmt: skip
+    )
 
 
 def _policies(choice: AutoForecast) -> Iterator[str]:
@@ -260,7 +268,13 @@ def _host_bytes(run: Run) -> int:
 def _seconds(found: Estimate) -> Seconds:
     parts = found.breakdown
     return Seconds(
-        step=found.step_seconds, least=least_seconds(found), compute=parts.compute, communication=parts.communication,
-        bubble=parts.bubble, recompute=parts.recompute, other=parts.other, mfu=found.mfu,
+        step=found.step_seconds,
+        least=least_seconds(found),
+        compute=parts.compute,
+        communication=parts.communication,
+        bubble=parts.bubble,
+        recompute=parts.recompute,
+        other=parts.other,
+        mfu=found.mfu,
         tokens_per_second_per_gpu=found.tokens_per_second_per_gpu,
-    )  # fmt: skip
+    )

@@ -64,10 +64,12 @@ def figures_of(document: Mapping[str, Any]) -> Figures:
     """
     seconds = document["seconds"]
     return Figures(
-        peak_bytes=int(document["peak_bytes"]), static_bytes=int(document["static_bytes"]),
-        host_bytes=int(document["host_bytes"]), policies=tuple(map(str, document["policies"])),
+        peak_bytes=int(document["peak_bytes"]),
+        static_bytes=int(document["static_bytes"]),
+        host_bytes=int(document["host_bytes"]),
+        policies=tuple(map(str, document["policies"])),
         seconds=None if seconds is None else Seconds(**{f.name: float(seconds[f.name]) for f in fields(Seconds)}),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

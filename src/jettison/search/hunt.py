@@ -60,9 +60,7 @@ class Room:
 
     def limit_bytes(self, setup: Setup, space: Space) -> int:
         """For a setup: contexts and communicators come off."""
-        memory, usable = (
-            int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes)
-        )  # fmt: skip
+        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
         device = replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
         left = available_bytes(device, setup_run(setup, space.template))
         return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
@@ -198,9 +196,7 @@ class Hunt:
         for setup, number in numbers:
             plan, asked = self._all_plans(setup)[number], self.space.setups[setup]
             budget = self._limit(setup) if plan.mode is Mode.AUTO else None
-            tasks.append(
-                Task(candidate=Candidate(setup=asked, recompute=plan, budget_bytes=budget), limit_bytes=0)
-            )  # fmt: skip
+            tasks.append(Task(candidate=Candidate(setup=asked, recompute=plan, budget_bytes=budget), limit_bytes=0))
         for which, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
             self._take(self._found(task.candidate, figures, which))
 
@@ -244,9 +240,13 @@ class Hunt:
         times = [found.seconds.step for found in self.ranked[: max(self.top, self.exact)]]
         times += [float("inf")] * max(self.top, self.exact)
         return State(
-            fastest=times[0], second=times[self.exact - 1], last=times[self.top - 1], reach=self.reach,
-            times=[f.seconds.step for f in self.front], peaks=[f.needed_bytes for f in self.front],
-        )  # fmt: skip
+            fastest=times[0],
+            second=times[self.exact - 1],
+            last=times[self.top - 1],
+            reach=self.reach,
+            times=[f.seconds.step for f in self.front],
+            peaks=[f.needed_bytes for f in self.front],
+        )
 
     @property
     def exact(self) -> int:
@@ -341,9 +341,12 @@ class Hunt:
 
     def _found(self, candidate: Candidate, figures: Figures, number: tuple[int, int]) -> Found:
         return Found(
-            candidate=candidate, figures=figures, number=number, limit_bytes=self._limit(number[0]),
+            candidate=candidate,
+            figures=figures,
+            number=number,
+            limit_bytes=self._limit(number[0]),
             host_limit_bytes=self.room.hardware.host_memory_bytes,
-        )  # fmt: skip
+        )
 
     def _take(self, found: Found) -> None:
         if not found.fits:

@@ -46,7 +46,7 @@ class Journal:
         if found:
             self._file.writelines(
                 json.dumps({"key": key, **figures.document()}) + "\n" for key, figures in found.items()
-            )  # fmt: skip
+            )
             self._file.flush()
 
     def __enter__(self) -> Journal:

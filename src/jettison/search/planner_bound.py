@@ -2,7 +2,7 @@
 
 NOTE [ What a planner cannot do ]
 In the state of the pipeline that holds most, a stage has too many bytes by so many. Each layer can let go of some, for
-seconds: for a region, the least that must run again for the bytes that stay, op by op, is the hull of `plan.frontier`,
+seconds: for a region, the least that must run again for the bytes that stay, op by op, is the hull of `solve.frontier`,
 taken here with this estimate's own seconds (a kernel of several ops counts for each of them in part, for it runs again
 whole where one of them does). Layers that may let go of any part of any byte, the cheapest bytes first, take no longer
 than those that choose: that is r_i, seconds of recompute in one micro-batch's backward on stage i. Where ZeRO moves
@@ -80,9 +80,7 @@ def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
     if layout.pp == 1:
         return (timed.run.micro_batches * (sum(stages[0].forward) + sum(stages[0].backward) + again[0]),)
     halves = layout.schedule is Schedule.ZERO_BUBBLE
-    backward = [
-        [s.backward[0] - (s.weights[0] if halves else 0.0) + r] for s, r in zip(stages, again, strict=True)
-    ]  # fmt: skip
+    backward = [[s.backward[0] - (s.weights[0] if halves else 0.0) + r] for s, r in zip(stages, again, strict=True)]
     weights = [s.weights for s in stages] if halves else None
     forward = [s.forward for s in stages]
     return schedule_seconds(layout.schedule, timed.run.micro_batches, forward, backward, weights).ends
@@ -108,9 +106,7 @@ def _at(stages: tuple[StageSeconds, ...], place: int) -> StageSeconds:
 @lru_cache(maxsize=4096)
 def _warm_up(device: int, stages: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
     """The chunks of the forwards that come before a device's first backward."""
-    steps = order(
-        Schedule.ONE_F_ONE_B, stage=device, stages=stages, micro_batches=micro_batches, virtual_stages=chunks
-    )  # fmt: skip
+    steps = order(Schedule.ONE_F_ONE_B, stage=device, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
 
     def is_forward(step: ScheduledPass) -> bool:
         return step.work is Work.FORWARD
@@ -164,15 +160,13 @@ def least_op_seconds(
     alone = [
         region_seconds(region, frozenset((i,)), hardware, execution, precision, layout, visible).again.transfers
         for i in steps
-    ]  # fmt: skip
+    ]
     # beside products that run again, too, a transfer costs less than alone
     exposed = execution.exposed(layout.tp)
     least = exposed + (1 - exposed) * hardware.reached.shared
     found = [seconds * least for seconds in alone]
     for kernel in kernels_of(region, execution, precision).forward:
-        took = kernel_seconds(
-            kernel, hardware, visible=visible, dtype=precision.compute, attention=execution.attention
-        )  # fmt: skip
+        took = kernel_seconds(kernel, hardware, visible=visible, dtype=precision.compute, attention=execution.attention)
         for i in kernel.steps:
             found[i] += took / len(kernel.steps)
     return found

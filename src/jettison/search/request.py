@@ -1,6 +1,6 @@
 """From what was typed to a space to search: lists become tuples, and what was not given is searched or has its default.
 
-See NOTE [ Defaults ] in `forecast.request` for what is no axis.
+See NOTE [ Defaults ] in `predict.run_request` for what is no axis.
 """
 
 from __future__ import annotations
@@ -88,10 +88,13 @@ class SearchRequest:
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         axes = Axes(
-            **numbers, zero=zero, sp=(True, False) if self.sp is None else (self.sp,),
-            schedules=_words(self.schedule) or SCHEDULES, plans=_words(self.recompute) or PLANS,
+            **numbers,
+            zero=zero,
+            sp=(True, False) if self.sp is None else (self.sp,),
+            schedules=_words(self.schedule) or SCHEDULES,
+            plans=_words(self.recompute) or PLANS,
             offload=(False, True) if self.offload else (False,),
-        )  # fmt: skip
+        )
         return Space(template=template, gpus=gpus, global_batch=global_batch, node=hardware.node, axes=axes)
 
 

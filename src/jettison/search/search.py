@@ -111,10 +111,14 @@ def search(
         larger.run()
         progress("with more GPUs")
         return Answer(
-            space=space, ranked=ranked, front=tuple(hunt.front), plain=hunt.plain(best.number[0]),
+            space=space,
+            ranked=ranked,
+            front=tuple(hunt.front),
+            plain=hunt.plain(best.number[0]),
             more_memory=More(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
-            more_gpus=_more_gpus(space, room, bench, progress), evaluated=bench.evaluated,
-        )  # fmt: skip
+            more_gpus=_more_gpus(space, room, bench, progress),
+            evaluated=bench.evaluated,
+        )
 
 
 def _more_gpus(space: Space, room: Room, bench: Bench, progress: Progress) -> More | str:

@@ -115,9 +115,12 @@ class Candidate:
 def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -> Run:
     """A setup's run: everything else is as in the template. Without a mode, nothing is computed again."""
     return replace(
-        template, layout=setup.layout, micro_batch=setup.micro_batch, micro_batches=setup.micro_batches,
+        template,
+        layout=setup.layout,
+        micro_batch=setup.micro_batch,
+        micro_batches=setup.micro_batches,
         recompute=recompute or Recompute(),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +219,17 @@ class Space:
                     for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # alone, none of them shards
                         try:
                             layout = Layout(
-                                tp=tp, sp=sp, cp=cp, ep=ep, pp=pp, dp=dp, zero=zero, virtual_stages=virtual,
-                                schedule=schedule, **flags,
-                            )  # fmt: skip
+                                tp=tp,
+                                sp=sp,
+                                cp=cp,
+                                ep=ep,
+                                pp=pp,
+                                dp=dp,
+                                zero=zero,
+                                virtual_stages=virtual,
+                                schedule=schedule,
+                                **flags,
+                            )
                             layout.check(template.model, seq=template.seq)
                         except UsageError as error:
                             refused[str(error)] += 1

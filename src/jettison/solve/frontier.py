@@ -53,10 +53,7 @@ def plain_point(program: Program) -> FrontierPoint:
 
 
 def pareto_frontier(
-    program: Program,
-    seconds: Callable[[int], float] | Sequence[float],
-    *,
-    max_points: int = 16,
+    program: Program, seconds: Callable[[int], float] | Sequence[float], *, max_points: int = 16
 ) -> tuple[FrontierPoint, ...]:
     """The hull's points from the fewest bytes (and the fewest seconds for these) to plain autograd, sorted by bytes.
 

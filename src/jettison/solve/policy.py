@@ -256,13 +256,7 @@ def attention_core(program: Program) -> frozenset[int]:
 
 NAMED: dict[str, CheckpointPolicy] = {
     t.word: t
-    for t in (
-        KeepAll(),
-        Full(),
-        SelectiveOp(),
-        SelectiveOp(word="selective-op-alternate", alternate=True),
-        Selective(),
-    )
+    for t in (KeepAll(), Full(), SelectiveOp(), SelectiveOp(word="selective-op-alternate", alternate=True), Selective())
 }
 
 

@@ -108,8 +108,13 @@ _GEMMA_SPELLING: Final = {"hidden_act": ("hidden_activation", "hidden_act")}
 _LATENT_SIZES: Final = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERT_SIZES: Final = ("num_experts", "num_experts_per_tok")
 _DEEPSEEK_REQUIRED: Final = (
-    *SIZES, "intermediate_size", *_LATENT_SIZES, *_EXPERT_SIZES, "moe_intermediate_size", "n_shared_experts",
-)  # fmt: skip
+    *SIZES,
+    "intermediate_size",
+    *_LATENT_SIZES,
+    *_EXPERT_SIZES,
+    "moe_intermediate_size",
+    "n_shared_experts",
+)
 _DEEPSEEK_SPELLING: Final = {"num_experts": ("n_routed_experts", "num_experts", "num_local_experts")}
 _DEEPSEEK: Final = {
     "hidden_act": "silu",
@@ -231,9 +236,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             latent=True,
             experts=Experts(router=Router.SIGMOID_GROUPS, correction_bias=True),
         ),
-        "gemma": Family(
-            norm=_RMS_OFFSET, defaults={**_GEMMA, "num_key_value_heads": 16}, embedding_scale=True,
-        ),
+        "gemma": Family(norm=_RMS_OFFSET, defaults={**_GEMMA, "num_key_value_heads": 16}, embedding_scale=True),
         "gemma2": Family(
             norm=_RMS_OFFSET,
             spelling=_GEMMA_SPELLING,
@@ -296,7 +299,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             activation=Activation.CLAMPED_SWIGLU,
             sinks=True,
             experts=Experts(
-                router=Router.TOPK_SOFTMAX, width="intermediate_size", normalised=True, bias=True, router_bias=True,
+                router=Router.TOPK_SOFTMAX, width="intermediate_size", normalised=True, bias=True, router_bias=True
             ),
         ),
         "bert": Family(
@@ -318,12 +321,13 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             rotary=False,
             masked_language_model=True,
             dropout=DropoutKeys(
-                embedding="hidden_dropout_prob", attention="attention_probs_dropout_prob",
+                embedding="hidden_dropout_prob",
+                attention="attention_probs_dropout_prob",
                 residual="hidden_dropout_prob",
             ),
         ),
     }
-)  # fmt: skip
+)
 """By ``model_type``."""
 
 WRAPPERS: Final[Mapping[str, str]] = MappingProxyType({"gemma3": "gemma3_text", "llava": "llama"})

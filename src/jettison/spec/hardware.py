@@ -34,8 +34,15 @@ _DATA: Final = Path(__file__).with_name("hardware_data")
 _UNSTATED_USABLE: Final = Decimal("0.98")
 """Of memory, where a file does not say: HBM devices report 98 to 99 % of it, GDDR with error correction 92 %."""
 _TEXTS: Final = (
-    "name", "memory", "usable", "host_memory", "source", "usable_source", "reached_source", "delays_source",
-)  # fmt: skip
+    "name",
+    "memory",
+    "usable",
+    "host_memory",
+    "source",
+    "usable_source",
+    "reached_source",
+    "delays_source",
+)
 _COUNTS: Final = ("units", "node")
 _RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
 _BANDWIDTHS: Final = ("memory", "link", "host", "network")
@@ -235,17 +242,25 @@ def _read(path: Path) -> Hardware:
     shares = _shares(who, table)
     delays = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
     return Hardware(
-        name=texts.get("name", path.stem), memory_bytes=memory, usable_bytes=usable, source=texts.get("source", ""),
-        usable_source=usable_source, flops_per_second=Throughput(**rates),
-        memory_bytes_per_second=widths.get("memory"), link_bytes_per_second=widths.get("link"),
-        host_bytes_per_second=widths.get("host"), network_bytes_per_second=widths.get("network"),
+        name=texts.get("name", path.stem),
+        memory_bytes=memory,
+        usable_bytes=usable,
+        source=texts.get("source", ""),
+        usable_source=usable_source,
+        flops_per_second=Throughput(**rates),
+        memory_bytes_per_second=widths.get("memory"),
+        link_bytes_per_second=widths.get("link"),
+        host_bytes_per_second=widths.get("host"),
+        network_bytes_per_second=widths.get("network"),
         host_memory_bytes=_bytes(who, "host_memory", texts["host_memory"]) if "host_memory" in texts else None,
         **{key: _count(who, key, table[key]) for key in _COUNTS if key in table},
         synchronous=_flag(who, "synchronous", table.get("synchronous", False)),
-        reached=Reached(**shares), delays=Delays(**{key: float(value) / 1e6 for key, value in delays.items()}),
+        reached=Reached(**shares),
+        delays=Delays(**{key: float(value) / 1e6 for key, value in delays.items()}),
         edges=_edges(who, table.get("edges", {})),
-        reached_source=texts.get("reached_source", ""), delays_source=texts.get("delays_source", ""),
-    )  # fmt: skip
+        reached_source=texts.get("reached_source", ""),
+        delays_source=texts.get("delays_source", ""),
+    )
 
 
 def _known(who: str, table: Mapping[str, Any], expected: Collection[str]) -> None:

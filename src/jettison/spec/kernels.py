@@ -123,16 +123,28 @@ class Kernels:
 
 
 MEGATRON: Final = Kernels(
-    name="megatron", attention=AttentionKernel.FLASH, loss=Loss.VOCAB_PARALLEL, scores_float32=False,
-    fused_softmax=True, fused_rotary=True, fused_gate=True, batch_first=False, combine=Combine.ACTIVATION,
-)  # fmt: skip
+    name="megatron",
+    attention=AttentionKernel.FLASH,
+    loss=Loss.VOCAB_PARALLEL,
+    scores_float32=False,
+    fused_softmax=True,
+    fused_rotary=True,
+    fused_gate=True,
+    batch_first=False,
+    combine=Combine.ACTIVATION,
+)
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 """PyTorch's own fused operators where it has them, the rest written out, as torchtitan's models are."""
 HUGGINGFACE: Final = Kernels(
-    name="huggingface", attention=AttentionKernel.FLASH, tensor_masks=True, fused_norm=False, repeat_kv=True,
-    shifted_labels=True, combine=Combine.SORTED,
-)  # fmt: skip
+    name="huggingface",
+    attention=AttentionKernel.FLASH,
+    tensor_masks=True,
+    fused_norm=False,
+    repeat_kv=True,
+    shifted_labels=True,
+    combine=Combine.SORTED,
+)
 """The code of transformers: norms in fp32 op by op (LayerNorm is fused there too), rotation written out."""
 
 KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE)})

@@ -110,9 +110,13 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         _positive(
-            "latent attention", heads=self.heads, kv_rank=self.kv_rank, nope_dim=self.nope_dim,
-            rope_dim=self.rope_dim, value_dim=self.value_dim,
-        )  # fmt: skip
+            "latent attention",
+            heads=self.heads,
+            kv_rank=self.kv_rank,
+            nope_dim=self.nope_dim,
+            rope_dim=self.rope_dim,
+            value_dim=self.value_dim,
+        )
 
     @property
     def kv_heads(self) -> int:

@@ -41,8 +41,12 @@ PRECISIONS: Final = MappingProxyType(
                 name="bf16", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="float32"
             ),  # 2 + 2 + 4 + 8 = 16 bytes a parameter with Adam
             Precision(
-                name="bf16-grad32", compute="bfloat16", parameter="bfloat16", gradient="bfloat16",
-                accumulator="float32", master="float32",
+                name="bf16-grad32",
+                compute="bfloat16",
+                parameter="bfloat16",
+                gradient="bfloat16",
+                accumulator="float32",
+                master="float32",
             ),  # 20 bytes
             Precision(
                 name="bf16-main32", compute="bfloat16", parameter="bfloat16", gradient="float32", master="float32"
@@ -52,12 +56,16 @@ PRECISIONS: Final = MappingProxyType(
                 name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
             ),  # fp32 weights, cast for each use: torch.autocast, FSDP's mixed precision
             Precision(
-                name="fp8", compute="bfloat16", parameter="bfloat16", gradient="bfloat16", master="float32",
+                name="fp8",
+                compute="bfloat16",
+                parameter="bfloat16",
+                gradient="bfloat16",
+                master="float32",
                 product="float8_e4m3fn",
             ),
         )
     }
-)  # fmt: skip
+)
 """By name. Optimizer state comes on top: see `Optimizer`."""
 
 

@@ -28,8 +28,9 @@ def _paper_gpt(hidden: int, layers: int, heads: int) -> _Config:
     return _gpt(hidden, layers, heads, **more)
 
 
-def _decoder(kind: str, hidden: int, ffn: int, layers: int, heads: int, kv: int | None, vocab: int, positions: int,
-             **more: Any) -> _Config:  # fmt: skip
+def _decoder(
+    kind: str, hidden: int, ffn: int, layers: int, heads: int, kv: int | None, vocab: int, positions: int, **more: Any
+) -> _Config:
     sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": vocab}
     attention = {"num_attention_heads": heads, "num_key_value_heads": kv, "max_position_embeddings": positions}
     return {"model_type": kind, **sizes, **attention, "dtype": "bfloat16", **more}
@@ -50,8 +51,9 @@ def _qwen3_moe(hidden: int, ffn: int, layers: int, heads: int, expert_ffn: int) 
     return _decoder("qwen3_moe", hidden, ffn, layers, heads, 4, 151936, 40960, **routing, **more)
 
 
-def _deepseek(kind: str, hidden: int, ffn: int, layers: int, heads: int, vocab: int, query_rank: int | None,
-              **more: Any) -> _Config:  # fmt: skip
+def _deepseek(
+    kind: str, hidden: int, ffn: int, layers: int, heads: int, vocab: int, query_rank: int | None, **more: Any
+) -> _Config:
     ranks = {"q_lora_rank": query_rank, "kv_lora_rank": 512}
     dims = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     return _decoder(kind, hidden, ffn, layers, heads, heads, vocab, 163840, **ranks, **dims, **more)
@@ -114,25 +116,63 @@ PRESETS: Final[Mapping[str, _Config]] = MappingProxyType(
         "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 94, 64, 1536),
         # huggingface.co/deepseek-ai/DeepSeek-V2, DeepSeek-V2-Lite, DeepSeek-V3
         "deepseek-v2": _deepseek(
-            "deepseek_v2", 5120, 12288, 60, 128, 102400, 1536, n_routed_experts=160, n_shared_experts=2,
-            num_experts_per_tok=6, moe_intermediate_size=1536, first_k_dense_replace=1, n_group=8, topk_group=3,
-            topk_method="group_limited_greedy", norm_topk_prob=False,
+            "deepseek_v2",
+            5120,
+            12288,
+            60,
+            128,
+            102400,
+            1536,
+            n_routed_experts=160,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1536,
+            first_k_dense_replace=1,
+            n_group=8,
+            topk_group=3,
+            topk_method="group_limited_greedy",
+            norm_topk_prob=False,
         ),
         "deepseek-v2-lite": _deepseek(
-            "deepseek_v2", 2048, 10944, 27, 16, 102400, None, n_routed_experts=64, n_shared_experts=2,
-            num_experts_per_tok=6, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1,
-            topk_method="greedy", norm_topk_prob=False,
+            "deepseek_v2",
+            2048,
+            10944,
+            27,
+            16,
+            102400,
+            None,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1408,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+            norm_topk_prob=False,
         ),
         "deepseek-v3": _deepseek(
-            "deepseek_v3", 7168, 18432, 61, 128, 129280, 1536, n_routed_experts=256, n_shared_experts=1,
-            num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3, n_group=8, topk_group=4,
+            "deepseek_v3",
+            7168,
+            18432,
+            61,
+            128,
+            129280,
+            1536,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2048,
+            first_k_dense_replace=3,
+            n_group=8,
+            topk_group=4,
             norm_topk_prob=True,
         ),
         # huggingface.co/google/gemma-2-9b-it, gemma-2-27b-it, gemma-3-27b-it (its text model)
         "gemma2-9b": _decoder("gemma2", 3584, 14336, 42, 16, 8, 256000, 8192, head_dim=256, sliding_window=4096),
         "gemma2-27b": _decoder("gemma2", 4608, 36864, 46, 32, 16, 256000, 8192, head_dim=128, sliding_window=4096),
         "gemma3-27b": _decoder(
-            "gemma3_text", 5376, 21504, 62, 32, 16, 262208, 131072, head_dim=128, sliding_window=1024,
+            "gemma3_text", 5376, 21504, 62, 32, 16, 262208, 131072, head_dim=128, sliding_window=1024
         ),
         # huggingface.co/microsoft/Phi-3-mini-4k-instruct
         "phi3-mini": _decoder("phi3", 3072, 8192, 32, 32, 32, 32064, 4096, sliding_window=2047),
@@ -146,7 +186,7 @@ PRESETS: Final[Mapping[str, _Config]] = MappingProxyType(
         "bert-base": _bert(768, 3072, 12, 12),
         "bert-large": _bert(1024, 4096, 24, 16),
     }
-)  # fmt: skip
+)
 """Configurations by name, in the form of a ``config.json``: transformers' own classes take them too."""
 
 _OF_THE_PAPER: Final = frozenset({"gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t"})

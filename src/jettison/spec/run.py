@@ -145,7 +145,13 @@ class Run:
         """What its regions depend on."""
         layout = self.layout
         return Scene(
-            model=self.model, seq=self.seq, micro_batch=self.micro_batch, layout=layout.within_stage,
-            precision=self.precision, kernels=self.kernels, dropout=self.dropout,
-            capacity_factor=self.capacity_factor, padding=self.padding,
-        )  # fmt: skip
+            model=self.model,
+            seq=self.seq,
+            micro_batch=self.micro_batch,
+            layout=layout.within_stage,
+            precision=self.precision,
+            kernels=self.kernels,
+            dropout=self.dropout,
+            capacity_factor=self.capacity_factor,
+            padding=self.padding,
+        )

@@ -92,15 +92,23 @@ def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
     config: Any
     if section.architecture == "gpt":
         config = GptConfig(
-            layers=section.layers, hidden=section.hidden, heads=section.heads, vocab=section.vocab,
-            positions=values["n_positions"], dropout=section.dropout,
-        )  # fmt: skip
+            layers=section.layers,
+            hidden=section.hidden,
+            heads=section.heads,
+            vocab=section.vocab,
+            positions=values["n_positions"],
+            dropout=section.dropout,
+        )
     elif section.architecture == "llama":
         config = LlamaConfig(
-            layers=section.layers, hidden=section.hidden, heads=section.heads,
-            kv_heads=values["num_key_value_heads"], head_dim=section.hidden // section.heads,
-            ffn=values["intermediate_size"], vocab=section.vocab,
-        )  # fmt: skip
+            layers=section.layers,
+            hidden=section.hidden,
+            heads=section.heads,
+            kv_heads=values["num_key_value_heads"],
+            head_dim=section.hidden // section.heads,
+            ffn=values["intermediate_size"],
+            vocab=section.vocab,
+        )
     else:
         raise UsageError('model.code: "reference" goes with an architecture and its sizes')
     with device:
@@ -128,20 +136,36 @@ def _sizes(section: ModelSection, seq: int) -> dict[str, Any]:
         if section.kv_heads not in (None, section.heads):
             raise UsageError("model.kv_heads: a GPT has as many as heads")
         return {
-            "model_type": "gpt2", "n_embd": section.hidden, "n_layer": section.layers, "n_head": section.heads,
-            "n_inner": section.ffn or 4 * section.hidden, "vocab_size": section.vocab, "n_positions": positions,
-            "activation_function": "gelu_pytorch_tanh", "tie_word_embeddings": section.tied is not False,
-            "dtype": "float32", "bos_token_id": None, "eos_token_id": None, **dropout,
-        }  # fmt: skip
+            "model_type": "gpt2",
+            "n_embd": section.hidden,
+            "n_layer": section.layers,
+            "n_head": section.heads,
+            "n_inner": section.ffn or 4 * section.hidden,
+            "vocab_size": section.vocab,
+            "n_positions": positions,
+            "activation_function": "gelu_pytorch_tanh",
+            "tie_word_embeddings": section.tied is not False,
+            "dtype": "float32",
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **dropout,
+        }
     if section.dropout:
         raise UsageError("model.dropout: a Llama has none")
     return {
-        "model_type": "llama", "hidden_size": section.hidden, "num_hidden_layers": section.layers,
-        "num_attention_heads": section.heads, "num_key_value_heads": section.kv_heads or section.heads,
-        "intermediate_size": section.ffn or -(-8 * section.hidden // 3 // 64) * 64, "vocab_size": section.vocab,
-        "max_position_embeddings": positions, "tie_word_embeddings": bool(section.tied),
-        "dtype": "float32", "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": section.hidden,
+        "num_hidden_layers": section.layers,
+        "num_attention_heads": section.heads,
+        "num_key_value_heads": section.kv_heads or section.heads,
+        "intermediate_size": section.ffn or -(-8 * section.hidden // 3 // 64) * 64,
+        "vocab_size": section.vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": bool(section.tied),
+        "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
 
 
 def _hub_config(values: Any) -> Any:

@@ -35,11 +35,7 @@ _SKIPPED_IN_A_ROW: Final = 10
 
 
 def train(
-    make: Callable[[], TrainRecipe],
-    *,
-    must_resume: bool = False,
-    say: Progress = silent,
-    warn: Progress = silent,
+    make: Callable[[], TrainRecipe], *, must_resume: bool = False, say: Progress = silent, warn: Progress = silent
 ) -> TrainResult:
     """Run a recipe to its end, to a signal, or from where its checkpoint folder says.
 
@@ -285,9 +281,13 @@ class _Run:
             "hfu": session.work.hfu(seconds),
         }
         self._write(
-            "step", step=session.step, tokens=session.step * tokens, **values,
-            peak_bytes=None if peaks is None else peaks.phases, measured=interval.measured,
-        )  # fmt: skip
+            "step",
+            step=session.step,
+            tokens=session.step * tokens,
+            **values,
+            peak_bytes=None if peaks is None else peaks.phases,
+            measured=interval.measured,
+        )
         if self.log is not None:
             bytes_of = {f"peak_bytes/{name}": float(n) for name, n in peaks.phases.items()} if peaks else {}
             self.log.scalars(session.step, values | bytes_of)
@@ -335,19 +335,24 @@ class _Run:
         seconds = median(self.seen.seconds) if self.seen.seconds else None
         planned = session.planned
         return TrainResult(
-            steps=session.step, resumed_step=self.first_step, stopped=stopped, skipped_steps=self.seen.skipped,
+            steps=session.step,
+            resumed_step=self.first_step,
+            stopped=stopped,
+            skipped_steps=self.seen.skipped,
             first_loss=self.seen.losses[0] if self.seen.losses else None,
             last_loss=self.seen.losses[-1] if self.seen.losses else None,
             step_seconds=seconds,
             tokens_per_second=None if seconds is None else batch.global_batch * batch.seq / seconds,
             mfu=None if seconds is None else session.work.mfu(seconds),
             hfu=None if seconds is None else session.work.hfu(seconds),
-            first_step_peaks=worst.get(1), second_step_peaks=worst.get(2), later_peaks=worst.get(3),
+            first_step_peaks=worst.get(1),
+            second_step_peaks=worst.get(2),
+            later_peaks=worst.get(3),
             predicted_peak_bytes=None if planned is None else planned.predicted_peak_bytes,
             budget=session.recipe.plan.budget,
             log=self.session.recipe.log.folder,
             checkpoint=session.recipe.checkpoint.folder,
-        )  # fmt: skip
+        )
 
 
 def _line(step: int, recipe: TrainRecipe, values: Mapping[str, float | None]) -> str:

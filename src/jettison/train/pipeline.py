@@ -107,17 +107,24 @@ class Pipeline:
         """Each stage, and tensors like those that come to it; its loss for planning is a stand-in."""
         layout = self._places.layout
         work = order(
-            layout.schedule, stage=self._numbers[0], stages=layout.pp, micro_batches=micro_batches,
+            layout.schedule,
+            stage=self._numbers[0],
+            stages=layout.pp,
+            micro_batches=micro_batches,
             virtual_stages=layout.virtual_stages,
-        )  # fmt: skip
+        )
         held = in_flight(work)
         for stage, number, whole, half in zip(self.stages, self._numbers, held.forward, held.weight, strict=True):
             stream = torch.zeros_like(self._stream(stage), device=self._device)
             batch = (rows[:, :-1],) if stage.is_first else received(stream)
             yield RankModule(
-                model=stage, batch=batch, loss_fn=stand_in_loss, regions=blocks_of(stage),
-                in_flight=min(whole + half, micro_batches), number=number,
-            )  # fmt: skip
+                model=stage,
+                batch=batch,
+                loss_fn=stand_in_loss,
+                regions=blocks_of(stage),
+                in_flight=min(whole + half, micro_batches),
+                number=number,
+            )
 
     def context(self) -> AbstractContextManager[object]:
         """Nothing."""
@@ -133,11 +140,16 @@ class Pipeline:
         count = layout.pp * layout.virtual_stages
         self._made = made = [
             self.stage_class(
-                stage, number, count, self._device, group=self._places.group("pp"),
-                input_args=self._input(stage), output_args=self._output(stage),
+                stage,
+                number,
+                count,
+                self._device,
+                group=self._places.group("pp"),
+                input_args=self._input(stage),
+                output_args=self._output(stage),
             )
             for stage, number in zip(self.stages, self._numbers, strict=True)
-        ]  # fmt: skip
+        ]
         loss = self.stages[-1].loss
         try:
             if layout.schedule is Schedule.GPIPE:
@@ -160,9 +172,11 @@ class Pipeline:
         losses: list[Tensor] = []
         with phase("passes"):
             self._schedule.step(
-                *((rows[:, :-1],) if first else ()), target=rows[:, 1:] if last else None,
-                losses=losses if last else None, return_outputs=False,
-            )  # fmt: skip
+                *((rows[:, :-1],) if first else ()),
+                target=rows[:, 1:] if last else None,
+                losses=losses if last else None,
+                return_outputs=False,
+            )
             parameters = [p for stage in self.stages for p in stage.parameters()]
             self._places.complete(parameters)
             for parameter in self.tied:

@@ -43,9 +43,7 @@ class Places:
         """Lay the ranks out."""
         replicas, shards = (1, layout.dp) if layout.zero else (layout.dp, 1)
         sizes = (layout.pp, replicas, shards, layout.tp)
-        return cls(
-            layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES), mixed=mixed
-        )  # fmt: skip
+        return cls(layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES), mixed=mixed)
 
     @property
     def averaging(self) -> Averaging:

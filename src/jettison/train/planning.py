@@ -152,9 +152,13 @@ def _apply(part: RankModule, plan: Plan, like: str) -> Applied:
 
 def _trace(part: RankModule) -> ModelTrace:
     return trace_model(
-        part.model, part.batch, loss_fn=part.loss_fn, regions=part.regions, mode=part.mode,
+        part.model,
+        part.batch,
+        loss_fn=part.loss_fn,
+        regions=part.regions,
+        mode=part.mode,
         loop=Loop(holds_output=False),
-    )  # fmt: skip
+    )
 
 
 def _recomputed_flops(applied: Applied) -> int:

@@ -38,9 +38,17 @@ from jettison.train.world import World, agreed
 _FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
 """What goes wrong with files. CheckpointException is no Exception: it has to be named."""
 DAMAGE: Final = (
-    *_FILE_ERRORS, EOFError, LookupError, AttributeError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile,
-    zlib.error, struct.error, NotImplementedError,
-)  # fmt: skip
+    *_FILE_ERRORS,
+    EOFError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    NotImplementedError,
+)
 """What readers make of bytes that are not what was written."""
 
 
@@ -52,8 +60,14 @@ class _Unpickler(pickle.Unpickler):
             *(
                 ("torch.distributed.checkpoint.metadata", name)
                 for name in (
-                    "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta",
-                    "MetadataIndex", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+                    "Metadata",
+                    "TensorStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "TensorProperties",
+                    "StorageMeta",
+                    "MetadataIndex",
+                    "BytesStorageMetadata",
+                    "_MEM_FORMAT_ENCODING",
                 )
             ),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -65,7 +79,7 @@ class _Unpickler(pickle.Unpickler):
             ("pathlib._local", "PosixPath"),
             ("pathlib._local", "WindowsPath"),
         }
-    )  # fmt: skip
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         found = getattr(torch, name, None) if module == "torch" and "." not in name else None

@@ -210,9 +210,14 @@ class LayoutSection:
                 "start as many with torchrun --nproc-per-node, or change the layout"
             )
         return Layout(
-            dp=dp, zero=self.zero, tp=self.tp, sp=self.tp > 1 if self.sp is None else self.sp, pp=self.pp,
-            virtual_stages=self.virtual_stages, schedule=Schedule(self.schedule),
-        )  # fmt: skip
+            dp=dp,
+            zero=self.zero,
+            tp=self.tp,
+            sp=self.tp > 1 if self.sp is None else self.sp,
+            pp=self.pp,
+            virtual_stages=self.virtual_stages,
+            schedule=Schedule(self.schedule),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

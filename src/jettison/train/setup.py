@@ -67,11 +67,18 @@ class Session:
         """What a checkpoint says."""
         batch, layout = self.recipe.batch, self.layout
         return RunState(
-            step=self.step, steps=self.recipe.steps, seed=self.recipe.seed, global_batch=batch.global_batch,
-            seq=batch.seq, data=self.text.digest, world=self.world.size,
+            step=self.step,
+            steps=self.recipe.steps,
+            seed=self.recipe.seed,
+            global_batch=batch.global_batch,
+            seq=batch.seq,
+            data=self.text.digest,
+            world=self.world.size,
             layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
-            model=self.model, optimizer=optimizer_state(self.recipe.optimizer), schedule=schedule(self.recipe),
-        )  # fmt: skip
+            model=self.model,
+            optimizer=optimizer_state(self.recipe.optimizer),
+            schedule=schedule(self.recipe),
+        )
 
 
 def prepare(
@@ -115,13 +122,23 @@ def prepare(
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
     session = Session(
-        recipe=recipe, world=world, layout=layout, accumulation=accumulation, data_rank=places.data_rank,
-        batches=batches, text=text, model=model, engine=engine, optimizer=optimizer, planned=planned, work=work,
+        recipe=recipe,
+        world=world,
+        layout=layout,
+        accumulation=accumulation,
+        data_rank=places.data_rank,
+        batches=batches,
+        text=text,
+        model=model,
+        engine=engine,
+        optimizer=optimizer,
+        planned=planned,
+        work=work,
         meter=MemoryMeter(
             world.device, recipe.log.memory_steps, lambda: alive(engine.parts, optimizer), storages=world.size > 1
         ),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
-    )  # fmt: skip
+    )
     _resume(session, must_resume=must_resume, say=say)
     return session
 
@@ -189,9 +206,10 @@ def _plan(
     made = [found for found in decisions if found is not None]
     rounds = range(len(decision.plans))  # chunks go round the stages
     return Planned(
-        recomputed_flops=flops, plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
+        recomputed_flops=flops,
+        plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
         predicted_peak_bytes=max((found.predicted_peak_bytes or 0 for found in made), default=0) or None,
-    )  # fmt: skip
+    )
 
 
 def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, batches: Batches) -> StepWork:

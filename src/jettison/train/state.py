@@ -123,8 +123,10 @@ def schedule(recipe: TrainRecipe) -> dict[str, Any]:
     out: dict[str, Any] = {f"optimizer.{name}": getattr(recipe.optimizer, name) for name in names}
     end = recipe.optimizer.decay_steps or recipe.steps
     return out | {
-        "optimizer.decay_steps": end, "precision": recipe.precision, "model.attention": recipe.model.attention,
-    }  # fmt: skip
+        "optimizer.decay_steps": end,
+        "precision": recipe.precision,
+        "model.attention": recipe.model.attention,
+    }
 
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -133,9 +133,11 @@ class Watch:
     def _beat(self) -> None:
         self._number += 1
         values = {
-            "number": self._number, "place": self._place, "gave_up": self._gave_up,
+            "number": self._number,
+            "place": self._place,
+            "gave_up": self._gave_up,
             "begun": {group.group_name: group._get_sequence_number_for_group() for group in self._groups},
-        }  # fmt: skip
+        }
         self._store.set(self._key(self._world.rank), json.dumps(values))
 
     def _beats(self) -> list[Beat]:

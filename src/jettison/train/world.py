@@ -140,9 +140,13 @@ def _initialize(device: torch.device) -> None:
     store, rank, size = next(rendezvous("env://", timeout=_SETUP))
     turn = store.add(f"jettison/joined/{rank}", 1)  # addresses of a job's last run still stand in its store
     dist.init_process_group(
-        backend, store=dist.PrefixStore(f"jettison/{turn}", store), rank=rank, world_size=size, timeout=_SETUP,
+        backend,
+        store=dist.PrefixStore(f"jettison/{turn}", store),
+        rank=rank,
+        world_size=size,
+        timeout=_SETUP,
         device_id=device if cuda else None,
-    )  # fmt: skip
+    )
 
 
 def _backends(group: dist.ProcessGroup) -> Iterator[Any]:

@@ -43,9 +43,13 @@ def estimate(
     memory, chosen = _memory(run, device)
     found = estimate_run(run, device, execution=how, chosen=chosen)
     return EstimateReport(
-        model=model, asked=asked, found=found, memory=memory, available_bytes=available_bytes(device, run),
+        model=model,
+        asked=asked,
+        found=found,
+        memory=memory,
+        available_bytes=available_bytes(device, run),
         trilemma=_explain(found) if explain else None,
-    )  # fmt: skip
+    )
 
 
 def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:

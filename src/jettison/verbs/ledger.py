@@ -71,13 +71,7 @@ def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
 
 
 def _described(
-    model: str,
-    request: RunRequest,
-    *,
-    budget: str | None,
-    gpu: str | None,
-    fit: bool,
-    explain: bool,
+    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool
 ) -> LedgerReport:
     """What `jettison ledger` says of a preset or of a config.json.
 
@@ -102,10 +96,14 @@ def _described(
     choice = _choose(asked, budget_bytes) if budget_bytes is not None and auto else None
     found = forecast(asked.run) if choice is None else choice.forecast
     return forecast_report(
-        model, asked, found, limit=limit, choice=choice,
+        model,
+        asked,
+        found,
+        limit=limit,
+        choice=choice,
         fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
         explanation=_explain(found, budget_bytes) if explain else None,
-    )  # fmt: skip
+    )
 
 
 def _choose(asked: Resolved, budget_bytes: int) -> AutoForecast:

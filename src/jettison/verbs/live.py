@@ -87,9 +87,14 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
         PhaseRow(phase="optimizer", peak_bytes=step.optimizer_peak_bytes),
     )
     return LedgerReport(
-        model=request.model, recompute=recompute, parameters=_count(traced.fake_model), ledger=entries, stages=(stage,),
-        phases=phases if optimizer else phases[:2], warnings=tuple(traced.warnings),
-    )  # fmt: skip
+        model=request.model,
+        recompute=recompute,
+        parameters=_count(traced.fake_model),
+        ledger=entries,
+        stages=(stage,),
+        phases=phases if optimizer else phases[:2],
+        warnings=tuple(traced.warnings),
+    )
 
 
 def live_plan(request: ModelRequest, *, budget: str, progress: Progress = silent) -> PlanReport:

@@ -59,11 +59,17 @@ def _described(model: str, request: RunRequest, budget: str) -> ForecastPlan:
     policies = dict(layer_policies(choice))
     layers = tuple(
         LayerChoice(
-            layer=part.name, stage=stage.index, policy=policies[part.name], offloaded_bytes=0,
+            layer=part.name,
+            stage=stage.index,
+            policy=policies[part.name],
+            offloaded_bytes=0,
             kept_bytes=part.region.program.kept_bytes(part.kept),
             recompute_flops=part.passes(run.precision.gradient).recompute_flops,
         )
-        for stage in choice.forecast.stages for chunk in stage.parts for part in chunk if part.is_layer
-    )  # fmt: skip
+        for stage in choice.forecast.stages
+        for chunk in stage.parts
+        for part in chunk
+        if part.is_layer
+    )
     ordered = tuple(sorted(layers, key=lambda entry: run.model.layer_names.index(entry.layer)))
     return ForecastPlan(model=model, choice=choice, layers=ordered, solver_seconds=seconds)

@@ -46,7 +46,12 @@ def search(
     begin = time.perf_counter()
     with nullcontext() if state is None else Journal(state) as journal:
         answer = find(
-            space, device, budget_bytes=None if budget is None else parse_bytes(budget), top=top, jobs=jobs,
-            journal=journal, progress=progress,
-        )  # fmt: skip
+            space,
+            device,
+            budget_bytes=None if budget is None else parse_bytes(budget),
+            top=top,
+            jobs=jobs,
+            journal=journal,
+            progress=progress,
+        )
     return SearchReport(model=model, hardware=device, answer=answer, seconds=time.perf_counter() - begin)

@@ -80,9 +80,15 @@ def verify(
     applied = handle
     if budget is not None:
         applied = auto_checkpoint(
-            model, batch, budget, optimizer=optimizer, loss_fn=loss_fn, holds_output=holds_output,
-            gradients_held=False, progress=progress,
-        )  # fmt: skip
+            model,
+            batch,
+            budget,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            holds_output=holds_output,
+            gradients_held=False,
+            progress=progress,
+        )
     elif plan is not None:
         progress("applying the plan")
         applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn)
@@ -236,12 +242,15 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
     opaque = {call.name for call in traced.calls if call.problem}
     return tuple(
         LayerProof(
-            layer=layer, policy=words.get(layer, "none"), plain_bytes=before[layer],
-            predicted_bytes=after.get(layer, 0), observed_bytes=observed.get(names.get(layer, layer), 0),
+            layer=layer,
+            policy=words.get(layer, "none"),
+            plain_bytes=before[layer],
+            predicted_bytes=after.get(layer, 0),
+            observed_bytes=observed.get(names.get(layer, layer), 0),
             counted=layer not in opaque,
         )
         for layer in before
-    )  # fmt: skip
+    )
 
 
 def _names(applied: Applied) -> tuple[str, ...]:

@@ -1,0 +1,179 @@
+"""Models that are copied or compiled after planning: right, and never without a word."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import jettison
+from support.structure import BLOCKS, WIDTH, Other, batch, calls, net, planned, said, same, step
+from support.toys import Net
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """What it learnt of one model's frames does not count for the next."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# copies ---------------------------------------------------------------------------------------------------------------
+
+
+def _copied(model: Any) -> Any:
+    return copy.copy(model)
+
+
+def _replicated(model: Any) -> Any:
+    return model._replicate_for_data_parallel()
+
+
+def _with_other_blocks(twin: Any) -> Any:
+    twin._modules = dict(twin._modules)
+    torch.manual_seed(5)
+    twin.layers = nn.ModuleList(Other() for _ in range(BLOCKS))
+    return twin
+
+
+@pytest.mark.parametrize("copied", [_copied, _replicated])
+def test_a_shallow_copy_runs_its_own_modules(copied: Callable[[Any], Any]) -> None:
+    model, handle = planned()
+    twin, expected = _with_other_blocks(copied(model)), step(_with_other_blocks(copied(net())))
+    got, texts = said(lambda: step(twin))
+    assert same(got, expected)
+    assert len(texts) == 1
+    assert "shallow copy of the model" in texts[0]
+    assert "without the plan" in texts[0]
+    assert calls(handle) == {"": 0, "layers.0": 0, "layers.1": 0, "layers.2": 0}
+    assert said(lambda: step(twin))[1] == []  # once
+    assert same(step(model), step(net()))  # the original runs as planned
+    assert all(n == 1 for n in calls(handle).values())
+
+
+def test_shallow_copies_of_blocks_with_hooks_run_their_own_parts() -> None:
+    def rebuilt(model: Any) -> Any:
+        twin = copy.copy(model)
+        twin._modules = {"layers": nn.ModuleList(copy.copy(layer) for layer in model.layers)}
+        torch.manual_seed(7)
+        for layer in twin.layers:
+            layer._modules = {"a": nn.Linear(WIDTH, WIDTH), "b": layer.b}
+            layer.register_forward_hook(lambda _m, _a, out: out * 0.5)
+        return twin
+
+    model, _ = planned()
+    got, texts = said(lambda: step(rebuilt(model)))
+    assert same(got, step(rebuilt(net())))
+    assert any("shallow copy" in text for text in texts)
+
+
+def test_a_shallow_copy_outlives_the_plan() -> None:
+    model, handle = planned()
+    twin = _with_other_blocks(copy.copy(model))
+    handle.remove()
+    got, texts = said(lambda: step(twin))
+    assert same(got, step(_with_other_blocks(copy.copy(net()))))
+    assert texts == []
+    assert same(step(model), step(net()))
+
+
+def test_a_copy_with_a_forward_of_its_own_runs_what_it_would_without_a_plan() -> None:
+    def patched() -> Any:
+        model = net()
+        model.forward = types.MethodType(lambda s, x: Net.forward(s, x) * 3, model)
+        return model
+
+    model = patched()
+    jettison.apply(model, "full", batch=(batch(),))
+    got, _ = said(lambda: step(_with_other_blocks(copy.copy(model))))
+    assert same(got, step(_with_other_blocks(copy.copy(patched()))))
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compile_over_a_plan_runs_as_planned_and_says_so() -> None:
+    model, handle = planned()
+    compiled = torch.compile(model, backend="eager")
+    got, texts = said(lambda: step(model, compiled))
+    assert same(got, step(net()))
+    assert [text for text in texts if "torch.compile has no effect" in text] == texts
+    assert len(texts) == 1
+    assert all(n == 1 for n in calls(handle).values())
+    assert said(lambda: step(model, compiled))[1] == []
+
+
+@pytest.mark.usefixtures("compiler")
+def test_blocks_compiled_after_planning_run_as_planned() -> None:
+    model, handle = planned()
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    got, _ = said(lambda: [step(model) for _ in range(3)][-1])
+    assert same(got, step(net()))
+    assert all(n == 3 for n in calls(handle).values())
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_part_compiled_after_planning_gives_the_same_gradients() -> None:
+    model, _ = planned()
+    step(model)
+    for layer in model.layers:
+        layer.a.compile(backend="eager")
+    got, _ = said(lambda: step(model))
+    assert same(got, step(net()))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_whole_graphs_are_refused_in_words() -> None:
+    model, _ = planned()
+    with pytest.raises(Exception, match="runs under a plan"):
+        torch.compile(model, backend="eager", fullgraph=True)(batch())
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_copies_run_their_own_modules() -> None:
+    model, _ = planned()
+    twin = _with_other_blocks(copy.copy(model))
+    got, _ = said(lambda: step(twin, torch.compile(twin, backend="eager")))
+    assert same(got, step(_with_other_blocks(copy.copy(net()))))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_without_gradients_has_no_plan_to_follow() -> None:
+    model, handle = planned()
+    with torch.no_grad():
+        got, texts = said(lambda: torch.compile(model, backend="eager", fullgraph=True)(batch()))
+        assert torch.equal(got, net()(batch()))
+    assert texts == []
+    assert calls(handle)[""] == 0
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_planned_model_is_exported_as_it_was() -> None:
+    model, _ = planned()
+    exported = torch.export.export(model, (batch(),))
+    assert torch.allclose(exported.module()(batch()), net()(batch()))
+
+
+def test_compiled_first_is_refused() -> None:
+    with pytest.raises(jettison.errors.UnsupportedModule, match="is compiled"):
+        jettison.apply(torch.compile(net(), backend="eager"), "full", batch=(batch(),))
+    model = net()
+    model.layers[1].compile(backend="eager")
+    with pytest.raises(jettison.errors.UnsupportedModule, match=r"layers\.1 is compiled"):
+        jettison.apply(model, "full", batch=(batch(),))
