@@ -50,7 +50,7 @@ def patient() -> None:
     if "torch" in sys.modules:
         from jettison.dryrun import worker
 
-        worker.SILENCE_SECONDS = PATIENCE
+        worker.START_SECONDS = worker.SILENCE_SECONDS = PATIENCE
 
 
 @pytest.fixture

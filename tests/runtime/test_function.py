@@ -241,7 +241,7 @@ def test_what_a_closure_counts_counts_calls(made: Callable[[], Any], recorded: b
 
 def test_an_iterator_that_moves_in_a_function_is_refused_in_words() -> None:
     numbers = itertools.count(1)
-    with pytest.raises(UnsupportedModule, match="iterator"):
+    with pytest.raises(UnsupportedModule, match="takes from a"):
         jettison.checkpoint(lambda y: (y * next(numbers)).sin(), torch.randn(3, requires_grad=True)).sum().backward()
 
 

@@ -242,6 +242,24 @@ def test_a_number_that_was_changed_before_the_first_step_is_detected() -> None:
         assert not any(report.fallback for report in handle.report())
 
 
+class Counted(Block):
+    """Counts its runs on its class, which changes nothing that it computes."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).runs += 1
+        return super().forward(x)
+
+
+def test_a_count_on_a_class_that_changes_nothing_is_recorded_again_once() -> None:
+    model, plain, x = pair(Counted)
+    with jettison.apply(model, "full", batch=(x,)) as handle:
+        for _ in range(6):
+            assert_same_step(model, plain, x)
+        assert recordings(handle) <= 2 * (LAYERS + 1)
+
+
 class Tabled:
     def __init__(self, table: dict[str, int]) -> None:
         self.table = table

@@ -6,6 +6,7 @@ The promise: a planned step leaves the very bits that a plain one leaves, or an 
 from silent import (
     aliasing,
     arguments,
+    holders,
     later,
     outside,
     passes,
@@ -14,6 +15,7 @@ from silent import (
     streams,
     structure,
     switches,
+    tensors,
     transforms,
     values,
 )
@@ -26,6 +28,7 @@ __all__ = [
     "POLICIES",
     "aliasing",
     "arguments",
+    "holders",
     "later",
     "outside",
     "passes",
@@ -34,6 +37,7 @@ __all__ = [
     "streams",
     "structure",
     "switches",
+    "tensors",
     "transforms",
     "values",
 ]

@@ -296,7 +296,8 @@ def bits(tensor: Tensor | None) -> Any:
         return "not there yet"
     if isinstance(tensor, FakeTensor) or type(tensor).__name__ == "FunctionalTensor":
         return FAKE
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    plain = dense.resolve_conj().resolve_neg().contiguous()
     if plain.device.type == "meta":
         return META
     flat = plain.reshape(-1)
@@ -347,7 +348,8 @@ def _put_back(plain: Program, planned: Program) -> None:
     twin = dict((*plain.model.named_parameters(), *plain.model.named_buffers()))
     with torch.no_grad():
         for name, tensor in (*planned.model.named_parameters(), *planned.model.named_buffers()):
-            tensor.copy_(twin[name])
+            if not tensor.is_inference():
+                tensor.copy_(twin[name])
     modules = dict(plain.model.named_modules())
     for path, module in planned.model.named_modules():
         _take_over(dict(_own(modules[path])), vars(module))

@@ -214,9 +214,9 @@ class _Faker:
             if isinstance(tensor, nn.Parameter):
                 return _as_parameter(tensor, wrapped)
             return wrapped.requires_grad_(tensor.requires_grad)
-        if is_traceable_wrapper_subclass(tensor):  # other wrappers fake their parts
-            wrapped = self._mode.from_tensor(tensor)
-            return wrapped
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:  # these fake their parts
+            parts = self._mode.from_tensor(tensor)
+            return parts
         device = self._device or tensor.device
         fake: Tensor = FakeTensor(self._mode, self._meta(tensor), device)
         if isinstance(tensor, nn.Parameter):

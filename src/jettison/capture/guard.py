@@ -22,7 +22,7 @@ from jettison.capture.reach import HOOK_TABLES, function_reach, globals_of, is_o
 DEEPEST = 4
 MOST_SETTINGS = 20_000
 Setting = tuple[int, Any]
-"""(id of the table, key)."""
+"""(id of the table, or of the class that it is of; key)."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -57,6 +57,7 @@ class ModuleGuard:
         self.forwards: list[tuple[dict[str, Any], Any]] = []
         self.children: set[int] = set()  # tables of submodules
         self._seen: set[int] = set()
+        self._classes: dict[int, tuple[int, Any]] = {}  # views of classes' tables, made anew each time: id -> class
         for sub in module.modules():
             self._attributes(vars(sub), 0)
             self._class_settings(sub)
@@ -75,7 +76,7 @@ class ModuleGuard:
                 if isinstance(function, types.FunctionType):
                     self._globals(function)
         if ignored:
-            self.settings = [s for s in self.settings if (id(s[0]), s[1]) not in ignored]
+            self.settings = [s for s in self.settings if (self._id(s[0]), s[1]) not in ignored]
             self.sequences = [s for s in self.sequences if (id(s[0]), _LENGTH) not in ignored]
             self.sizes = [s for s in self.sizes if (id(s[0]), _LENGTH) not in ignored]
             self.cells = [c for c in self.cells if (id(c[0]), _LENGTH) not in ignored]
@@ -151,14 +152,19 @@ class ModuleGuard:
     def _class_settings(self, module: nn.Module) -> None:
         """Settings that live on the class: there they may change, and on the module they may be covered."""
         for cls in own_classes(module):
-            for key, value in vars(cls).items():
+            table: Any = vars(cls)
+            self._classes[id(table)] = id(cls), table
+            for key, value in table.items():
                 if (isinstance(value, _SCALARS) or _is_plain(value)) and key[:2] != "__":
-                    self.settings.append((vars(cls), key, value))  # type: ignore[arg-type]
+                    self.settings.append((table, key, value))
                     if key not in vars(module):
                         self.settings.append((vars(module), key, _MISSING))
                 elif key == "forward" and id(value) not in self._seen:
                     self._seen.add(id(value))
-                    self.settings.append((vars(cls), key, value))  # type: ignore[arg-type]
+                    self.settings.append((table, key, value))
+
+    def _id(self, table: Any) -> int:
+        return self._classes.get(id(table), (id(table),))[0]
 
     # comparing -------------------------------------------------------------------------------------------------------
 
@@ -185,7 +191,7 @@ class ModuleGuard:
 
     def values(self, settings: frozenset[Setting]) -> list[Any]:
         """What is at those settings now."""
-        found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (id(table), key) in settings]
+        found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (self._id(table), key) in settings]
         found += [tuple(s) for s, _ in self.sequences if (id(s), _LENGTH) in settings]
         found += [len(s) for s, _ in self.sizes if (id(s), _LENGTH) in settings]
         found += [own_forward(a) for a, _ in self.forwards if (id(a), "forward") in settings]
@@ -199,7 +205,7 @@ class ModuleGuard:
         for table, key, value in self.settings:
             now = _in(table, key)
             if now is not value and not _alike(now, value):
-                yield (id(table), key), key
+                yield (self._id(table), key), key
         for size, count in self.sizes:
             if len(size) != count:
                 yield (id(size), _LENGTH), "the entries of a dict"

@@ -71,7 +71,7 @@ class TensorState:
         if tensor.is_leaf:
             if tensor.requires_grad is not self.wants:
                 tensor.requires_grad_(self.wants)
-            if self.grad is not None and tensor.grad is not self.grad:
+            if tensor.grad is not self.grad:
                 tensor.grad = self.grad
 
 

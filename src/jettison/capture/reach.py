@@ -12,7 +12,9 @@ import contextlib
 import contextvars
 import functools
 import gc
+import io
 import os
+import queue
 import sys
 import types
 import warnings
@@ -148,9 +150,9 @@ class Reach:
         moved = self.moved()
         if moved:
             raise UnsupportedModule(
-                f"the forward takes from a {type(moved[0]).__name__} that outlives it, and a run that plans or records "
-                "the forward has made it go on. That cannot be put back: count in an attribute, or index a list, "
-                "instead of an iterator; and make this one again before you train"
+                f"the forward takes from a {type(moved[0]).__name__} that outlives it, or adds to it, and a run that "
+                "plans or records the forward has made it go on. That cannot be put back: count in an attribute, or "
+                "index a list, instead; and make this one again before you train"
             )
 
     def restore_streams(self) -> None:
@@ -230,7 +232,9 @@ class Reach:
             return
         if is_stream(value):
             self.streams.append((value, stream_state(value)))
-        if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:  # others have tables or slots
+        if isinstance(value, _FILLED) or (  # iterators of other kinds have tables or slots
+            isinstance(value, Iterator) and type(value).__module__ in _ITERATORS
+        ):
             self.iterators.append((value, iterator_state(value)))
         if isinstance(value, functools._lru_cache_wrapper):
             table = next((t for t in gc.get_referents(value) if type(t) is dict and t is not vars(value)), {})
@@ -255,10 +259,15 @@ class Reach:
 
 
 _ITERATORS = ("builtins", "itertools")
+_FILLED = (queue.SimpleQueue, io.StringIO, io.BytesIO)
 
 
 def iterator_state(iterator: Any) -> Any:
-    """How far an iterator is; equal for as long as nobody has asked it for more."""
+    """How far an iterator is, equal for as long as nobody has asked it for more; and what else C keeps for itself."""
+    if isinstance(iterator, queue.SimpleQueue):
+        return iterator.qsize()
+    if isinstance(iterator, io.StringIO | io.BytesIO):
+        return None if iterator.closed else (iterator.tell(), iterator.getvalue())
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, _frozen(tuple(frame.f_locals.values())))

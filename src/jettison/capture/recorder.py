@@ -29,7 +29,7 @@ from jettison.capture.signature import kernel_switches
 from jettison.capture.streams import default_stream
 from jettison.capture.tape import Tape
 from jettison.capture.trees import op_leaves, op_map, tree_flatten, tree_leaves
-from jettison.capture.wrapped import plain, storage_of
+from jettison.capture.wrapped import is_dense, plain, storage_of, version_of
 from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Op, Program, Slot, Source
 
@@ -129,10 +129,10 @@ class Recorder(Tape):
     def saved(self, tensor: Tensor) -> int:
         """Autograd saved this tensor; its slot."""
         part = plain(tensor)
-        if part.layout is not torch.strided:
+        if not is_dense(part):
             raise TraceError(f"it saves a tensor whose layout is {part.layout}")
         ref = self.ref(tensor)
-        self.slots.append(Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, part._version))
+        self.slots.append(Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part)))
         self._keepable(ref.buffer)
         return len(self.slots) - 1
 
@@ -280,7 +280,7 @@ class Recorder(Tape):
         held = [(i, saved) for i, saved in enumerate(self.slots) if saved.ref.buffer == old]
         places = [self.ref(t) for t in written]
         for _i, saved in held:
-            if saved.tensor._version != saved.version or not all(are_apart(saved.ref, place) for place in places):
+            if version_of(saved.tensor) != saved.version or not all(are_apart(saved.ref, place) for place in places):
                 return False
         for i, saved in held:
             self.slots[i] = saved._replace(ref=replace(saved.ref, buffer=new))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from jettison.capture.randomness import ADVANCE, Movement
 from jettison.capture.recording import Call, Read, TensorRef
-from jettison.capture.wrapped import plain, storage_of
+from jettison.capture.wrapped import is_dense, plain, storage_of
 from jettison.ledger.program import Buffer, Op, Source
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -59,7 +59,7 @@ class Tape:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it lies in memory that was seen before."""
-        return storage_of(tensor) in self._current
+        return is_dense(tensor) and storage_of(tensor) in self._current
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
+from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
 from jettison.errors import TraceError
 from jettison.ledger.program import Program
@@ -99,7 +100,7 @@ class ModelTrace:
         """Everything run on the fake copy belongs into this context; autocast is as it was when the trace was taken."""
         with (
             as_signed(self.root_signature[1]),
-            leaving_nothing([self.fake_model]),
+            leaving_nothing([self.fake_model], [self.loss_fn, *tree_leaves(self.batch)]),
             tracing(self.mode, values_known=self.values_known),
         ):
             yield

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jettison.errors import TraceError
+
 
 class _Kind(Enum):
     PLAIN = 0
@@ -82,10 +84,27 @@ def wrapping(tensor: Any) -> Wrapping | None:
     return Wrapping(tensor._spec) if _kind_of(tensor) is _Kind.DISTRIBUTED else None
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it lies in one memory; a sparse tensor lies in several."""
+    return plain(tensor).layout is torch.strided
+
+
 def storage_of(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor, wrapped or not."""
-    found: int = plain(tensor).untyped_storage()._cdata
+    """Identity of the memory behind a tensor, wrapped or not.
+
+    Raises:
+        TraceError: it is sparse.
+    """
+    part = plain(tensor)
+    if not is_dense(part):
+        raise TraceError(f"it computes with a tensor whose layout is {part.layout}")
+    found: int = part.untyped_storage()._cdata
     return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count, nor may autograd save them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def infers_shapes() -> bool:

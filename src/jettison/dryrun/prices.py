@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.opinfo import is_communication
+from jettison.capture.trees import op_leaves
 from jettison.dryrun.safe import has_no_workspace, is_safe
 from jettison.dryrun.trial import KernelRun, OpRequest, least_seconds, workspaces
 from jettison.dryrun.worker import run_apart
@@ -145,6 +146,8 @@ class MeasuredWorkspace:
         most = self._most.get(str(func))
         if most == 0 and _takes_nothing(func, args):
             return 0
+        if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in op_leaves(args, kwargs)):
+            return most or 0  # a sparse one cannot be made up
         request = OpRequest.of(func, args, kwargs)
         price = self._prices.get(request.key)
         if price is None:

@@ -21,7 +21,8 @@ import torch
 
 from jettison.dryrun.trial import KernelRun, OpRequest, workspaces
 
-SILENCE_SECONDS = 60.0  # for importing torch, and for any one kernel
+START_SECONDS = 240.0  # for importing torch, on a machine that does other things as well, and the first kernel
+SILENCE_SECONDS = 60.0  # for any other one
 MOST_WORKERS = 8
 _START = "from jettison.dryrun.worker import serve; serve()"
 
@@ -112,7 +113,7 @@ def _one_worker(calls: list[_Call]) -> list[KernelRun | str]:
         except OSError:  # died early
             return []
         while len(answers) < len(calls):
-            answer = _answer(worker, worker.stdout)
+            answer = _answer(worker, worker.stdout, SILENCE_SECONDS if answers else START_SECONDS)
             if answer is None:
                 break
             answers.append(answer)
@@ -123,9 +124,9 @@ def _one_worker(calls: list[_Call]) -> list[KernelRun | str]:
     return answers
 
 
-def _answer(worker: subprocess.Popen[bytes], pipe: IO[bytes]) -> KernelRun | str | None:
-    """The next answer; None if there will be none."""
-    alarm = threading.Timer(SILENCE_SECONDS, worker.kill)
+def _answer(worker: subprocess.Popen[bytes], pipe: IO[bytes], seconds: float) -> KernelRun | str | None:
+    """The next answer; None if there will be none, or not in time."""
+    alarm = threading.Timer(seconds, worker.kill)
     alarm.start()
     try:
         head = pipe.read(4)

@@ -26,7 +26,7 @@ from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.streams import Streams
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.undo import WritesUndone
-from jettison.capture.wrapped import arrived, desugars, plain, storage_of
+from jettison.capture.wrapped import arrived, desugars, is_dense, plain, storage_of, version_of
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again
@@ -58,7 +58,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
     looks = _Looks()
     try:
         with _without_gradients(module), _buffers_as(module, _copies(module)) as copies:
-            before = {key: (b._version, _witness(b, 0, Check.FULL)) for key, b in copies.items()}
+            before = {key: (version_of(b), _witness(b, 0, Check.FULL)) for key, b in copies.items()}
             again = _cloned(copies)
             given = _copied((args, kwargs))
             elsewhere.undo.adopt(
@@ -69,7 +69,7 @@ def trial(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: di
                 if elsewhere.undo.wrote:
                     return Verdict(again=False, why="its forward writes to tensors that are no buffers of its")
             written = tuple(  # kernels that write statistics do not all tell the version counter
-                key for key, b in copies.items() if b._version != before[key][0] or not before[key][1].agrees(b)
+                key for key, b in copies.items() if version_of(b) != before[key][0] or not before[key][1].agrees(b)
             )
             streams.restore()
             with as_signed(signature), _buffers_as(module, again):
@@ -112,7 +112,8 @@ class _Looks:
         return frozenset(number for number, witness in enumerate(self.seen) if witness is None)
 
     def first(self, tensor: Tensor) -> None:
-        self.seen.append(None if self.hollow.has(tensor) else _witness(tensor, 0, Check.FULL))
+        unseen = not is_dense(tensor) or self.hollow.has(tensor)
+        self.seen.append(None if unseen else _witness(tensor, 0, Check.FULL))
 
     def second(self, tensor: Tensor) -> None:
         self.at += 1
@@ -285,7 +286,7 @@ class Rerun:
         self.salt = salt
         self.wrong = wrong
         self.rounded = None if how is Check.EXACT else rounded
-        self.versions = [(leaf, leaf._version) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
+        self.versions = [(leaf, version_of(leaf)) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
         self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers())}
         self.free |= {storage_of(leaf) for leaf, _ in self.versions}
         self.streams = Streams.now()
@@ -299,12 +300,11 @@ class Rerun:
 
     def run(self) -> Any:
         """The forward itself."""
-        versions = {key: b._version for key, b in _buffers_of(self.module)}
+        versions = {key: version_of(b) for key, b in _buffers_of(self.module)}
         with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack_dropped):
             output = self.forward(*self.call[0], **self.call[1])
-        self.also = {
-            key: b for key, b in _buffers_of(self.module) if key not in self.buffers and versions.get(key) != b._version
-        }
+        written = {key: b for key, b in _buffers_of(self.module) if versions.get(key) != version_of(b)}
+        self.also = {key: b for key, b in written.items() if key not in self.buffers}
         return output
 
     @of_a_region
@@ -312,7 +312,7 @@ class Rerun:
         """What is there anyway is kept; everything else leaves a witness."""
         index = self.count
         self.count += 1
-        if storage_of(tensor) in self.free:
+        if not is_dense(tensor) or storage_of(tensor) in self.free:
             return Held(tensor)
         unseen = self.how is Check.OFF or index in self.hollow
         witness = None if unseen else _witness(tensor, self.salt * 7919 + index, self.how)
@@ -327,10 +327,10 @@ class Rerun:
 
     def _again(self) -> None:
         for leaf, version in self.versions:
-            if leaf._version != version:
+            if version_of(leaf) != version:
                 raise StaleTensor(
                     f"an argument of a checkpointed region was modified by an inplace operation between forward and "
-                    f"backward: it is at version {leaf._version}; expected version {version}. Write to it after "
+                    f"backward: it is at version {version_of(leaf)}; expected version {version}. Write to it after "
                     "backward, or clone it first"
                 )
         leaves, spec = tree_flatten(self.call)
@@ -366,7 +366,7 @@ class Rerun:
                 if any(elsewhere.undo.has_noted(value) for value in self.values.values()):
                     raise self.wrong("it saves a tensor that it writes to as well, and that is no buffer of its")
             if reach.moved():
-                raise self.wrong("it took from an iterator, which nothing puts back")
+                raise self.wrong("it took from an iterator or filled a queue, which nothing puts back")
         finally:
             now.restore()
             reach.restore()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
-from jettison.capture.wrapped import arrived, plain, storage_of, wrapping
+from jettison.capture.wrapped import arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction, get_state, in_a_copy, run_step, set_state, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
@@ -30,12 +30,12 @@ class Held:
         self.frame = frame
         # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
         self.tensor = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     def open(self) -> Tensor:
         """The tensor, if nobody has written to it."""
-        if self.tensor._version != self.version:
-            raise _stale("a kept tensor", "a planned region", self.version, self.tensor._version)
+        if version_of(self.tensor) != self.version:
+            raise _stale("a kept tensor", "a planned region", self.version, version_of(self.tensor))
         return self.tensor
 
 
@@ -53,7 +53,7 @@ class Box:
     def fill(self, tensor: Tensor) -> None:
         """Hold the values without their graph: a box that owned its graph would own its own handle."""
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
 
 class Handle:
@@ -114,7 +114,7 @@ class Frame:
         self.parameters: dict[int, tuple[dict[str, Any], str, Tensor, int]] = {}
         for buffer, dotted in recipe.parameters.items():
             table, leaf = owners[dotted]
-            self.parameters[buffer] = (table, leaf, table[leaf], table[leaf]._version)
+            self.parameters[buffer] = (table, leaf, table[leaf], version_of(table[leaf]))
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.switches = kernel_switches()
@@ -258,8 +258,8 @@ class Frame:
         parameter = self.parameters.get(buffer)
         if parameter is not None:
             table, leaf, tensor, version = parameter
-            if tensor._version != version:
-                raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, tensor._version)
+            if version_of(tensor) != version:
+                raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, version_of(tensor))
             if table[leaf] is not tensor or plain(tensor) is not tensor:
                 tensor = whole_now(self.model, table, leaf, tensor)
             return plain(tensor)
@@ -269,8 +269,8 @@ class Frame:
             return tensor
         if box.tensor is None:
             raise self.lost(handle)
-        if box.tensor._version != box.version:
-            raise _stale("a kept tensor", self.name, box.version, box.tensor._version)
+        if version_of(box.tensor) != box.version:
+            raise _stale("a kept tensor", self.name, box.version, version_of(box.tensor))
         return arrived(box.tensor)
 
     def _make(self, op: int, handle: Handle) -> None:

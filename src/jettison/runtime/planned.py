@@ -24,7 +24,7 @@ from jettison.capture.sharded import precision_of, unwatched
 from jettison.capture.signature import call_signature, global_signature
 from jettison.capture.tracer import trace_root
 from jettison.capture.trees import tree_leaves
-from jettison.capture.wrapped import plain, wrapping
+from jettison.capture.wrapped import plain, version_of, wrapping
 from jettison.errors import RecordingLeft, TraceError, UnsupportedModule, WrongValue
 from jettison.ledger.program import Program
 from jettison.runtime.active import ActiveFrame, Listener, current_frame, running
@@ -77,7 +77,7 @@ class Seen:
     @staticmethod
     def _how(tensor: Tensor) -> tuple[Any, ...]:
         inner = plain(tensor)
-        return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), tensor._version
+        return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), version_of(tensor)
 
 
 @dataclass(kw_only=True)
@@ -482,7 +482,6 @@ class PlannedForward:
         try:
             return self._run_planned(prepared, key, leaves, args, kwargs)
         except Diverged as divergence:
-            self._note_divergence(prepared, key, str(divergence))
             self.distrusted[key] = str(divergence)
             self.prepared.pop(key, None)
             raise TraceError(
@@ -529,16 +528,15 @@ class PlannedForward:
         frame.leave_broken()
         return False
 
-    def _note_divergence(self, prepared: Prepared, key: Any, why: str) -> bool:
-        """A run was not as recorded. Whether it is worth recording again."""
+    def _note_divergence(self, prepared: Prepared, key: Any, why: str) -> None:
+        """A run was not as recorded: record again, or never again."""
         times = self.divergences[key] = self.divergences.get(key, 0) + 1
         adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
         if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
             self._forget()
-            return True
+            return
         self.distrusted[key] = why
         self.prepared.pop(key, None)
-        return False
 
     def _run_planned(
         self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
