@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
 from jettison.cost.launches import Half, Product, groups, work
-from jettison.cost.layer import RegionSeconds, region_seconds
+from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
 from jettison.errors import UsageError
 from jettison.formula.region import Region, head_region, layer_region
@@ -245,7 +245,8 @@ def test_pieces_of_products_hide_all_but_one_of_each_transfer() -> None:
     each = transfer_seconds("all_gather_into_tensor", 4 * 2048 * 6144 * 2, RankGroup(4, 4), A100)
 
     def found(execution: Execution) -> RegionSeconds:
-        return region_seconds(region, frozenset(), A100, execution, run.precision, run.layout, 1.0)
+        prices = PriceModel(hardware=A100, execution=execution, precision=run.precision, layout=run.layout, visible=1.0)
+        return prices.seconds(region)
 
     waiting, cut = found(how), found(replace(how, pipelines_tensor=True))
     assert waiting.forward.transfers == pytest.approx(4 * each)

@@ -11,7 +11,7 @@ from benchmarks import throughput
 from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 
 from jettison.cost.execution import MEGATRON
-from jettison.cost.layer import region_seconds
+from jettison.cost.layer import PriceModel
 from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.formula.region import layer_region
 from jettison.predict.stage_layers import kept_by
@@ -69,7 +69,9 @@ def layer_ms(case: str) -> tuple[float, float]:
         "full": everything(region),
         "selective": to_the_end(region, kept_by(region, "selective")),
     }[recompute]
-    found = region_seconds(region, again, A100, MEGATRON, run.precision, run.layout.within_stage, 0.5)
+    layout = run.layout.within_stage
+    prices = PriceModel(hardware=A100, execution=MEGATRON, precision=run.precision, layout=layout, visible=0.5)
+    found = prices.seconds(region, again)
     return found.forward.seconds * 1e3, found.backward.seconds * 1e3
 
 

@@ -15,6 +15,7 @@ from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger.timeline import Phase
 from jettison.predict.auto import choose
 from jettison.predict.forecast import Forecast, forecast
+from jettison.spec.hardware import hardware
 from jettison.spec.kernels import KERNELS, MEGATRON, PYTORCH
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
@@ -23,6 +24,7 @@ from jettison.spec.run import Gradients, Recompute, Run
 from support.work import calls
 
 SETTINGS = settings(deadline=None, max_examples=60)
+H100 = hardware("h100-80gb")
 EACH_KIND = ("deepseek-v3", "gemma3-27b", "gpt-oss-20b", "gpt2", "llama3-8b", "mixtral-8x7b")
 OTHERS = sorted(PRESETS.keys() - EACH_KIND)
 MODES = ("none", "selective", "selective-op", "full", "every:2", "block:1", "interval:2", "sqrt")
@@ -192,10 +194,10 @@ def test_recompute_modes_are_ordered(run: Run) -> None:
 def test_auto_fits_the_budget_or_says_what_would(run: Run, share: float) -> None:
     budget = int(share * forecast(replace(run, recompute=Recompute())).peak_bytes)
     try:
-        found = choose(run, budget)
+        found = choose(run, budget, H100)
     except Infeasible as error:
         assert error.minimum_budget_bytes > budget
-        again = choose(run, error.minimum_budget_bytes)
+        again = choose(run, error.minimum_budget_bytes, H100)
         assert again.forecast.peak_bytes <= error.minimum_budget_bytes
     else:
         assert found.forecast.peak_bytes <= budget
@@ -207,7 +209,7 @@ def test_auto_keeps_everything_where_it_fits_and_costs_less_with_more_room() -> 
     plain, full = (
         forecast(replace(run, recompute=Recompute.parse(mode, layers=32))).peak_bytes for mode in ("none", "full")
     )
-    seconds = [choose(run, full + (plain - full) * tenth // 10).seconds for tenth in range(0, 11, 2)]
+    seconds = [choose(run, full + (plain - full) * tenth // 10, H100).seconds for tenth in range(0, 11, 2)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] == 0.0
 

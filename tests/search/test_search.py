@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jettison.cost.execution import execution_of
-from jettison.cost.layer import region_seconds
+from jettison.cost.layer import PriceModel
 from jettison.errors import Infeasible
 from jettison.formula.region import layer_region
 from jettison.predict.auto import choose
@@ -23,7 +23,7 @@ from jettison.report.search import SearchReport
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.search.evaluate import Bench, Question
 from jettison.search.hunt import REACH, Hunt, Room
-from jettison.search.planner_bound import least_op_seconds, planner_seconds
+from jettison.search.planner_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits, search
 from jettison.search.space import Setup, Space, setup_run
@@ -100,7 +100,7 @@ def brute_force(whole: Space, budget: int) -> list[Row]:
 
 def planned(whole: Space, setup: Setup, budget: int) -> list[Row]:
     try:
-        choice = choose(setup_run(setup, whole.template), budget)
+        choice = choose(setup_run(setup, whole.template), budget, A100)
     except Infeasible:
         return []
     kept = {part.name: part.chosen for part in choice.forecast.parts}
@@ -264,9 +264,10 @@ def test_ops_that_run_again_take_no_less_than_one_by_one(data: st.DataObject, ov
     request = RunRequest(tp=4, sp=True, kernels="megatron", tp_comm_overlap=overlap)
     run = resolve(WIDE, request).run
     region, how, layout = layer_region(run.scene, WIDE.layers[0]), execution_of(run), run.layout.within_stage
-    least = least_op_seconds(region, A100, how, run.precision, layout, 1.0)
+    prices = PriceModel(hardware=A100, execution=how, precision=run.precision, layout=layout, visible=1.0)
+    least = prices.op_seconds(region)
     again = data.draw(st.frozensets(st.integers(0, len(least) - 1)) | st.just(frozenset(range(len(least)))))
-    took = region_seconds(region, again, A100, how, run.precision, layout, 1.0).again
+    took = prices.seconds(region, again).again
     assert sum(least[i] for i in again) <= (took.compute + took.transfers) * (1 + 1e-9)
 
 

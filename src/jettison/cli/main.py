@@ -141,7 +141,10 @@ def plan(
     ],
     /,
     *,
-    budget: Annotated[str, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")],
+    budget: Annotated[
+        str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")
+    ] = None,
+    gpu: Annotated[str | None, Parameter(help="What this GPU leaves, such as h100-80gb, and its speed.")] = None,
     request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
     form: Format = "human",
     out: Out = None,
@@ -157,7 +160,7 @@ def plan(
 
     try:
         with progress() as say:
-            report = answer(model, request, budget=budget, progress=say)
+            report = answer(model, request, budget=budget, gpu=gpu, progress=say)
     except Infeasible as error:
         if form == "json":
             print(json_text(_infeasible(error)), end="")

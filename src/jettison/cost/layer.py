@@ -96,28 +96,6 @@ def kernels_of(region: Region, execution: Execution, precision: Precision) -> Ke
     )
 
 
-@lru_cache(maxsize=16384)
-def region_seconds(
-    region: Region,
-    again: frozenset[int],
-    hardware: Hardware,
-    execution: Execution,
-    precision: Precision,
-    layout: Layout,
-    visible: float,
-    planned: bool = False,
-) -> RegionSeconds:
-    """What a region takes.
-
-    Args:
-        again: steps of its tape that backward runs again.
-        visible: share of attention's scores that are not masked.
-        planned: somebody decides what it keeps, which costs the host time where an execution has hooks.
-    """
-    timer = _Timer(region, hardware, execution, precision, layout, visible)
-    return timer.seconds(again, hooked=planned and execution.hooks)
-
-
 class Class(StrEnum):
     """Kinds of kernels, by what bounds them."""
 
@@ -126,45 +104,86 @@ class Class(StrEnum):
     MEMORY = "norms, activations, sums and losses"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PriceModel:
+    """What kernels and transfers of a run take on a device: the prices of `plan`, `estimate` and `search` alike.
+
+    Args:
+        layout: within a stage.
+        visible: share of attention's scores that are not masked.
+    """
+
+    hardware: Hardware
+    execution: Execution
+    precision: Precision
+    layout: Layout
+    visible: float
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.hardware, self.execution, self.precision, self.layout, self.visible))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def seconds(self, region: Region, again: frozenset[int] = NOTHING_AGAIN, *, planned: bool = False) -> RegionSeconds:
+        """What a region takes.
+
+        Args:
+            again: steps of its tape that backward runs again.
+            planned: somebody decides what it keeps, which costs the host time where an execution has hooks.
+        """
+        return _seconds(self, region, again, planned and self.execution.hooks)
+
+    def by_class(self, region: Region) -> dict[Class, float]:
+        """A forward and a backward by kinds of kernels."""
+        return _by_class(self, region)
+
+    def op_seconds(self, region: Region) -> tuple[float, ...]:
+        """What each op of a region adds to a recompute, at least, whatever else runs again."""
+        return _op_seconds(self, region)
+
+
+@lru_cache(maxsize=16384)
+def _seconds(prices: PriceModel, region: Region, again: frozenset[int], hooked: bool) -> RegionSeconds:
+    return _timer(prices, region).seconds(again, hooked=hooked)
+
+
 @lru_cache(maxsize=4096)
-def class_seconds(
-    region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
-) -> dict[Class, float]:
-    """A forward and a backward by kinds of kernels."""
-    timer = _Timer(region, hardware, execution, precision, layout, visible)
-    listed = timer.listed
+def _by_class(prices: PriceModel, region: Region) -> dict[Class, float]:
+    timer = _timer(prices, region)
     found = dict.fromkeys(Class, 0.0)
-    for kernel in (*listed.forward, *listed.backward):
+    for kernel in (*timer.listed.forward, *timer.listed.backward):
         found[timer.kind(kernel)] += timer.kernel(kernel)
     return found
 
 
-@lru_cache(maxsize=65536)
-def steps_seconds(
-    region: Region,
-    steps: frozenset[int],
-    hardware: Hardware,
-    execution: Execution,
-    precision: Precision,
-    layout: Layout,
-    visible: float,
-) -> float:
-    """Of running some steps of a region's forward once more, transfers included."""
-    return _Timer(region, hardware, execution, precision, layout, visible).seconds(steps).again.seconds
+@lru_cache(maxsize=1024)
+def _op_seconds(prices: PriceModel, region: Region) -> tuple[float, ...]:
+    """A kernel of several ops counts for each of them in part, for it runs again whole where one of them does."""
+    timer, steps = _timer(prices, region), range(len(region.tape.steps))
+    # beside products that run again, too, a transfer costs less than alone
+    exposed = prices.execution.exposed(prices.layout.tp)
+    least = exposed + (1 - exposed) * prices.hardware.reached.shared
+    found = [prices.seconds(region, frozenset((i,))).again.transfers * least for i in steps]
+    for kernel in timer.listed.forward:
+        for i in kernel.steps:
+            found[i] += timer.kernel(kernel) / len(kernel.steps)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _timer(prices: PriceModel, region: Region) -> _Timer:
+    return _Timer(prices, region)
 
 
 class _Timer:
-    def __init__(
-        self,
-        region: Region,
-        hardware: Hardware,
-        execution: Execution,
-        precision: Precision,
-        layout: Layout,
-        visible: float,
-    ) -> None:
-        self.region, self.hardware, self.execution, self.layout = region, hardware, execution, layout
-        self.precision, self.visible = precision, visible
+    """One region under one price model."""
+
+    def __init__(self, prices: PriceModel, region: Region) -> None:
+        self.region = region
+        self.hardware, self.execution = prices.hardware, prices.execution
+        self.precision, self.layout, self.visible = prices.precision, prices.layout, prices.visible
 
     @cached_property
     def listed(self) -> KernelWork:

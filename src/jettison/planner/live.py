@@ -24,6 +24,7 @@ from jettison.progress import Progress, silent
 from jettison.quantities import parse_bytes
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.artefact import Plan
+from jettison.spec.hardware import Hardware
 
 
 def trace(
@@ -50,6 +51,7 @@ def plan(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
+    hardware: Hardware | None = None,
     gradients_held: bool = False,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
@@ -59,6 +61,7 @@ def plan(
         optimizer: over the fake copy's parameters; its state and its step count towards the peak.
         measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
             counted.
+        hardware: whose rates price what is not run; left out, `usual_hardware`'s.
         gradients_held: as in `auto_checkpoint`.
 
     Raises:
@@ -68,7 +71,7 @@ def plan(
     budget_bytes = parse_bytes(memory_budget)
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
     loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
-    planner = make_planner(replace(traced, loop=loop), measure=measure, optimizer=optimizer)
+    planner = make_planner(replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware)
     return planner.artefact(planner.plan(budget_bytes), budget_bytes)
 
 

@@ -14,7 +14,8 @@ from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import Call, RegionTrace, TensorRef
 from jettison.capture.traced import BlockCall, ModelTrace
 from jettison.capture.wrapped import plain
-from jettison.cost import CPU, CUDA, Rates, op_seconds
+from jettison.cost.matmul import memory_seconds
+from jettison.cost.roofline import op_seconds
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.prices import Pricing
 from jettison.dryrun.root import dry_run_root
@@ -25,6 +26,8 @@ from jettison.solve.frontier import FrontierPoint, pareto_frontier
 from jettison.solve.lean import MOST_CUTS, lean_points
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.spec.hardware import Hardware, usual_hardware
+from jettison.spec.kernels import Device
 
 BLOCK_POINTS = 12
 ROOT_POINTS = 6
@@ -53,6 +56,7 @@ def options_of(
     trace: ModelTrace,
     pricing: Pricing,
     *,
+    hardware: Hardware | None,
     optimizer: torch.optim.Optimizer | None,
     scene: DryStep | None,
     progress: Progress,
@@ -61,10 +65,13 @@ def options_of(
 
     Args:
         pricing: of ops; it remembers what it was asked for.
+        hardware: for ops that are not run; left out, `usual_hardware`'s.
         scene: as for `jettison.planner.planner.make_planner`.
     """
     progress("pricing ops" if pricing.run else "dry-running the plain step")
-    builder = _Builder(trace=trace, pricing=pricing, module=scene.modules[0] if scene else trace.fake_model)
+    device = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
+    module = scene.modules[0] if scene else trace.fake_model
+    builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module)
     everything = dict.fromkeys((c.name for c in trace.calls), KeepAll())
     opaque = {c.name: builder.observed(c.class_key)[0] for c in trace.calls if trace.classes[c.class_key].opaque}
     part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
@@ -88,6 +95,7 @@ class _Builder:
 
     trace: ModelTrace
     pricing: Pricing
+    hardware: Hardware
     module: nn.Module
     _observations: dict[str, tuple[RegionOption, RegionOption]] = field(default_factory=dict, init=False)
 
@@ -162,7 +170,6 @@ class _Builder:
         Levels follow from the blocks' own: a block in a run holds what plain autograd saves of it until its backward.
         By then it has left the caches: it is charged one more pass out to memory and back.
         """
-        rates = self._rates()
         calls = self.trace.calls
         if len({c.name for c in calls}) < len(calls):
             return  # a block that is called twice has one policy, not a place in one run
@@ -188,7 +195,7 @@ class _Builder:
                     forward_peak_bytes=resident + max(o.forward_peak_bytes for o, _, _ in members),
                     backward_peak_bytes=tuple(peaks),
                     seconds=members[-1][0].seconds
-                    + sum(again + 2 * saved / rates.bytes_per_second for _, saved, again in members[:-1]),
+                    + sum(again + memory_seconds(2 * saved, self.hardware) for _, saved, again in members[:-1]),
                 )
 
     def _beside_links(self, call: BlockCall) -> int:
@@ -220,17 +227,13 @@ class _Builder:
         option = self._block(key, kept, "full", alone)
         return option, program.kept_bytes(program.saved_buffers()), along
 
-    def _rates(self) -> Rates:
-        return CUDA if any(p.is_cuda for p in self.trace.fake_model.parameters()) else CPU
-
     def seconds_of(self, trace: RegionTrace) -> list[float]:
         """Seconds to run each op of a region again: measured where it could be, else by its FLOPs and bytes."""
-        rates = self._rates()
         out = []
         for op, call in zip(trace.program.ops, trace.calls, strict=True):
             price = self.pricing.prices.get(_request(call).key) if self.pricing.prices else None
             measured = price.seconds if price is not None else None
-            out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, rates)))
+            out.append(PYTHON_SECONDS_PER_OP + (measured if measured is not None else op_seconds(op, self.hardware)))
         return out
 
     def plain_seconds(self) -> float:

@@ -23,9 +23,9 @@ from jettison.solve.chain import Solution, choose
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
 from jettison.solve.problem import RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.refine import fastest, refine
 
 Held = TypeVar("Held", RegionOption, SegmentOption)
-HALVINGS = 6  # of the way between the fewest bytes and the fewest seconds
 
 
 def plan_parts(
@@ -67,8 +67,13 @@ class _Together:
         return self.step.peak_bytes + UNSEEN_BYTES
 
     @property
-    def seconds(self) -> float:
-        """That are added to a step."""
+    def level(self) -> int:
+        """The stages' peaks as their solvers have them, added up."""
+        return sum(solution.levels.peak_bytes for solution in self.solutions)
+
+    @property
+    def added_seconds(self) -> float:
+        """That a step takes longer."""
         return sum(solution.certificate.objective_seconds for solution in self.solutions)
 
 
@@ -118,12 +123,10 @@ class _Stages:
                 budget_bytes=budget_bytes,
                 reason=f"The {sure.step.phase} pass sets the peak.",
             )
-        low, high = 0.0, 1.0
-        if self.at(1.0).needs > budget_bytes:
-            for _ in range(HALVINGS):
-                middle = (low + high) / 2
-                low, high = (middle, high) if self.at(middle).needs <= budget_bytes else (low, middle)
-        best = min((one for one in self.seen.values() if one.needs <= budget_bytes), key=lambda one: one.seconds)
+        fewest_bytes, most_bytes = (sum(ends) for ends in zip(*self.ends, strict=True))
+        way = max(1, most_bytes - fewest_bytes)
+        refine(lambda asked: self.at(min(1.0, (asked - fewest_bytes) / way)), budget_bytes, fewest_bytes)
+        best = fastest(list(self.seen.values()), budget_bytes)
         return [
             planner.artefact(
                 Candidate(solution=solution, part=planner.part(solution.choice), step=best.step),

@@ -1,8 +1,6 @@
 """From a trace and a budget to a plan whose step was run on fake tensors.
 
-The solver adds up levels that were found block by block; a dry run of the whole step is the judge. Where the two
-differ the solver's budget is moved by the difference and it is asked again, until what it chooses fits the judge
-and no budget is left unused that the next option would need.
+The solver adds up levels that were found block by block; a dry run of the whole step is the judge (`solve.refine`).
 """
 
 from __future__ import annotations
@@ -28,9 +26,10 @@ from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
 from jettison.solve.policy import CheckpointPolicy, Exactly, Full, KeepShare, policy_named
 from jettison.solve.problem import RegionOption, RootOption, StepProblem
+from jettison.solve.refine import fastest, refine
+from jettison.spec.hardware import Hardware
 
 UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight
-ATTEMPTS = 8
 
 Option = TypeVar("Option", RegionOption, RootOption)
 
@@ -43,11 +42,27 @@ class Candidate:
     part: ModulePolicy
     step: StepPeaks
 
+    @property
+    def needs(self) -> int:
+        """The smallest budget that it is sure to fit."""
+        return self.step.peak_bytes + UNSEEN_BYTES
+
+    @property
+    def level(self) -> int:
+        """Its peak as the solver has it."""
+        return self.solution.levels.peak_bytes
+
+    @property
+    def added_seconds(self) -> float:
+        """That a step takes longer."""
+        return self.solution.certificate.objective_seconds
+
 
 def make_planner(
     trace: ModelTrace,
     *,
     measure: bool = True,
+    hardware: Hardware | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     scene: DryStep | None = None,
     progress: Progress = silent,
@@ -56,12 +71,13 @@ def make_planner(
 
     Args:
         measure: price ops by running them; else by FLOPs and bytes.
+        hardware: whose rates these are divided by; left out, `usual_hardware`'s.
         optimizer: over the fake copy's parameters.
         scene: the step as the loop has it, over one module like the trace's fake copy, in the trace's mode; where left
             out, one batch through the fake copy, and ``optimizer``.
     """
     pricing = Pricing(run=measure)
-    options = options_of(trace, pricing, optimizer=optimizer, scene=scene, progress=progress)
+    options = options_of(trace, pricing, hardware=hardware, optimizer=optimizer, scene=scene, progress=progress)
     say_what_was_bounded(trace, pricing)
     judge = scene or OneBatch(trace=trace, optimizer=optimizer)
     return Planner(trace=trace, options=options, pricing=pricing, scene=judge, progress=progress)
@@ -143,17 +159,18 @@ class Planner:
 
     def smallest(self) -> Candidate:
         """The plan of the fewest bytes."""
-        return min([self._least(self.options.problem), self._least(untimed(self.options.problem))], key=needs)
+        ways = (self.options.problem, untimed(self.options.problem))
+        return min(map(self._least, ways), key=lambda one: one.needs)
 
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        return min([self.candidate(choose(way, minimum_budget(way))) for way in ways], key=needs)
+        return min([self.candidate(choose(way, minimum_budget(way))) for way in ways], key=lambda one: one.needs)
 
     @property
     def minimum_budget_bytes(self) -> int:
         """A budget for which there is always a plan. Now and then one for a little less can be found."""
-        return min(self.plain_budget_bytes, needs(self._least(untimed(self.options.problem))))
+        return min(self.plain_budget_bytes, self._least(untimed(self.options.problem)).needs)
 
     @property
     def plain_budget_bytes(self) -> int:
@@ -167,7 +184,7 @@ class Planner:
             Infeasible: none does; the error carries the dry-run peak of the smallest plan.
         """
         smallest = self.smallest()
-        if min(needs(smallest), self.plain_budget_bytes) > budget_bytes:
+        if min(smallest.needs, self.plain_budget_bytes) > budget_bytes:
             raise Infeasible(
                 minimum_budget_bytes=self.minimum_budget_bytes,
                 budget_bytes=budget_bytes,
@@ -175,26 +192,14 @@ class Planner:
             )
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
             return self.candidate(choose(self.options.problem, 2 * budget_bytes))
-        low, high = minimum_budget(self.options.problem), None
-        effective = max(low, budget_bytes)
-        for _ in range(ATTEMPTS):
+
+        def ask(asked: int) -> Candidate:
             self.progress("choosing")
-            found = self.candidate(choose(self.options.problem, effective))
-            spare = budget_bytes - needs(found)
-            if spare >= 0:
-                low = max(low, effective)
-                target = effective + spare
-                if found.solution.certificate.objective_seconds <= 0.0:
-                    break
-            else:  # so does every budget that leads to the same choice, down to its own level
-                high = min(found.solution.levels.peak_bytes, effective if high is None else high)
-                target = high + spare
-            if (target - low if high is None else high - low) <= max(1, budget_bytes // 500):
-                break
-            effective = target if high is None or low < target < high else (low + high) // 2
+            return self.candidate(choose(self.options.problem, asked))
+
+        refine(ask, budget_bytes, minimum_budget(self.options.problem))
         say_what_was_bounded(self.trace, self.pricing)
-        fitting = [known for known in self._candidates.values() if needs(known) <= budget_bytes]
-        return min(fitting, key=_added_seconds)
+        return fastest(list(self._candidates.values()), budget_bytes)
 
     def artefact(self, found: Candidate, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
         """The plan as a document. ``minimum_budget_bytes``: where it is known otherwise."""
@@ -213,7 +218,7 @@ class Planner:
                 layers[call.name] = layer_plan(call.name, program, point)
         certificate = found.solution.certificate
         unplanned = self.options.problem.plain_seconds
-        added = certificate.objective_seconds
+        added = found.added_seconds
         return Plan(
             budget_bytes=budget_bytes,
             minimum_budget_bytes=self.minimum_budget_bytes if minimum_budget_bytes is None else minimum_budget_bytes,
@@ -243,15 +248,6 @@ def untimed(problem: StepProblem) -> StepProblem:
 def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
     last = len(options) - 1
     return tuple(o for i, o in enumerate(options) if i in (0, last) or is_lean(o.key))
-
-
-def needs(found: Candidate) -> int:
-    """The smallest budget that a dry-run choice is sure to fit."""
-    return found.step.peak_bytes + UNSEEN_BYTES
-
-
-def _added_seconds(found: Candidate) -> float:
-    return found.solution.certificate.objective_seconds
 
 
 def exactly(program: Program, kept: frozenset[int]) -> Exactly:

@@ -4,8 +4,7 @@ NOTE [ A stage as a step problem ]
 The planner of a single step (`solve.chain`) counts each region's held bytes once. A stage with n micro-batches in
 flight holds them n times at the start of a backward, so they are given n times. That is exact for the last region's
 backward, where the peak mostly is, and too little for earlier ones, whose successors still hold n - 1 of them. The
-choice is therefore played through the stage's real timeline; if it peaks above the budget, the planner is asked again
-for a budget that is lower by the excess; if it leaves room, for one that is higher by that.
+choice is therefore played through the stage's real timeline, which is the judge (`solve.refine`).
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jettison.cost import CPU, CUDA, Rates, op_seconds
+from jettison.cost.execution import execution_of
+from jettison.cost.layer import PriceModel
 from jettison.errors import Infeasible
 from jettison.formula.region import Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stage_layers import MIXED, LayerGroup, StageLayer, units
+from jettison.predict.stage_time import Timing
 from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
+from jettison.solve.moves import minimum_budget
 from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, StepProblem
-from jettison.spec.kernels import Device
+from jettison.solve.refine import fastest, refine
+from jettison.spec.hardware import Hardware
 from jettison.spec.run import Gradients, Mode, Recompute, Run
 
-ROUNDS = 24
-"""How often another budget is asked for."""
-SLACK = 0.002
-"""An answer this close below the budget is not improved."""
 Chosen = dict[str, frozenset[int]]
 """Layer -> buffers kept; a layer that is not named keeps everything."""
 
@@ -37,12 +36,13 @@ Chosen = dict[str, frozenset[int]]
 class AutoForecast:
     """A run under the choice, and what the choice costs.
 
-    ``seconds``: of recompute in one micro-batch's backward on the stage that computes most again, as the roofline has
-    it; ``plain_seconds``: of a micro-batch's forward and backward there without it. ``gap``: the share of a step that a
-    better choice could still save, at most, of the stage where that is largest.
+    ``seconds``: of recompute in one micro-batch's backward on the stage that computes most again; ``plain_seconds``: of
+    a micro-batch's forward and backward there without it; both as `hardware` has it. ``gap``: the share of a step that
+    a better choice could still save, at most, of the stage where that is largest.
     """
 
     forecast: Forecast
+    hardware: Hardware
     budget_bytes: int
     minimum_budget_bytes: int
     seconds: float
@@ -60,26 +60,34 @@ class AutoForecast:
         return (self.seconds + self.plain_seconds) * self.forecast.run.micro_batches
 
 
-def choose(run: Run, budget_bytes: int) -> AutoForecast:
+def choose(run: Run, budget_bytes: int, hardware: Hardware) -> AutoForecast:
     """The fastest choice of every stage that keeps each rank at or below ``budget_bytes``.
+
+    Args:
+        hardware: whose prices decide.
 
     Raises:
         Infeasible: some stage fits no choice; the error carries a budget that all stages fit.
-        UsageError: the run itself makes no sense.
+        UsageError: the run itself makes no sense, or the hardware's file lacks a figure.
     """
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     plain = forecast(replace(run, recompute=Recompute(mode=Mode.AUTO)))
     chosen: Chosen = {}
-    known: dict[tuple[object, ...], _Answer] = {}
+    known: dict[tuple[object, ...], tuple[int, _Answer | None]] = {}
     answers = []
+    smallest = 0
     for stage in plain.stages:
         key = _key(stage)
         if key not in known:
-            known[key] = _StageChoice(run=plain.run, stage=stage).solve(budget_bytes)
-        answers.append(known[key])
+            known[key] = _StageChoice(run=plain.run, stage=stage, timing=timing).solve(budget_bytes)
+        fewest, answer = known[key]
+        smallest = max(smallest, fewest)
+        if answer is None:
+            continue
+        answers.append(answer)
         names = [part.name for chunk in stage.parts for part in chunk]
-        chosen.update({name: kept for name, kept in zip(names, known[key].kept, strict=True) if kept is not None})
-    smallest = max(answer.minimum_bytes for answer in answers)
-    if any(not answer.fits for answer in answers):
+        chosen.update({name: kept for name, kept in zip(names, answer.kept, strict=True) if kept is not None})
+    if len(answers) < len(plain.stages):
         raise Infeasible(
             minimum_budget_bytes=smallest,
             budget_bytes=budget_bytes,
@@ -88,43 +96,44 @@ def choose(run: Run, budget_bytes: int) -> AutoForecast:
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     return AutoForecast(
         forecast=forecast(plain.run, by_layer),
+        hardware=hardware,
         budget_bytes=budget_bytes,
         minimum_budget_bytes=smallest,
-        seconds=max(answer.seconds for answer in answers),
-        plain_seconds=max(_plain_seconds(run, stage) for stage in plain.stages),
+        seconds=max(answer.added_seconds for answer in answers),
+        plain_seconds=max(_plain_seconds(timing, stage) for stage in plain.stages),
         gap=max(answer.gap for answer in answers),
     )
 
 
-def _plain_seconds(run: Run, stage: Stage) -> float:
-    """Forward, and a backward of twice its FLOPs and bytes."""
-    rates = _rates(run)
-    seconds = {id(g.part.region): 0.0 for chunk in stage.groups for g in chunk}
+def _plain_seconds(timing: Timing, stage: Stage) -> float:
+    """A forward and a backward that computes nothing again."""
+    total = 0.0
     for group in (group for chunk in stage.groups for group in chunk):
-        if not seconds[id(group.part.region)]:
-            seconds[id(group.part.region)] = sum(op_seconds(op, rates) for op in group.part.region.program.ops)
-    return 3 * sum(len(g.names) * seconds[id(g.part.region)] for chunk in stage.groups for g in chunk)
+        took = _prices(timing, group.part).seconds(group.part.region)
+        total += len(group.names) * (took.forward.seconds + took.backward.seconds)
+    return total
 
 
-def _rates(run: Run) -> Rates:
-    return CPU if run.kernels.device is Device.CPU else CUDA
+def _prices(timing: Timing, part: StageLayer) -> PriceModel:
+    model = timing.run.model
+    return timing.prices(model.layers[model.layer_names.index(part.name)] if part.is_layer else None)
 
 
 def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
-    groups = tuple((id(group.part.region), len(group.names)) for chunk in stage.groups for group in chunk)
+    groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
     return groups, tuple((o.forward, o.weight) for o in stage.load.occupancies), stage.load.fixed, stage.load.sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """By part of the stage: what it keeps, or None for everything."""
+    """By part of the stage what it keeps, or None for everything; and the peak by its timeline."""
 
     kept: tuple[frozenset[int] | None, ...]
-    minimum_bytes: int
-    fits: bool
-    seconds: float = 0.0
-    gap: float = 0.0
+    needs: int
+    level: int
+    added_seconds: float
+    gap: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,51 +142,49 @@ class _StageChoice:
 
     run: Run
     stage: Stage
+    timing: Timing
 
     @property
     def parts(self) -> list[StageLayer]:
         return [part for chunk in self.stage.parts for part in chunk]
 
-    def solve(self, budget_bytes: int) -> _Answer:
+    def solve(self, budget_bytes: int) -> tuple[int, _Answer | None]:
+        """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
         points = self._points()
         problem = self._problem(points)
         smallest = self._kept(points, tuple(options[0].key for options in points))
         minimum = self._peak(smallest)
-        best: _Answer | None = None
-        asked = budget_bytes
-        for _ in range(ROUNDS):
-            try:
-                found = choose_options(problem, asked)
-            except Infeasible:
-                break
-            kept = self._kept(points, found.choice.regions)
-            peak = self._peak(kept)
-            seconds = found.certificate.objective_seconds
-            if peak <= budget_bytes and (best is None or seconds < best.seconds):
-                gap = found.certificate.gap
-                best = _Answer(kept=kept, minimum_bytes=min(minimum, peak), fits=True, seconds=seconds, gap=gap)
-            if peak <= budget_bytes and (seconds == 0 or budget_bytes - peak <= SLACK * budget_bytes):
-                break
-            if peak > budget_bytes and best is not None:
-                break
-            asked += budget_bytes - peak
-        if best is not None:
-            return best
         seconds = sum(options[0].seconds for options in points)
-        return _Answer(kept=smallest, minimum_bytes=minimum, fits=minimum <= budget_bytes, seconds=seconds, gap=1.0)
+        least = _Answer(kept=smallest, needs=minimum, level=minimum, added_seconds=seconds, gap=1.0)
+
+        def ask(asked: int) -> _Answer:
+            found = choose_options(problem, asked)
+            kept = self._kept(points, found.choice.regions)
+            return _Answer(
+                kept=kept,
+                needs=self._peak(kept),
+                level=found.levels.peak_bytes,
+                added_seconds=found.certificate.objective_seconds,
+                gap=found.certificate.gap,
+            )
+
+        found = [least, *refine(ask, budget_bytes, minimum_budget(problem))]
+        if all(one.needs > budget_bytes for one in found):
+            return minimum, None  # the answer that any budget leads to
+        best = fastest(found, budget_bytes)
+        return min(minimum, best.needs), best
 
     def _points(self) -> list[tuple[FrontierPoint, ...]]:
         """What each part can keep, fewest bytes first; only layers have a choice."""
-        rates = _rates(self.run)
-        known: dict[int, tuple[FrontierPoint, ...]] = {}
+        known: dict[tuple[PriceModel, Region], tuple[FrontierPoint, ...]] = {}
 
-        def of(region: Region) -> tuple[FrontierPoint, ...]:
-            if id(region) not in known:
-                seconds = [op_seconds(op, rates) for op in region.program.ops]
-                known[id(region)] = pareto_frontier(region.program, seconds)
-            return known[id(region)]
+        def of(part: StageLayer) -> tuple[FrontierPoint, ...]:
+            prices, region = _prices(self.timing, part), part.region
+            if (prices, region) not in known:
+                known[prices, region] = pareto_frontier(region.program, prices.op_seconds(region))
+            return known[prices, region]
 
-        return [of(part.region) if part.is_layer else (plain_point(part.region.program),) for part in self.parts]
+        return [of(part) if part.is_layer else (plain_point(part.region.program),) for part in self.parts]
 
     def _problem(self, points: Sequence[tuple[FrontierPoint, ...]]) -> StepProblem:
         load = self.stage.load

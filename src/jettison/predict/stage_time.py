@@ -12,7 +12,7 @@ from functools import lru_cache
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
 from jettison.cost.flops import recompute_flops, visible_share
-from jettison.cost.layer import NOTHING, Pass, RegionSeconds, region_seconds
+from jettison.cost.layer import NOTHING, Pass, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.dtypes import DTYPE_BYTES
@@ -83,7 +83,7 @@ class Item:
         gathered: bringing ZeRO 3's shards together.
         reduced: of the region's gradients over the ranks that share its weights.
         offloaded: of what stays of it, to the host, one way.
-        visible: share of attention's scores that a fused kernel computes.
+        prices: whose seconds they are.
     """
 
     count: int
@@ -94,7 +94,7 @@ class Item:
     offloaded: float
     recomputed_flops: float
     in_layer: bool
-    visible: float
+    prices: PriceModel
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
@@ -113,6 +113,17 @@ class Timing:
     hardware: Hardware
     execution: Execution
 
+    def prices(self, layer: Layer | None = None) -> PriceModel:
+        """Of a layer's kernels, or of the embedding's and the head's."""
+        run = self.run
+        return PriceModel(
+            hardware=self.hardware,
+            execution=self.execution,
+            precision=run.precision,
+            layout=run.layout.within_stage,
+            visible=1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks),
+        )
+
     # regions ----------------------------------------------------------------------------------------------------------
 
     def items(
@@ -126,27 +137,25 @@ class Timing:
         run, found = self.run, []
         planned = chosen is not None or run.recompute != Recompute()
         if first:
-            found.append(self._item(embedding_group(run).part, 1, 1.0, frozenset(), planned))
+            found.append(self._item(embedding_group(run).part, 1, self.prices(), frozenset(), planned))
         index = start
         for same in layer_groups(run, start, stop, position, chosen):
             count = len(same.names)
-            visible = computed_share(run.model.layers[index], run.seq, run.kernels.tensor_masks)
+            prices = self.prices(run.model.layers[index])
             segment = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
             inner = count - count // segment  # of a segment, every layer but the last is computed again whole
             if inner:
-                found.append(self._item(same.part, inner, visible, everything(same.part.region), planned))
+                found.append(self._item(same.part, inner, prices, everything(same.part.region), planned))
             if count > inner:
-                found.append(self._item(same.part, count - inner, visible, self._again(same.part), planned))
+                found.append(self._item(same.part, count - inner, prices, self._again(same.part), planned))
             index += count
         if last:
-            found.append(self._item(head_group(run).part, 1, 1.0, frozenset(), planned))
+            found.append(self._item(head_group(run).part, 1, self.prices(), frozenset(), planned))
         return found
 
-    def _item(self, part: StageLayer, count: int, visible: float, again: frozenset[int], planned: bool) -> Item:
+    def _item(self, part: StageLayer, count: int, prices: PriceModel, again: frozenset[int], planned: bool) -> Item:
         run, region = self.run, part.region
-        seconds = region_seconds(
-            region, again, self.hardware, self.execution, run.precision, run.layout.within_stage, visible, planned
-        )
+        seconds = prices.seconds(region, again, planned=planned)
         if run.micro_batches > 1:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
             seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
@@ -161,7 +170,7 @@ class Timing:
             offloaded=host_seconds(kept, self.hardware) if kept else 0.0,
             recomputed_flops=recompute_flops(region, again),
             in_layer=part.is_layer,
-            visible=visible,
+            prices=prices,
         )
 
     def _again(self, part: StageLayer) -> frozenset[int]:

@@ -17,12 +17,12 @@ from typing import Final
 
 from jettison.cost.collective import host_seconds
 from jettison.cost.execution import Execution, execution_of
-from jettison.cost.layer import Class, class_seconds, steps_seconds
+from jettison.cost.layer import Class, PriceModel
 from jettison.errors import UsageError
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Stage, forecast
-from jettison.predict.stage_time import Timing, computed_share
+from jettison.predict.stage_time import Timing
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Recompute, Run
@@ -158,9 +158,7 @@ def _kinds(found: Estimate) -> tuple[tuple[Class, float], ...]:
         start = sum(sizes[:place])
         ends = {"first": place == 0, "last": place == len(sizes) - 1}
         for item in timing.items(start, start + sizes[place], 0, None, **ends):
-            seconds = class_seconds(
-                item.region, found.hardware, found.execution, run.precision, layout.within_stage, item.visible
-            )
+            seconds = item.prices.by_class(item.region)
             for kind in Class:
                 totals[kind] += item.count * run.micro_batches * seconds[kind]
     return tuple(totals.items())
@@ -195,7 +193,7 @@ def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> 
     how = execution or execution_of(run)
     layer = max(run.model.kinds, key=run.model.layers.count)
     region = layer_region(run.scene, layer)
-    visible = computed_share(layer, run.seq, run.kernels.tensor_masks)
+    prices = Timing(run=run, hardware=hardware, execution=how).prices(layer)
     program, smallest = region.program, SMALLEST * region.saved_bytes
     seen: set[int] = set()
     rows = []
@@ -204,18 +202,17 @@ def trades(run: Run, hardware: Hardware, execution: Execution | None = None) -> 
         if slot.buffer in seen or buffer.free or buffer.nbytes < smallest:
             continue
         seen.add(slot.buffer)
-        rows.append(_trade(run, hardware, how, region, slot.buffer, visible))
+        rows.append(_trade(prices, region, slot.buffer))
     yield from sorted(rows, key=lambda row: -row.nbytes)
 
 
-def _trade(run: Run, hardware: Hardware, execution: Execution, region: Region, buffer: int, visible: float) -> Trade:
+def _trade(prices: PriceModel, region: Region, buffer: int) -> Trade:
+    hardware = prices.hardware
     nbytes = region.program.buffers[buffer].nbytes
     closure = region.program.closure(buffer)
     again = None
     if closure.anchor is None and closure.ops:
-        again = steps_seconds(
-            region, frozenset(closure.ops), hardware, execution, run.precision, run.layout.within_stage, visible
-        )
+        again = prices.seconds(region, frozenset(closure.ops)).again.seconds
     role, path = _called(region, buffer)
     limit = 2 * nbytes / again if again else None
     quicker = (

@@ -59,6 +59,7 @@ class ForecastPlan:
                 "step_seconds": self.choice.step_seconds,
                 "overhead_fraction": self.choice.overhead_fraction,
             },
+            "hardware": self.choice.hardware.name,
             "solver": {"gap": self.choice.gap, "seconds": self.solver_seconds},
             "stages": [
                 {"stage": stage.index, "peak_bytes": stage.peak.nbytes, "in_flight": stage.in_flight}
@@ -71,13 +72,14 @@ class ForecastPlan:
     def table(self) -> RenderableType:
         """Facts, and neighbours that do the same as one row."""
         found = self.choice.forecast
+        share = format_percent(self.choice.overhead_fraction)
         facts = facts_table(
             [
                 ("model", f"{self.model}, {format_count(found.parameters)} parameters"),
                 ("budget", exact(self.choice.budget_bytes)),
                 ("predicted peak", f"{exact(found.peak_bytes)}, on stage {found.worst.index}"),
                 ("smallest budget", exact(self.choice.minimum_budget_bytes)),
-                ("recompute", f"{format_percent(self.choice.overhead_fraction)} of a step's time, by the roofline"),
+                ("recompute", f"{share} of a step's time, on {self.choice.hardware.name}"),
                 ("solver", f"gap {format_percent(self.choice.gap)}, {format_seconds(self.solver_seconds)}"),
             ]
         )

@@ -236,7 +236,7 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
     """The planner's choice; where there is none, bytes that it could have done with."""
     static = static_bytes(forecast(run))
     try:
-        choice = choose(run, budget_bytes)
+        choice = choose(run, budget_bytes, hardware)
     except Infeasible as error:
         return Figures(peak_bytes=error.minimum_budget_bytes, static_bytes=static)
     kept = {part.name: part.chosen for part in choice.forecast.parts}

@@ -3,10 +3,10 @@
 NOTE [ What a planner cannot do ]
 In the state of the pipeline that holds most, a stage has too many bytes by so many. Each layer can let go of some, for
 seconds: for a region, the least that must run again for the bytes that stay, op by op, is the hull of `solve.frontier`,
-taken here with this estimate's own seconds (a kernel of several ops counts for each of them in part, for it runs again
-whole where one of them does). Layers that may let go of any part of any byte, the cheapest bytes first, take no longer
-than those that choose: that is r_i, seconds of recompute in one micro-batch's backward on stage i. Where ZeRO moves
-weights and gradients beside backwards, what it waited for without recompute comes off: it may hide behind r_i.
+with the seconds that the planner takes, too. Layers that may let go of any part of any byte, the cheapest bytes first,
+take no longer than those that choose: that is r_i, seconds of recompute in one micro-batch's backward on stage i. Where
+ZeRO moves weights and gradients beside backwards, what it waited for without recompute comes off: it may hide behind
+r_i.
 
 One virtual stage: the schedule is played with each stage's backward longer by r_i. With several it is not known among
 which chunks a planner would share r_i. Then, for each device: its first backward waits for a micro-batch's forward
@@ -21,9 +21,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise, takewhile
 
-from jettison.cost.execution import Execution, execution_of
-from jettison.cost.layer import kernels_of, region_seconds
-from jettison.cost.matmul import kernel_seconds
+from jettison.cost.execution import execution_of
+from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
 from jettison.ledger.schedule import ScheduledPass, Work, order
@@ -32,9 +31,7 @@ from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.time import Estimate
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
-from jettison.spec.hardware import Hardware
-from jettison.spec.layout import Layout, Schedule
-from jettison.spec.precision import Precision
+from jettison.spec.layout import Schedule
 from jettison.spec.run import Gradients
 
 Segments = tuple[tuple[int, float], ...]
@@ -51,13 +48,7 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     run = plain.run
     timing = Timing(run=run, hardware=timed.hardware, execution=execution_of(run))
     items = timing.items(0, run.model.depth, 0, None, first=True, last=True)
-    hulls = {
-        item.region: _segments(
-            item.region, timed.hardware, timing.execution, run.precision, run.layout.within_stage, item.visible
-        )
-        for item in items
-        if item.in_layer
-    }
+    hulls = {item.region: _segments(item.prices, item.region) for item in items if item.in_layer}
     backward = {item.region: item.seconds.backward.seconds for item in items}
     again = []
     for stage, seconds in zip(plain.stages, timed.stages, strict=True):
@@ -143,30 +134,7 @@ def _recompute(stage: Stage, limit_bytes: int, hulls: Mapping[Region, Segments])
 
 
 @lru_cache(maxsize=1024)
-def _segments(
-    region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
-) -> Segments:
+def _segments(prices: PriceModel, region: Region) -> Segments:
     """The hull, from plain autograd on."""
-    seconds = least_op_seconds(region, hardware, execution, precision, layout, visible)
-    points = pareto_frontier(region.program, seconds, max_points=ALL_POINTS)[::-1]
+    points = pareto_frontier(region.program, prices.op_seconds(region), max_points=ALL_POINTS)[::-1]
     return tuple((more.kept_bytes - less.kept_bytes, less.seconds - more.seconds) for more, less in pairwise(points))
-
-
-def least_op_seconds(
-    region: Region, hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
-) -> list[float]:
-    """What an op adds to a recompute, at least, whatever else runs again."""
-    steps = range(len(region.tape.steps))
-    alone = [
-        region_seconds(region, frozenset((i,)), hardware, execution, precision, layout, visible).again.transfers
-        for i in steps
-    ]
-    # beside products that run again, too, a transfer costs less than alone
-    exposed = execution.exposed(layout.tp)
-    least = exposed + (1 - exposed) * hardware.reached.shared
-    found = [seconds * least for seconds in alone]
-    for kernel in kernels_of(region, execution, precision).forward:
-        took = kernel_seconds(kernel, hardware, visible=visible, dtype=precision.compute, attention=execution.attention)
-        for i in kernel.steps:
-            found[i] += took / len(kernel.steps)
-    return found

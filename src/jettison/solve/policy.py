@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from jettison.cost import CPU, op_seconds
+from jettison.cost.roofline import op_seconds
 from jettison.errors import UsageError
 from jettison.ledger.program import Op, Program, Source
 from jettison.solve.frontier import pareto_frontier
+from jettison.spec.hardware import usual_hardware
+from jettison.spec.kernels import Device
 
 MATMULS = (
     "aten.mm",
@@ -145,7 +147,8 @@ class KeepShare:
     word: str = "mixed"
 
     def kept(self, program: Program) -> frozenset[int]:
-        points = pareto_frontier(program, [op_seconds(op, CPU) for op in program.ops])
+        hardware = usual_hardware(Device.CPU)  # any one: a share is the same everywhere
+        points = pareto_frontier(program, [op_seconds(op, hardware) for op in program.ops])
         limit = self.fraction * program.kept_bytes(program.saved_buffers())
         fitting = [p for p in points if p.kept_bytes <= limit]
         return min(fitting, key=lambda p: p.seconds).kept if fitting else points[0].kept

@@ -57,7 +57,7 @@ def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
         return forecast(run), None
     from jettison.predict.auto import choose  # the planner takes its time to load
 
-    found = choose(run, available_bytes(device, run)).forecast
+    found = choose(run, available_bytes(device, run), device).forecast
     return found, [part.chosen for part in found.parts if part.is_layer]
 
 

@@ -93,7 +93,7 @@ def _described(
         raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
     if fit and auto:
         raise UsageError("--fit looks for runs of one recompute mode; give another than auto")
-    choice = _choose(asked, budget_bytes) if budget_bytes is not None and auto else None
+    choice = _choose(asked, budget_bytes, gpu) if budget_bytes is not None and auto else None
     found = forecast(asked.run) if choice is None else choice.forecast
     return forecast_report(
         model,
@@ -106,10 +106,12 @@ def _described(
     )
 
 
-def _choose(asked: Resolved, budget_bytes: int) -> AutoForecast:
+def _choose(asked: Resolved, budget_bytes: int, gpu: str | None) -> AutoForecast:
     from jettison.predict.auto import choose  # the planner takes its time to load
+    from jettison.spec.hardware import hardware, usual_hardware
 
-    return choose(asked.run, budget_bytes)
+    device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
+    return choose(asked.run, budget_bytes, device)
 
 
 def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:

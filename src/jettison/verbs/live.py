@@ -20,11 +20,11 @@ from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
 from jettison.predict.run_request import RunRequest
 from jettison.progress import Progress, silent
-from jettison.quantities import parse_bytes
 from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
 from jettison.report.tables import plan_table
 from jettison.solve.artefact import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.spec.hardware import Hardware
 
 MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
 
@@ -97,25 +97,28 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
     )
 
 
-def live_plan(request: ModelRequest, *, budget: str, progress: Progress = silent) -> PlanReport:
+def live_plan(
+    request: ModelRequest, *, budget_bytes: int, hardware: Hardware | None = None, progress: Progress = silent
+) -> PlanReport:
     """The fastest plan under a budget.
 
     Ops of a model that this machine could hold are run once each, for their seconds and their workspace; those of a
-    larger one are priced by their FLOPs and bytes, and their kernels' workspace is not in the predicted peak.
+    larger one are priced by their FLOPs and bytes on `hardware`, and their kernels' workspace is not in the predicted
+    peak.
 
     Raises:
         Infeasible: no plan fits.
-        UsageError: no such model, or the budget cannot be read.
+        UsageError: no such model.
         TraceError: the model cannot be recorded.
     """
-    parse_bytes(budget)
     progress("building the model")
     loaded = load(request, fake=True)
     progress("tracing")
     traced = loaded.trace()
     progress("planning")
     small = unique_bytes(traced.fake_model.parameters()) <= MEASURED_BELOW_BYTES
-    found = plan_trace(traced, budget, optimizer=optimizer_for(request, traced.fake_model), measure=small)
+    optimizer = optimizer_for(request, traced.fake_model)
+    found = plan_trace(traced, budget_bytes, optimizer=optimizer, measure=small, hardware=hardware)
     return PlanReport(plan=found, request=request)
 
 

@@ -7,38 +7,53 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
-from jettison.predict.limit import limit_of
+from jettison.predict.limit import Limit, limit_of
 from jettison.predict.run_request import TRACED, RunRequest, is_live, model_spec, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
+from jettison.spec.hardware import hardware, usual_hardware
 from jettison.spec.presets import PRESETS
-from jettison.spec.run import Mode, Recompute
+from jettison.spec.run import Mode, Recompute, Run
 
 if TYPE_CHECKING:
     from jettison.verbs.live import PlanReport
 
 
-def plan(model: str, request: RunRequest, *, budget: str, progress: Progress = silent) -> PlanReport | ForecastPlan:
+def plan(
+    model: str, request: RunRequest, *, budget: str | None, gpu: str | None = None, progress: Progress = silent
+) -> PlanReport | ForecastPlan:
     """What `jettison plan` answers.
 
     A live model or a config.json is traced; a preset, or any model with a parallel layout, is planned from its spec.
 
+    Args:
+        gpu: what leaves less than the budget, and prices what is not run; left out, see `usual_hardware`.
+
     Raises:
         Infeasible: no plan fits.
-        UsageError: no such model, a request that makes no sense, or a recompute mode beside the budget.
+        UsageError: no such model or GPU, a request that makes no sense, or a recompute mode beside the budget.
         TraceError: a live model cannot be recorded.
     """
     beyond = [name for name in request.given() if name not in TRACED]
     if not is_live(model) and (model in PRESETS or beyond):
-        return _described(model, request, budget)
+        return _described(model, request, budget, gpu)
     refuse_for_trace(model, request, asked=False)
     progress("loading torch")
     from jettison.verbs.live import live_plan, model_request
 
-    return live_plan(model_request(model, request), budget=budget, progress=progress)
+    limit = _limit(budget, gpu)
+    device = None if gpu is None else hardware(gpu)
+    return live_plan(model_request(model, request), budget_bytes=limit.nbytes, hardware=device, progress=progress)
 
 
-def _described(model: str, request: RunRequest, budget: str) -> ForecastPlan:
+def _limit(budget: str | None, gpu: str | None, run: Run | None = None) -> Limit:
+    limit = limit_of(budget=budget, gpu=gpu, run=run)
+    if limit is None:
+        raise UsageError("plan needs to know what to fit into; give --budget or --gpu")
+    return limit
+
+
+def _described(model: str, request: RunRequest, budget: str | None, gpu: str | None) -> ForecastPlan:
     """Plan a preset or a config.json under its layout.
 
     Raises:
@@ -51,10 +66,10 @@ def _described(model: str, request: RunRequest, budget: str) -> ForecastPlan:
 
     run = resolve(model_spec(model), replace(request, recompute="none")).run
     run = replace(run, recompute=Recompute(mode=Mode.AUTO))
-    limit = limit_of(budget=budget, gpu=None)
-    assert limit is not None
+    limit = _limit(budget, gpu, run)
+    device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
     begin = time.perf_counter()
-    choice = choose(run, limit.nbytes)
+    choice = choose(run, limit.nbytes, device)
     seconds = time.perf_counter() - begin
     policies = dict(layer_policies(choice))
     layers = tuple(

@@ -1,0 +1,66 @@
+"""Asking a solver until what a judge finds fits.
+
+A solver adds up bytes, a dry run or a timeline finds them, and the two differ. So the solver is asked for a budget that
+is off by the difference: a secant where only one side is known, halving where both are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+ATTEMPTS = 8
+CLOSE = 500
+"""An answer within this part of the budget is not improved."""
+
+
+class Judged(Protocol):
+    """An answer, and what was found of it."""
+
+    @property
+    def needs(self) -> int:
+        """The smallest budget in bytes that it is sure to fit, as the judge has it."""
+
+    @property
+    def level(self) -> int:
+        """Its peak in bytes as the solver has it."""
+
+    @property
+    def added_seconds(self) -> float:
+        """What is computed again, per step."""
+
+
+J = TypeVar("J", bound=Judged)
+
+
+def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int) -> list[J]:
+    """Every answer on the way to the fastest that fits; the last need not be the best.
+
+    Args:
+        ask: the answer for that budget in the solver's bytes.
+        least_bytes: the smallest budget for which the solver has one.
+    """
+    found: list[J] = []
+    low, high = least_bytes, None
+    asked = max(low, budget_bytes)
+    for _ in range(ATTEMPTS):
+        one = ask(asked)
+        found.append(one)
+        spare = budget_bytes - one.needs
+        if spare >= 0:
+            low = max(low, asked)
+            target = asked + spare
+            if one.added_seconds <= 0.0:
+                break
+        else:  # so does every budget that leads to the same answer, down to its own level
+            high = min(one.level, asked if high is None else high)
+            target = high + spare
+        if (target - low if high is None else high - low) <= max(1, budget_bytes // CLOSE):
+            break
+        asked = target if high is None or low < target < high else (low + high) // 2
+    return found
+
+
+def fastest(found: list[J], budget_bytes: int) -> J:
+    """Of the answers that fit."""
+    return min((one for one in found if one.needs <= budget_bytes), key=lambda one: one.added_seconds)
