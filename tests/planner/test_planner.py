@@ -233,7 +233,7 @@ def test_a_plan_read_back_does_the_same(block: type[nn.Module], layers: int, sha
             assert_same_step(model, plain, x)
         assert peak(first, x) == peak(second, x) == artefact.predicted.peak_bytes
         for one, other in zip(a.regions, b.regions, strict=True):
-            (mine,), (theirs,) = one.prepared.values(), other.prepared.values()
+            (mine,), (theirs,) = one.recordings.prepared.values(), other.recordings.prepared.values()
             assert mine.recipe is not None and theirs.recipe is not None
             assert mine.recipe.kept == theirs.recipe.kept and mine.recipe.links == theirs.recipe.links
 

@@ -71,7 +71,7 @@ def regions(model: nn.Module) -> list[Any]:
 
 def recorded_once(model: nn.Module) -> None:
     (region,) = regions(model)
-    assert region.recordings == 1
+    assert region.recordings.count == 1
     assert region.report().calls == 3 and not region.report().fallback
 
 
@@ -163,7 +163,7 @@ def test_parameters_in_a_closure_are_read_again_and_not_kept() -> None:
             weight.sub_(0.1 * weight.grad)
             twin.sub_(0.1 * twin.grad)
     (region,) = [r.planned for r in vars(weight)[_SHELF].values()]
-    assert region.recordings == 1 and region.report().slots_dropped >= 2
+    assert region.recordings.count == 1 and region.report().slots_dropped >= 2
 
 
 class Numbers:
@@ -257,7 +257,7 @@ def test_other_arguments_are_recorded_once_each() -> None:
             run(x).sum().backward()
         assert compare_gradients(model, plain).identical
     (region,) = regions(model)
-    assert region.recordings == 2
+    assert region.recordings.count == 2
 
 
 def test_one_function_inside_another_is_the_outer_ones() -> None:
@@ -340,7 +340,7 @@ def test_functions_without_modules_are_not_recorded_again_and_again() -> None:
         jettison.checkpoint(lambda y: y.sin().exp(), x).sum().backward()
     assert len(_ownerless) == before + 1
     (*_, region) = _ownerless.values()
-    assert region.planned.recordings == 1
+    assert region.planned.recordings.count == 1
 
 
 # the decorator --------------------------------------------------------------------------------------------------------

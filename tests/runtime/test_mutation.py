@@ -302,7 +302,7 @@ def stepped(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
 def recipe_of(handle: Any, name: str) -> Recipe:
     """The recipe that the next call of a block will use."""
     (region,) = [region for region in handle.regions if region.name == name]
-    (prepared,) = region.prepared.values()
+    (prepared,) = region.recordings.prepared.values()
     assert prepared.recipe is not None and prepared.recipe.steps
     return prepared.recipe
 

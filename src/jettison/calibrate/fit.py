@@ -166,7 +166,7 @@ def _curves(measured: Measured) -> tuple[dict[str, float], EdgesOf]:
 def least_absolute(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Coefficients of zero or more that bring the products of rows as near to what is wanted as can be.
 
-    Nearness is the sum of absolute errors: squares, weighted anew by what was left of each row.
+    Nearness is the sum of absolute errors: squares, weighted again by what was left of each row.
     """
     weights = torch.ones_like(wanted)
     found = torch.zeros(matrix.shape[1], dtype=matrix.dtype)

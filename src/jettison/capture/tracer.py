@@ -138,7 +138,7 @@ def _traced(
 
 @contextlib.contextmanager
 def uncached_autocast() -> Iterator[None]:
-    """Every use of a weight under autocast casts it anew, as far as a recording is concerned."""
+    """Every use of a weight under autocast casts it again, as far as a recording is concerned."""
     # with the cache on, the second use of a weight would find a cast copy that no recorded op made
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -60,7 +60,7 @@ def block_levels(
 def _arguments(leaves: list[Any], shared: set[int]) -> list[Any]:
     """Leaves like these, to be owned by the call alone but for the shared ones."""
     given: list[Any] = []
-    together: dict[int, list[int]] = {}  # storage -> positions of what is made anew in it
+    together: dict[int, list[int]] = {}  # storage -> positions of what is made in it
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (position in shared or not has_gradients(leaf.dtype)):
             given.append(leaf.detach().requires_grad_(leaf.requires_grad))

@@ -53,7 +53,7 @@ def observe_block(
         seconds = time.perf_counter() - started
         for key, how in (("none", KeepAll()), ("full", Full())):
             region = PlannedForward(module, cls.example, how)
-            region.never, region.quiet, region.late = cls.problem, True, cls.trace.late
+            region.quiet, region.recordings.never, region.recordings.late = True, cls.problem, cls.trace.late
             try:
                 levels = []
                 for call in calls:

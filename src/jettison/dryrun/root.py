@@ -133,7 +133,7 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator
     calls = iter(range(len(trace.calls)))
     names = list(dict.fromkeys(c.name for c in trace.calls))
     root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
-    root.adopt(trace.root_signature, trace.root, checked=True)
+    root.recordings.adopt(trace.root_signature, trace.root, checked=True)
     root.in_dry_run = True
 
     def stub(*args: Any, **kwargs: Any) -> Any:

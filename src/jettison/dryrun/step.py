@@ -120,7 +120,7 @@ def planned(
 ) -> Iterator[None]:
     """The module runs under a policy, with a program that is known already."""
     region = PlannedForward(module, name, policy, how=how)
-    region.adopt(signature, trace, checked=True)
+    region.recordings.adopt(signature, trace, checked=True)
     region.in_dry_run = True
     try:
         yield

@@ -30,7 +30,7 @@ class ActiveFrame(Frame):
     __slots__ = ("broken", "check", "fake", "nested", "number", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: Any) -> None:
-        super().__init__(recipe, region.name, region.owners, region.model)
+        super().__init__(recipe, region.name, region.recordings.owners, region.model)
         self.region = region
         self.number = region.calls
         self.broken = ""  # how the run left the recording
@@ -83,7 +83,7 @@ class ActiveFrame(Frame):
         """As any frame's, and the region is not trusted again."""
         plain_words = str(super().wrong(handle))
         kind = likely_kind(self.recipe, handle.index, self.region)
-        self.region.distrust(self.recipe, f"{plain_words}. {kind}")
+        self.region.recordings.distrust(self.recipe, f"{plain_words}. {kind}")
         return WrongValue(
             f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
             "from the next step on this region runs without a recording"
@@ -92,7 +92,7 @@ class ActiveFrame(Frame):
     def lost(self, handle: Handle) -> WrongValue:
         """As any frame's, and the region is not trusted again."""
         error = super().lost(handle)
-        self.region.distrust(self.recipe, str(error))
+        self.region.recordings.distrust(self.recipe, str(error))
         return error
 
     def tap(self, path: str, is_output: bool, call: int, tree: Any) -> None:
@@ -120,7 +120,7 @@ class ActiveFrame(Frame):
 def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
     """A guess at what a recording took as fixed and was not."""
     program = recipe.trace.program
-    changed = region.guard.words() if region.guard is not None else ""
+    changed = region.recordings.guard.words() if region.recordings.guard is not None else ""
     if changed:
         return f"Since it was recorded, {changed} changed."
     closure = program.closure(program.slots[slot].buffer)

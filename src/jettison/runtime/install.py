@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import nn
@@ -40,17 +41,17 @@ def install(
     for call in traced.calls:
         cls = traced.classes[call.class_key]
         if call.name in regions and cls.opaque:
-            regions[call.name].late |= cls.trace.late
-            regions[call.name].give_up(call.signature, cls.problem, cls.verdict)
+            regions[call.name].recordings.late |= cls.trace.late
+            regions[call.name].recordings.give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
-            regions[call.name].adopt(call.signature, cls.trace, checked=checked)
+            regions[call.name].recordings.adopt(call.signature, cls.trace, checked=checked)
     outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
     for region in regions.values():
         region.outer = outer
     if traced.root.problem:
-        outer.give_up(traced.root_signature, traced.root.problem)
+        outer.recordings.give_up(traced.root_signature, traced.root.problem)
     else:
-        outer.adopt(traced.root_signature, traced.root, checked=checked)
+        outer.recordings.adopt(traced.root_signature, traced.root, checked=checked)
     installed = [*regions.values(), outer]
     for region in installed:
         region.in_dry_run = checked
@@ -64,8 +65,5 @@ def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: I
         for first, second in pairwise(run):
             inputs = links.get(second, ())
             if inputs:
-                regions[second].link = InputLink(before=regions[first], inputs=inputs)
-                earlier = regions[first].link or InputLink()
-                regions[first].link = InputLink(
-                    before=earlier.before, inputs=earlier.inputs, outputs=tuple(out for _, out in inputs)
-                )
+                regions[second].follow(InputLink(before=regions[first], inputs=inputs))
+                regions[first].follow(replace(regions[first].link, outputs=tuple(out for _, out in inputs)))

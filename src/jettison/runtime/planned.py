@@ -16,47 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from jettison.capture.guard import ModuleGuard, Setting, same_values
 from jettison.capture.isolation import without_our_hooks
-from jettison.capture.recording import Place, RegionTrace, Tap
-from jettison.capture.region import trace_region
-from jettison.capture.sharded import precision_of, unwatched
+from jettison.capture.sharded import unwatched
 from jettison.capture.signature import call_signature, global_signature
-from jettison.capture.tracer import trace_root
 from jettison.capture.trees import tree_leaves
 from jettison.capture.wrapped import plain, version_of, wrapping
-from jettison.errors import RecordingLeft, TraceError, UnsupportedModule, WrongValue
-from jettison.ledger.program import Program
+from jettison.errors import TraceError, WrongValue
 from jettison.runtime.active import ActiveFrame, Listener, current_frame, running
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.checked import SequenceCheck, SomeMode
 from jettison.runtime.fallback import Rerun, Verdict, trial
-from jettison.runtime.frame import Diverged, Frame, Handle, owners_of, unpack
-from jettison.runtime.graphprint import Bounds, Print, graph_print, next_sequence_number
-from jettison.runtime.reads import reads_hold
-from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.frame import Diverged, Frame, Handle, unpack
+from jettison.runtime.graphprint import Bounds, graph_print, next_sequence_number
+from jettison.runtime.recipe import Recipe
+from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy
-
-GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
-WRITTEN_LATER = "others write to its arguments or results before backward"
-MOST_PREPARED = 256  # signatures of one region that are known at a time
-
-
-@dataclass(kw_only=True)
-class Prepared:
-    """A recipe for one signature. ``recipe`` is None where the region could not be recorded."""
-
-    recipe: Recipe | None
-    problem: str = ""
-    checked: bool = False
-    calls: int = 0
-    settings: frozenset[Any] = frozenset()  # ignored ones, as they were at the last checked run
-    verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
-    told: bool = False  # the user knows that there is none
-    graph: Print | None = None  # of the first run, which was checked call by call
 
 
 class Seen:
@@ -121,13 +98,10 @@ class PlannedForward:
         self.how = how
         self.calls = 0
         self.rounded = Rounded()
-        self.divergences: dict[Any, int] = {}
         self.model = model or module  # the whole, of which this is a part
-        self.fake_model = fake_model  # record on a fake copy of the module
         self.bound: Callable[[], Callable[..., Any]] | None = None  # what forward stands for in this call
         self.name = name
         self.policy = policy
-        self.blocks = blocks or ()  # names of the regions inside this one, for the root
         self.is_root = blocks is not None
         self.forward: Callable[..., Any] = module.forward
         self.had_own = "forward" in vars(module)
@@ -136,29 +110,17 @@ class PlannedForward:
         self.outer: PlannedForward | None = None  # the root of the plan that this is a part of
         self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
-        self.prepared: dict[Any, Prepared] = {}
-        self.recordings = 0
-        self.owners = owners_of(module)
-        self.guard: ModuleGuard | None = None
-        self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
-        self.late: frozenset[Place] = frozenset()  # what others write to before backward
-        self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
-        self.suspects: frozenset[Setting] = frozenset()
-        self.ignored: frozenset[Setting] = frozenset()
-        self.everything: ModuleGuard | None = None  # with what is ignored
-        self.outdated: dict[Any, Program] = {}
-        self.distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
+        self.recordings = Recordings(
+            module, policy, blocks=blocks, fake_model=fake_model, forgotten=self._forgotten, stored=self._watch
+        )
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()
-        self.last_values: Any = None
         self.quiet = False  # falls back without a warning
-        self.never = ""  # why no call is recorded
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
-        self.link: InputLink | None = None
+        self.link = InputLink()
         # output leaf -> how to know it again, its recipe
         self.pending: dict[int, tuple[Seen, Handle]] = {}
-        self.precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
@@ -231,10 +193,14 @@ class PlannedForward:
 
     def start_over(self) -> None:
         """Nothing that was recorded holds."""
-        self.prepared.clear()
+        self.recordings.start_over()
         self.pending = {}
-        self.outdated = {}
-        self.guard = None
+
+    def follow(self, link: InputLink) -> None:
+        """Take a place in a checkpoint segment."""
+        self.link = link
+        self.recordings.linked = frozenset(position for position, _ in link.inputs)
+        self.recordings.handed = frozenset(link.outputs)
 
     def say_once(self, key: str, text: str) -> None:
         """Warn, once in a plan."""
@@ -259,17 +225,11 @@ class PlannedForward:
         if are_hooks_foreign():
             return self._run_plainly(args, kwargs)
         leaves, signature = call_signature(args, kwargs)
-        if self.guard is None or not (self.in_dry_run or self.guard.holds()):
-            self._forget()
+        self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:
             self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
         key = (signature, global_signature())
-        prepared = self.prepared.get(key)
-        if prepared is not None and not prepared.checked and precision_of(self.module) != self.precision:
-            self._forget()  # FSDP came after the recording, with casts of its own
-            prepared = None
-        if prepared is None:
-            prepared = self._prepare(key, args, kwargs)
+        prepared = self.recordings.of(key, args, kwargs, self._own())
         output = self._run(prepared, key, leaves, args, kwargs)
         returned = tree_leaves(output)
         if any(type(leaf) is FakeTensor for leaf in returned):
@@ -317,35 +277,6 @@ class PlannedForward:
         self.pending = {}
         self._unwatch()
 
-    def _unwatch(self) -> None:
-        for hook in self.tap_hooks.values():
-            hook.remove()
-        self.tap_hooks.clear()
-
-    def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
-        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very
-        tensors.
-        """
-        self.guard = self.guard or ModuleGuard(self.module)
-        self.precision = precision_of(self.module)
-        self.late |= trace.late
-        if trace.late_inside:
-            self.late_inside[trace.form] = trace.late_inside
-        self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
-        self._store(key, trace).checked = checked
-
-    def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
-        """Calls of this signature are known to have no program."""
-        self.guard = self.guard or ModuleGuard(self.module)
-        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
-
-    def distrust(self, recipe: Recipe, problem: str) -> None:
-        """A tensor came back wrong: calls like that one have no program from now on."""
-        for key, prepared in self.prepared.items():
-            if prepared.recipe is recipe:
-                self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
-                self.distrusted[key] = problem
-
     def live(self) -> Live:
         """What is between its forward and its backward now."""
         frames = list(self.frames)
@@ -363,88 +294,17 @@ class PlannedForward:
 
     def report(self) -> RegionReport:
         """What was kept and dropped, for the most used signature."""
-        best = max(self.prepared.values(), key=lambda p: p.calls, default=None)
+        best = self.recordings.most_used()
         return RegionReport.of(
             best.recipe if best else None,
             name=self.name,
             word=self.policy.word,
             calls=self.calls,
-            recordings=self.recordings,
+            recordings=self.recordings.count,
             fallback=best.problem if best else "",
             check=self.how,
             rounded=self.rounded.tensors,
         )
-
-    # preparing -------------------------------------------------------------------------------------------------------
-
-    def _forget(self) -> None:
-        """Settings have changed: what was recorded may not hold. Those that prove not to matter are ignored later."""
-        if self.guard is not None:
-            if self.structure is not None and (names := self.guard.structure_words()):
-                self.structure.parts_changed(names)
-            self.suspects = self.guard.changed()
-            self.outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
-            self.prepared.clear()
-        self._unwatch()  # a module may have been replaced
-        self.owners = owners_of(self.module)
-        self.guard = ModuleGuard(self.module, self.ignored)
-
-    def _acquit(self, key: Any, trace: RegionTrace) -> None:
-        outdated = self.outdated.pop(key, None)
-        if self.suspects and outdated is not None and outdated.digest() == trace.program.digest():
-            self.ignored |= self.suspects
-            self.guard = ModuleGuard(self.module, self.ignored)
-            self.everything = ModuleGuard(self.module)
-
-    def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prepared:
-        if self.never:
-            return self._fall_back(key, self.never)
-        self.recordings += 1
-        self.precision = precision_of(self.module)
-        if key in self.distrusted:
-            return self._fall_back(key, self.distrusted[key])
-        if len(self.prepared) >= MOST_PREPARED:
-            del self.prepared[next(iter(self.prepared))]
-        try:
-            if self.is_root:
-                trace = trace_root(self.module, args, kwargs, self.blocks)
-            else:
-                trace = trace_region(
-                    self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(self._own(),)
-                )
-            if trace.problem:
-                return self._fall_back(key, trace.problem)
-            inside = self.late_inside.get(trace.program.form(), frozenset())
-            if self.late_inside and not inside:
-                return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
-            trace.anchor(self.late, inside)
-            self._acquit(key, trace)
-            return self._store(key, trace)
-        except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
-            return Prepared(
-                recipe=None, problem=str(error), checked=True, told=True, verdict=Verdict(again=False, why=str(error))
-            )
-        except UnsupportedModule:  # what recording has moved cannot be put back: no run of today is a plain one's
-            raise
-        except (TraceError, ValueError) as error:
-            return self._fall_back(key, str(error))
-
-    def _store(self, key: Any, trace: RegionTrace) -> Prepared:
-        link = self.link or InputLink()
-        recipe = compile_recipe(
-            trace,
-            self.policy.kept(trace.program),
-            linked=frozenset(p for p, _ in link.inputs),
-            handed=frozenset(link.outputs),
-        )
-        for _, tap in recipe.from_taps:
-            self._watch(tap)
-        prepared = self.prepared[key] = Prepared(recipe=recipe)
-        return prepared
-
-    def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
-        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
-        return prepared
 
     def _say(self, prepared: Prepared) -> None:
         """That and why a region is not planned tensor by tensor, once for each reason."""
@@ -460,16 +320,30 @@ class PlannedForward:
             self.said.add(text)
             warnings.warn(text, stacklevel=5)
 
-    def _watch(self, tap: Tap) -> None:
-        where = (tap.path, tap.is_output)
-        if where in self.tap_hooks:
-            return
-        module = self.module.get_submodule(tap.path)
-        listener = Listener(self, module, tap.path, tap.is_output)
-        if tap.is_output:
-            self.tap_hooks[where] = module.register_forward_hook(listener)
-        else:
-            self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
+    # hooks where recipes want what modules are given or return -------------------------------------------------------
+
+    def _watch(self, recipe: Recipe) -> None:
+        for _, tap in recipe.from_taps:
+            where = (tap.path, tap.is_output)
+            if where in self.tap_hooks:
+                continue
+            module = self.module.get_submodule(tap.path)
+            listener = Listener(self, module, tap.path, tap.is_output)
+            if tap.is_output:
+                self.tap_hooks[where] = module.register_forward_hook(listener)
+            else:
+                self.tap_hooks[where] = module.register_forward_pre_hook(listener, with_kwargs=True, prepend=True)
+
+    def _unwatch(self) -> None:
+        for hook in self.tap_hooks.values():
+            hook.remove()
+        self.tap_hooks.clear()
+
+    def _forgotten(self, names: str) -> None:
+        """What was recorded may not hold; ``names`` of submodules that are other ones."""
+        if self.structure is not None and names:
+            self.structure.parts_changed(names)
+        self._unwatch()  # a module may have been replaced
 
     # running ---------------------------------------------------------------------------------------------------------
 
@@ -482,33 +356,13 @@ class PlannedForward:
         try:
             return self._run_planned(prepared, key, leaves, args, kwargs)
         except Diverged as divergence:
-            self.distrusted[key] = str(divergence)
-            self.prepared.pop(key, None)
+            self.recordings.lose(key, str(divergence))
             raise TraceError(
                 f"{self.name or 'the model'} did not run as recorded ({divergence}), and what it had dropped until "
                 "then cannot be computed again. It is not run a second time, since nobody knows what the first has "
                 "left in Python's state: repeat the step. From the next one on it runs without a recording; leave it "
                 "out with regions=[...] to have no such steps"
             ) from None
-
-    def _must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
-        """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
-
-        A setting that was found not to matter may come to matter (a counter that reaches a threshold), and so may a
-        number that is read out of a tensor: such runs are compared with the recording, call by call.
-        """
-        settings = self.everything.changed() if self.everything is not None else frozenset()
-        if not prepared.checked or settings != prepared.settings or self._moves(settings):
-            return settings
-        return None if reads_hold(recipe.trace, leaves) else settings
-
-    def _moves(self, settings: frozenset[Any]) -> bool:
-        """Whether a setting has another value than at the last look, for those that are known to have changed."""
-        if not settings or self.everything is None:
-            return False
-        values, before = self.everything.values(settings), self.last_values
-        self.last_values = values
-        return before is None or not same_values(values, before)
 
     def _leave(self, frame: ActiveFrame) -> bool:
         """Close a frame; whether the run was the recorded one.
@@ -528,16 +382,6 @@ class PlannedForward:
         frame.leave_broken()
         return False
 
-    def _note_divergence(self, prepared: Prepared, key: Any, why: str) -> None:
-        """A run was not as recorded: record again, or never again."""
-        times = self.divergences[key] = self.divergences.get(key, 0) + 1
-        adopted = not self.recordings  # recorded elsewhere, and earlier: once more, here and now
-        if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
-            self._forget()
-            return
-        self.distrusted[key] = why
-        self.prepared.pop(key, None)
-
     def _run_planned(
         self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -546,7 +390,7 @@ class PlannedForward:
         frame = ActiveFrame(recipe, self)
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
-        settings = self._must_check(prepared, recipe, leaves)
+        settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()
         frame.enter(leaves, self._from_before(leaves))
         stack.append(frame)
@@ -557,7 +401,7 @@ class PlannedForward:
                     with SomeMode() if recipe.sees_modes else contextlib.nullcontext():
                         output = self.forward(*args, **kwargs)
                 else:
-                    frame.check = SequenceCheck(recipe.trace, leaves, self.owners)
+                    frame.check = SequenceCheck(recipe.trace, leaves, self.recordings.owners)
                     with frame.check, unwatched(self.module, frame.check):
                         output = self.forward(*args, **kwargs)
                         frame.check.finish()
@@ -565,14 +409,14 @@ class PlannedForward:
             stack.pop()
         self.frames.add(frame)
         if not self._leave(frame):
-            self._note_divergence(prepared, key, frame.broken)
+            self.recordings.diverged(prepared, key, frame.broken)
             return output
         if not self._has_recorded_graph(prepared, frame, leaves, output):
             why = "its autograd graph is another one"
             unseen = self.how is Check.OFF or frame.share > 1
             if unseen and any(slot.kind == "drop" for slot in recipe.slots):
                 raise Diverged(why)
-            self._note_divergence(prepared, key, why)  # nothing is missing, and witnesses see to the values
+            self.recordings.diverged(prepared, key, why)  # nothing is missing, and witnesses see to the values
             return output
         prepared.checked = True
         if settings is not None:
@@ -586,7 +430,7 @@ class PlannedForward:
     def _has_recorded_graph(self, prepared: Prepared, frame: ActiveFrame, leaves: list[Any], output: Any) -> bool:
         """The graph of the first run, which was compared with the recording, must be that of every later one."""
         names: dict[int, Any] = {
-            id(t): name for name, (table, leaf) in self.owners.items() if (t := table[leaf]) is not None
+            id(t): name for name, (table, leaf) in self.recordings.owners.items() if (t := table[leaf]) is not None
         }
         inputs = {}
         for position, leaf in enumerate(leaves):
@@ -602,7 +446,7 @@ class PlannedForward:
         return bool(prepared.graph == found)
 
     def _from_before(self, leaves: list[Any]) -> dict[int, Handle]:
-        if self.link is None or self.link.before is None:
+        if self.link.before is None:
             return {}
         pending, self.link.before.pending = self.link.before.pending, {}
         found = {}
@@ -618,7 +462,7 @@ class PlannedForward:
             self._say(prepared)
             return self.forward(*args, **kwargs)
         if self.policy.word != "none" and prepared.verdict is None:
-            late = self.late or self.late_inside
+            late = self.recordings.late or self.recordings.late_inside
             prepared.verdict = (
                 Verdict(again=False, why=WRITTEN_LATER) if late else trial(self.module, self._own(), args, kwargs)
             )

@@ -2,7 +2,7 @@
 
 A region belongs to a module, and a plan to a model. So a module that was moved or wrapped keeps its region, under its
 new name; one that stands in the place of another gets a region of its own, treated as the old one was; one that was
-added runs as part of what is around the blocks. All of it is recorded anew. Gradients are right with or without this;
+added runs as part of what is around the blocks. All of it is recorded again. Gradients are right with or without this;
 without it part of a plan would be without effect, and nobody would know.
 """
 
@@ -31,7 +31,6 @@ class Structure:
     def __init__(self, root: PlannedForward, regions: list[PlannedForward]) -> None:
         self.root = root
         self.regions = regions
-        self.names = root.blocks
         self._look()
 
     def check(self) -> None:
@@ -45,7 +44,7 @@ class Structure:
         self._follow()
 
     def parts_changed(self, names: str) -> None:
-        """Modules inside of blocks are other ones: recorded anew, which only a budget suffers from."""
+        """Modules inside of blocks are other ones: recorded again, which only a budget suffers from."""
         about = self._about_budget()
         if about:
             self.root.say_once(
@@ -85,7 +84,7 @@ class Structure:
             return
         names = {name: None for name, _ in self.root.module.named_modules()}
         there = {region.name for region in self._at_work()}
-        self.root.blocks = tuple(name for name in names if name in there)
+        self.root.recordings.blocks = tuple(name for name in names if name in there)
         self.root.start_over()
         self._say(changes)
 

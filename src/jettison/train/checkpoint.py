@@ -221,7 +221,7 @@ class Checkpoints:
         found = self._marked()
         for path in self.folder.glob("step-*"):
             if not (path / RUN).exists() and (found is None or path > found):
-                way = f" to go on from {found.name}" if found else " to begin anew"
+                way = f" to go on from {found.name}" if found else " to begin again"
                 raise UsageError(f"checkpoint {path} is damaged: it has no {RUN}; remove it{way}")
         return found
 
@@ -244,12 +244,12 @@ class Checkpoints:
                 self.warn(f"checkpoint: {_LATEST} names {marked.name}, and {newest.name if newest else ''} is newer")
             return marked
         if marked.name and marked.exists() and marked != self.folder:
-            way = f" to go on from {newest.name}" if newest else " to begin anew"
+            way = f" to go on from {newest.name}" if newest else " to begin again"
             raise UsageError(f"checkpoint {marked} is damaged: it has no {RUN}; remove it{way}")
         if newest is None:
             raise UsageError(
                 f"checkpoint.folder: {self.folder / _LATEST} names {marked.name!r}, which is not there, and there is "
-                f"no other; remove {_LATEST} to begin anew"
+                f"no other; remove {_LATEST} to begin again"
             )
         self.warn(f"checkpoint: {_LATEST} names {marked.name!r}, which is not there; going on from {newest.name}")
         return newest

@@ -2,7 +2,7 @@
 
 NOTE [ Positions ]
 Nothing about data order or random numbers is carried from step to step. Sequence n of a run (n = step x global_batch +
-its place in the batch) is a window of the text that `Order` finds from n alone, and random streams are seeded anew for
+its place in the batch) is a window of the text that `Order` finds from n alone, and random streams are seeded for
 each micro-batch from (seed, step, number of the micro-batch in the global batch). A run that is resumed at a step, on
 whatever layout, therefore continues with the same sequences, and with the same dropout wherever micro-batches are the
 same: a rank is handed its share of the global batch, not a stream of its own.
@@ -25,7 +25,7 @@ def derived_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which windows are visited: every one once in each pass over the text, shuffled anew each time."""
+    """The order in which windows are visited: every one once in each pass over the text, shuffled each time."""
 
     windows: int
     seed: int

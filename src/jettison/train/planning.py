@@ -165,7 +165,7 @@ def _recomputed_flops(applied: Applied) -> int:
     """FLOPs that a backward of one micro-batch spends on computing again. Regions without a program count nothing."""
     total = 0
     for region in applied.regions:
-        recipes = [prepared.recipe for prepared in region.prepared.values() if prepared.recipe is not None]
+        recipes = [prepared.recipe for prepared in region.recordings.prepared.values() if prepared.recipe is not None]
         for recipe in recipes[:1]:
             total += sum(recipe.trace.program.ops[i].flops for i in recipe.recomputed_ops)
     return total

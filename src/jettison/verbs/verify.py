@@ -227,8 +227,7 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
     inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
     def kept(name: str, program: Program) -> frozenset[int]:
-        link = regions[name].link
-        again = {p for p, _ in link.inputs} if link is not None else set()
+        again = {position for position, _ in regions[name].link.inputs}
         chosen = regions[name].policy.kept(program)
         return chosen - {b for b, position in inputs.get(name, {}).items() if position in again}
 

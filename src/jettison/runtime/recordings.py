@@ -1,0 +1,242 @@
+"""What is known of one region's calls: by signature a recipe, or why there is none; and whether that still holds.
+
+NOTE [ Settings that do not matter ]
+A changed setting (a number, a submodule, a closure) puts every recording of its region in doubt. Each is made again
+when it is wanted. Where the new program is the old one, the settings that had changed are ignored from then on: only
+when they move is a run compared with the recording, call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from jettison.capture.guard import ModuleGuard, Setting, same_values
+from jettison.capture.recording import Place, RegionTrace
+from jettison.capture.region import trace_region
+from jettison.capture.sharded import precision_of
+from jettison.capture.tracer import trace_root
+from jettison.errors import RecordingLeft, TraceError, UnsupportedModule
+from jettison.ledger.program import Program
+from jettison.runtime.fallback import Verdict
+from jettison.runtime.frame import owners_of
+from jettison.runtime.graphprint import Print
+from jettison.runtime.reads import reads_hold
+from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.solve.policy import CheckpointPolicy
+
+GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
+WRITTEN_LATER = "others write to its arguments or results before backward"
+MOST_PREPARED = 256  # signatures of one region that are known at a time
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """A recipe for one signature. ``recipe`` is None where the region could not be recorded."""
+
+    recipe: Recipe | None
+    problem: str = ""
+    checked: bool = False
+    calls: int = 0
+    settings: frozenset[Any] = frozenset()  # ignored ones, as they were at the last checked run
+    verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
+    told: bool = False  # the user knows that there is none
+    graph: Print | None = None  # of the first run, which was checked call by call
+
+
+class Recordings:
+    """Of one region.
+
+    Args:
+        blocks: names of the regions inside this one, where it is a model's root.
+        fake_model: record on a fake copy of the module.
+        forgotten: called with the names of submodules that are other ones, when what was recorded may not hold.
+        stored: called with every recipe that calls are about to follow.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: CheckpointPolicy,
+        *,
+        blocks: tuple[str, ...] | None,
+        fake_model: bool,
+        forgotten: Callable[[str], None],
+        stored: Callable[[Recipe], None],
+    ) -> None:
+        self.module, self.policy, self.blocks, self.fake_model = module, policy, blocks, fake_model
+        self.count = 0
+        self.prepared: dict[Any, Prepared] = {}
+        self.owners = owners_of(module)
+        self.guard: ModuleGuard | None = None
+        self.never = ""  # why no call is recorded
+        self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
+        self.late: frozenset[Place] = frozenset()  # what others write to before backward
+        self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
+        self.linked: frozenset[int] = frozenset()  # inputs that the region before computes again
+        self.handed: frozenset[int] = frozenset()  # outputs that this one computes again for the next
+        self._forgotten, self._stored = forgotten, stored
+        self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
+        self._suspects: frozenset[Setting] = frozenset()
+        self._ignored: frozenset[Setting] = frozenset()
+        self._everything: ModuleGuard | None = None  # with what is ignored
+        self._outdated: dict[Any, Program] = {}
+        self._distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
+        self._divergences: dict[Any, int] = {}
+        self._last_values: Any = None
+
+    # known before a run ----------------------------------------------------------------------------------------------
+
+    def adopt(self, key: Any, trace: RegionTrace, *, checked: bool = False) -> None:
+        """Use a program recorded elsewhere for calls of this signature; ``checked`` where it ran on these very
+        tensors.
+        """
+        self.guard = self.guard or ModuleGuard(self.module)
+        self._precision = precision_of(self.module)
+        self.late |= trace.late
+        if trace.late_inside:
+            self.late_inside[trace.form] = trace.late_inside
+        self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
+        self._store(key, trace).checked = checked
+
+    def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
+        """Calls of this signature are known to have no program."""
+        self.guard = self.guard or ModuleGuard(self.module)
+        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
+
+    def most_used(self) -> Prepared | None:
+        """Of the signature that was called most."""
+        return max(self.prepared.values(), key=lambda p: p.calls, default=None)
+
+    # a call ----------------------------------------------------------------------------------------------------------
+
+    def look(self, *, in_dry_run: bool) -> None:
+        """See whether settings have changed. In a dry run none has: the copy that runs is what was recorded."""
+        if self.guard is None or not (in_dry_run or self.guard.holds()):
+            self.forget()
+
+    def of(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
+        """What a call of this signature follows; recorded now where nothing is known of it.
+
+        Args:
+            own: the forward that runs in this call.
+
+        Raises:
+            UnsupportedModule: recording it has moved what cannot be put back.
+        """
+        prepared = self.prepared.get(key)
+        if prepared is not None and not prepared.checked and precision_of(self.module) != self._precision:
+            self.forget()  # FSDP came after the recording, with casts of its own
+            prepared = None
+        return prepared or self._prepare(key, args, kwargs, own)
+
+    def must_check(self, prepared: Prepared, recipe: Recipe, leaves: list[Any]) -> frozenset[Any] | None:
+        """What has changed since a run was last checked, although it did not matter then; None if nothing that counts.
+
+        A setting that was found not to matter may come to matter (a counter that reaches a threshold), and so may a
+        number that is read out of a tensor: such runs are compared with the recording, call by call.
+        """
+        settings = self._everything.changed() if self._everything is not None else frozenset()
+        if not prepared.checked or settings != prepared.settings or self._moves(settings):
+            return settings
+        return None if reads_hold(recipe.trace, leaves) else settings
+
+    def _moves(self, settings: frozenset[Any]) -> bool:
+        """Whether a setting has another value than at the last look, for those that are known to have changed."""
+        if not settings or self._everything is None:
+            return False
+        values, before = self._everything.values(settings), self._last_values
+        self._last_values = values
+        return before is None or not same_values(values, before)
+
+    # what does not hold ----------------------------------------------------------------------------------------------
+
+    def start_over(self) -> None:
+        """Nothing that was recorded holds."""
+        self.prepared.clear()
+        self._outdated = {}
+        self.guard = None
+
+    def forget(self) -> None:
+        """Settings have changed: what was recorded may not hold. See NOTE [ Settings that do not matter ]."""
+        self._forgotten("" if self.guard is None else self.guard.structure_words())
+        if self.guard is not None:
+            self._suspects = self.guard.changed()
+            self._outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
+            self.prepared.clear()
+        self.owners = owners_of(self.module)
+        self.guard = ModuleGuard(self.module, self._ignored)
+
+    def diverged(self, prepared: Prepared, key: Any, why: str) -> None:
+        """A run was not as recorded, and nothing is lost: record again, or never again."""
+        times = self._divergences[key] = self._divergences.get(key, 0) + 1
+        adopted = not self.count  # recorded elsewhere, and earlier: once more, here and now
+        if (prepared.checked or adopted) and times <= GIVE_UP_AFTER:
+            self.forget()
+        else:
+            self.lose(key, why)
+
+    def lose(self, key: Any, why: str) -> None:
+        """Calls of this signature have no program from now on."""
+        self._distrusted[key] = why
+        self.prepared.pop(key, None)
+
+    def distrust(self, recipe: Recipe, problem: str) -> None:
+        """A tensor came back wrong: calls like that one have no program from now on."""
+        for key, prepared in self.prepared.items():
+            if prepared.recipe is recipe:
+                self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+                self._distrusted[key] = problem
+
+    # recording -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> Prepared:
+        if self.never:
+            return self._fall_back(key, self.never)
+        self.count += 1
+        self._precision = precision_of(self.module)
+        if key in self._distrusted:
+            return self._fall_back(key, self._distrusted[key])
+        if len(self.prepared) >= MOST_PREPARED:
+            del self.prepared[next(iter(self.prepared))]
+        try:
+            if self.blocks is not None:
+                trace = trace_root(self.module, args, kwargs, self.blocks)
+            else:
+                trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
+            if trace.problem:
+                return self._fall_back(key, trace.problem)
+            inside = self.late_inside.get(trace.program.form(), frozenset())
+            if self.late_inside and not inside:
+                return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
+            trace.anchor(self.late, inside)
+            self._acquit(key, trace)
+            return self._store(key, trace)
+        except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
+            return Prepared(
+                recipe=None, problem=str(error), checked=True, told=True, verdict=Verdict(again=False, why=str(error))
+            )
+        except UnsupportedModule:  # what recording has moved cannot be put back: no run of today is a plain one's
+            raise
+        except (TraceError, ValueError) as error:
+            return self._fall_back(key, str(error))
+
+    def _acquit(self, key: Any, trace: RegionTrace) -> None:
+        outdated = self._outdated.pop(key, None)
+        if self._suspects and outdated is not None and outdated.digest() == trace.program.digest():
+            self._ignored |= self._suspects
+            self.guard = ModuleGuard(self.module, self._ignored)
+            self._everything = ModuleGuard(self.module)
+
+    def _store(self, key: Any, trace: RegionTrace) -> Prepared:
+        recipe = compile_recipe(trace, self.policy.kept(trace.program), linked=self.linked, handed=self.handed)
+        self._stored(recipe)
+        prepared = self.prepared[key] = Prepared(recipe=recipe)
+        return prepared
+
+    def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
+        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
+        return prepared
