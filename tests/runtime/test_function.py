@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -371,3 +372,20 @@ def test_a_marked_class_is_planned_by_name_and_runs_plainly_without_a_plan() -> 
         assert words == {"first": "full", "second.0": "selective-op", "": "none"}
         assert all(report.slots_dropped > 0 for report in handle.report()[:-1])
     assert compare_gradients(model, plain).identical
+
+
+@pytest.mark.parametrize("what", ["power", "steps"])
+def test_a_configuration_that_a_closure_reads_tells_calls_apart_and_a_count_of_steps_does_not(what: str) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    plain = independent_copy(model)
+    held = types.SimpleNamespace(power=1.0, steps=0)
+    x = torch.randn(4, N)
+    for step in range(40):
+        setattr(held, what, 1.0 + step % 2 if what == "power" else step)
+        for m, run in ((model, jettison.checkpoint), (plain, lambda f, *args: f(*args))):
+            m.zero_grad(set_to_none=True)
+            torch.manual_seed(step)
+            run(lambda y, m=m: (m(y) * held.power).sin(), x).sum().backward()
+        assert compare_gradients(model, plain).identical
+    assert len(regions(model)) == (2 if what == "power" else 17)

@@ -107,13 +107,13 @@ class StepFakeMode(FakeTensorMode):
             raise UnsupportedOperatorException(func)
         out = super().dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
-            return (_contiguous_like(args[0]), *out[1:])
+            return (_contiguous_like(out[0]), *out[1:])
         if func in _LEAVES_TERMS and out.dim() == 0:
             return _on_its_terms(out, args[0], args[1])
         if func is torch.ops.aten.col2im.default and args[0].device.type == "cpu" and args[0].numel() > out.numel():
-            return args[0].new_empty(args[0].numel()).as_strided(out.shape, out.stride())
+            return out.new_empty(args[0].numel()).as_strided(out.shape, out.stride())
         if func is _RNN and args[0].device.type == "cpu":
-            return (*out[:3], args[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
+            return (*out[:3], out[0].new_empty(_rnn_workspace(args, kwargs), dtype=torch.uint8))
         if func is _RNN_BACKWARD and out[4] is out[3]:
             return (*out[:4], torch.empty_like(out[3]), *out[5:])
         weight = args[2] if func is torch.ops.aten.native_layer_norm.default else None
@@ -127,13 +127,23 @@ def fake_mode(*, allow_non_fake_inputs: bool = False) -> StepFakeMode:
     return StepFakeMode(allow_non_fake_inputs=allow_non_fake_inputs)
 
 
-@contextlib.contextmanager
-def exactly(mode: FakeTensorMode) -> Iterator[None]:
+def exactly(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     """No value is made up meanwhile."""
+    return _guessing(mode, False)
+
+
+def roughly(fake_model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Values that are asked for are made up, as in a backward whose hooks log the norms of gradients."""
+    parameters = map(plain, fake_model.parameters())
+    return _guessing(next((p.fake_mode for p in parameters if isinstance(p, FakeTensor)), None), True)
+
+
+@contextlib.contextmanager
+def _guessing(mode: FakeTensorMode | None, wanted: bool) -> Iterator[None]:
     if not isinstance(mode, StepFakeMode):
         yield
         return
-    guesses, mode.guesses = mode.guesses, False
+    guesses, mode.guesses = mode.guesses, wanted
     try:
         yield
     finally:

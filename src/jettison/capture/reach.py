@@ -169,7 +169,7 @@ class Reach:
 
     def _module(self, module: nn.Module) -> None:
         attributes = vars(module)
-        if id(attributes) in self._seen:
+        if id(attributes) in self._seen or isinstance(module, torch.jit.ScriptModule):  # C++ has what that one holds
             return
         self._seen.add(id(attributes))
         self._add(attributes)

@@ -33,6 +33,7 @@ from jettison.capture.wrapped import is_dense, plain, storage_of, version_of
 from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Op, Program, Slot, Source
 
+BY_HAND = "it moves torch's random generator by hand (a seed, a saved state, fork_rng)"
 _GUESSED = "it decides by values that are not known before it runs"
 _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` and assignments of numbers pass a tensor through that they have just made."""
@@ -115,7 +116,7 @@ class Recorder(Tape):
         if self._stream is None:  # a loan has taken a number for its seed
             self._stream = now
         elif now != self._stream:
-            self.refuse("it moves torch's random generator by hand (a seed, a saved state, fork_rng)")
+            self.refuse(BY_HAND)
 
     # tensors that come and go -----------------------------------------------------------------------------------------
 

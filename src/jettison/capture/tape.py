@@ -46,7 +46,8 @@ class Tape:
         self._alive: list[tuple[Any, Tensor]] = []
         self._named: dict[int, tuple[str, int]] = {}  # storage -> name and offset of its first parameter
         for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
-            self._named.setdefault(storage_of(tensor), (name, plain(tensor).storage_offset()))
+            if is_dense(tensor):
+                self._named.setdefault(storage_of(tensor), (name, plain(tensor).storage_offset()))
 
     @property
     def where(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.opinfo import draws, is_bookkeeping
-from jettison.capture.recorder import Recorder
+from jettison.capture.recorder import BY_HAND, Recorder
 from jettison.capture.trees import op_leaves
 from jettison.capture.wrapped import desugars, infers_shapes
+from jettison.errors import UnsupportedModule
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 
@@ -82,7 +84,7 @@ class CaptureMode(TorchDispatchMode):
         self.recorders.append(recorder)
         hooks = _watch_modules(recorder)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), ReadingWatch(recorder):
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), ReadingWatch(recorder), self._states_watched():
                 yield
         finally:
             listening.clear()
@@ -90,9 +92,41 @@ class CaptureMode(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
 
+    @contextlib.contextmanager
+    def _states_watched(self) -> Iterator[None]:
+        """A state that is saved and put back: recording draws nothing, so that the generator itself shows no move."""
+        real = torch.set_rng_state
+
+        def set_rng_state(state: Tensor) -> None:
+            real(state)
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith("jettison."):  # whose loans are known
+                self.recorders[-1].refuse(BY_HAND)
+
+        places = (torch, torch.random)
+        before = [place.set_rng_state for place in places]
+        for place in places:
+            place.set_rng_state = set_rng_state
+        try:
+            yield
+        finally:
+            for place, function in zip(places, before, strict=True):
+                place.set_rng_state = function
+
 
 def _on_cpu(args: Any) -> bool:
     return all(t.device.type == "cpu" for t in op_leaves(args) if isinstance(t, Tensor))
+
+
+def refuse_scripted(name: str, module: nn.Module) -> None:
+    """What torch.jit has made of a module cannot be looked into.
+
+    Raises:
+        UnsupportedModule: it is such a one.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedModule(
+            f"{name} is scripted (torch.jit): it has no Python forward to plan. Pass the module as it was before"
+        )
 
 
 def _watch_modules(recorder: Recorder) -> list[Any]:
@@ -101,6 +135,7 @@ def _watch_modules(recorder: Recorder) -> list[Any]:
     for path, module in recorder.module.named_modules():
         if path == "":
             continue
+        refuse_scripted(path, module)
 
         def before(_m: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             calls[path] = calls.get(path, -1) + 1

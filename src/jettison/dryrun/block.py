@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.fakes import roughly
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.stub import tensors_made
@@ -47,7 +48,7 @@ def block_levels(
         resident = counter.live_bytes - start
         counter.reset_peak()
         before = counter.live_bytes
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), roughly(module):
             loss.backward()
         backward_peak = counter.peak_bytes - before
         del loss  # but not what is stored: the caller has it
@@ -103,7 +104,9 @@ def _forward(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
     with torch.enable_grad():
         output = module.forward(*args, **kwargs)  # as it was recorded: hooks have had their turn with the arguments
         stored = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) not in given]
-        return _Sink.apply(*(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad)), stored
+        wanted = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        # a block that is left out hands its arguments on, which may want no gradients
+        return _Sink.apply(*wanted) if wanted else torch.zeros((), requires_grad=True), stored
 
 
 class _Sink(torch.autograd.Function):
@@ -140,7 +143,7 @@ def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) ->
         output = None
     torch.clear_autocast_cache()
     forward = counter.peak_bytes
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), roughly(model):
         loss.backward()
     return forward, counter.peak_bytes, output
 

@@ -209,9 +209,7 @@ def _new_bytes(out: Any, inputs: Any) -> int:
 
 def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real arguments for a request; each spans the storage that its strides need, and no more."""
-    args, kwargs = tree_map(
-        lambda leaf: _stand_in(leaf) if isinstance(leaf, TensorMeta) else leaf, (request.args, dict(request.kwargs))
-    )
+    args, kwargs = tree_map(_stand_in, (request.args, dict(request.kwargs)))
     if request.func is torch.ops.aten._grouped_mm.default and len(args) > 2 and isinstance(args[2], Tensor):
         rows = args[0].shape[-1] if args[1].dim() == 2 else args[0].shape[0]
         args[2].copy_(torch.linspace(rows / args[2].numel(), rows, args[2].numel()).to(args[2].dtype))
@@ -222,7 +220,13 @@ def _stand_ins(request: OpRequest) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _stand_in(meta: TensorMeta) -> Tensor:
+def _stand_in(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Generator):  # the user's own
+        return leaf.clone_state()
+    return _memory(leaf) if isinstance(leaf, TensorMeta) else leaf
+
+
+def _memory(meta: TensorMeta) -> Tensor:
     flat = torch.zeros(meta.storage_elements, dtype=meta.dtype, device=meta.device)
     if (meta.dtype.is_floating_point or meta.dtype.is_complex) and meta.dtype.itemsize >= 2:
         flat.uniform_(0.1, 1.0)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
 from jettison.capture.traced import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
+from jettison.capture.watch import refuse_scripted
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.runtime.planned import PlannedForward
 
@@ -29,11 +30,10 @@ def check_model(model: nn.Module) -> None:
         raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
     for name, module in model.named_modules():
         _check_module(name or "the model", module)
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedModule("scripted modules have no Python forward to plan; pass the eager module")
 
 
 def _check_module(name: str, module: nn.Module) -> None:
+    refuse_scripted(name, module)
     if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
         raise UnsupportedModule(
             f"{name} is compiled; Jettison plans ops that PyTorch runs one by one. Pass the module as it was before "

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 Pack = TypeVar("Pack", bound=Callable[..., Any])
 
@@ -48,8 +49,10 @@ def is_compiled_training() -> bool:
 
 
 def is_transforming() -> bool:
-    """Whether a transform of `torch.func` (grad, vmap) is at work: it has no saved tensors to plan."""
-    return torch._C._functorch.maybe_current_level() is not None
+    """Whether a transform of `torch.func` (grad, vmap) is at work, which has no saved tensors to plan, or forward-mode
+    differentiation, for which ops save others.
+    """
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def are_hooks_foreign() -> bool:

@@ -205,7 +205,7 @@ def _tables(module: nn.Module) -> list[dict[str, Any]]:
 def _buffers_of(module: nn.Module) -> Iterator[tuple[tuple[int, str], Tensor]]:
     for i, table in enumerate(_tables(module)):
         for name, buffer in table.items():
-            if buffer is not None:
+            if buffer is not None and is_dense(buffer):  # sparse ones are made once, and not written to
                 yield (i, name), buffer
 
 
@@ -287,7 +287,7 @@ class Rerun:
         self.wrong = wrong
         self.rounded = None if how is Check.EXACT else rounded
         self.versions = [(leaf, version_of(leaf)) for leaf in tree_leaves(self.call) if isinstance(leaf, Tensor)]
-        self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers())}
+        self.free = {storage_of(t) for t in (*module.parameters(), *module.buffers()) if is_dense(t)}
         self.free |= {storage_of(leaf) for leaf, _ in self.versions}
         self.streams = Streams.now()
         self.signature = global_signature()

@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from jettison.capture.blocks import REGION_MARK
+from jettison.capture.reach import is_ours
+from jettison.capture.watch import refuse_scripted
 from jettison.runtime.active import is_inside
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
@@ -29,6 +32,17 @@ Class = TypeVar("Class", bound=type[nn.Module])
 class _Regions(dict[Any, "_FunctionRegion"]):
     """Regions of functions that reach a module; kept on the module, and not copied with it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[Any, set[Any]] = {}
+
+    def told_apart(self, key: Any, held: Any) -> Any:
+        """A key with what objects hold: a function's configuration tells calls apart, a count of steps must not."""
+        known = self._held.setdefault(key, set())
+        if len(known) < MOST_CONFIGURATIONS:
+            known.add(held)
+        return key, held if held in known else None
+
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Regions:
         return _Regions()
 
@@ -37,6 +51,9 @@ class _Regions(dict[Any, "_FunctionRegion"]):
 
 
 _SHELF = "_jettison_function_regions"
+MOST_CONFIGURATIONS = 16  # of one function; then its witnesses see to what objects hold
+MOST_NUMBERS = 1000  # that tell regions apart; what lies beyond them is seen by witnesses
+DEEPEST = 4
 MOST_REGIONS = 64  # of one owner; a function over a number that changes at each call would fill the memory
 _ownerless = _Regions()
 
@@ -67,9 +84,10 @@ def checkpoint(
     found = tuple(_modules_of(function))
     parameters = tuple(_parameters_of(function))
     numbers = tuple((type(v), v) for v in _flat(_reached(function)) if isinstance(v, bool | int | float | str))
-    key = (_code_of(function), how, closely, tuple(map(id, found)), tuple(map(id, parameters)), numbers)
     owner: Any = (*found, *parameters, None)[0]
     regions = _ownerless if owner is None else owner.__dict__.setdefault(_SHELF, _Regions())
+    plainly = (_code_of(function), how, closely, tuple(map(id, found)), tuple(map(id, parameters)), numbers)
+    key = regions.told_apart(plainly, tuple(islice(_numbers(_reached(function), 0), MOST_NUMBERS)))
     region = regions.get(key)
     if region is None:
         if len(regions) >= MOST_REGIONS:
@@ -119,6 +137,9 @@ class _FunctionRegion:
     def __init__(
         self, found: tuple[nn.Module, ...], parameters: tuple[nn.Parameter, ...], how: CheckpointPolicy, closely: Check
     ) -> None:
+        for module in found:
+            for name, part in module.named_modules():
+                refuse_scripted(name or type(module).__name__, part)
         self.body = _Body(found, parameters)
         self.planned = PlannedForward(self.body, "a checkpointed function", how, fake_model=False, how=closely)
         self.planned.bound = self.body.bound
@@ -168,6 +189,24 @@ def _flat(values: Iterator[Any]) -> Iterator[Any]:
             yield from value.values()
         else:
             yield value
+
+
+def _numbers(values: Iterable[Any], depth: int) -> Iterator[tuple[type, Any]]:
+    """Numbers and words, also those that containers and plain objects (a configuration) hold."""
+    for value in values:
+        if isinstance(value, bool | int | float | str):
+            yield type(value), value
+        elif depth < DEEPEST and isinstance(value, list | tuple):
+            yield from _numbers(list(value), depth + 1)
+        elif depth < DEEPEST and isinstance(value, dict):
+            yield from _numbers(list(value.values()), depth + 1)
+        elif (
+            depth < DEEPEST
+            and not isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType)
+            and not (callable(value) or is_ours(value))
+        ):
+            held = getattr(value, "__dict__", None)
+            yield from _numbers(list(held.values()), depth + 1) if isinstance(held, dict) else ()
 
 
 def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:

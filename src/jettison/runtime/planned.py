@@ -8,7 +8,7 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +78,19 @@ class Watched(Protocol):
         """Modules inside of blocks are other ones."""
 
 
+@contextlib.contextmanager
+def _views_replayed() -> Iterator[None]:
+    """Backward goes back through a view that was written to view by view, as it does for the fake tensors that plans
+    are made on. By itself autograd takes one ``as_strided`` for real ones, whose backward fills memory of its own.
+    """
+    before = torch._C._is_view_replay_enabled()
+    torch._C._set_view_replay_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_view_replay_enabled(before)
+
+
 class PlannedForward:
     """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
 
@@ -111,7 +124,13 @@ class PlannedForward:
         self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
         self.recordings = Recordings(
-            module, policy, blocks=blocks, fake_model=fake_model, forgotten=self._forgotten, stored=self._watch
+            module,
+            policy,
+            blocks=blocks,
+            fake_model=fake_model,
+            forgotten=self._forgotten,
+            stored=self._watch,
+            changed=self._say_changed,
         )
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()
@@ -138,6 +157,7 @@ class PlannedForward:
         if copied is not None:
             return self._run_copy(copied, args, kwargs)
         if self.retired or not torch.is_grad_enabled() or is_transforming():
+            self._unwatch()  # some modules take another way where they find hooks, as torch's encoder layers do
             return self.forward(*args, **kwargs)
         outer = current_frame()
         first = next_sequence_number()
@@ -230,7 +250,8 @@ class PlannedForward:
             self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
         key = (signature, global_signature())
         prepared = self.recordings.of(key, args, kwargs, self._own())
-        output = self._run(prepared, key, leaves, args, kwargs)
+        with _views_replayed():
+            output = self._run(prepared, key, leaves, args, kwargs)
         returned = tree_leaves(output)
         if any(type(leaf) is FakeTensor for leaf in returned):
             self.refuse_fake("returns", leaves)
@@ -345,6 +366,14 @@ class PlannedForward:
             self.structure.parts_changed(names)
         self._unwatch()  # a module may have been replaced
 
+    def _say_changed(self) -> None:
+        if (self.outer or self).assumptions is not None:
+            self.say_once(
+                "changed",
+                f"{self.name or 'the model'} runs other ops than it was planned with (a state that was not there yet, "
+                "another setting): the budget may not hold. Plan again with the model as it is now",
+            )
+
     # running ---------------------------------------------------------------------------------------------------------
 
     def _run(
@@ -387,6 +416,7 @@ class PlannedForward:
     ) -> Any:
         recipe = prepared.recipe
         assert recipe is not None
+        self._watch(recipe)
         frame = ActiveFrame(recipe, self)
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1

@@ -55,6 +55,7 @@ class Recordings:
         fake_model: record on a fake copy of the module.
         forgotten: called with the names of submodules that are other ones, when what was recorded may not hold.
         stored: called with every recipe that calls are about to follow.
+        changed: called where a new recording has other ops than the one that was planned with.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Recordings:
         fake_model: bool,
         forgotten: Callable[[str], None],
         stored: Callable[[Recipe], None],
+        changed: Callable[[], None],
     ) -> None:
         self.module, self.policy, self.blocks, self.fake_model = module, policy, blocks, fake_model
         self.count = 0
@@ -78,7 +80,8 @@ class Recordings:
         self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
         self.linked: frozenset[int] = frozenset()  # inputs that the region before computes again
         self.handed: frozenset[int] = frozenset()  # outputs that this one computes again for the next
-        self._forgotten, self._stored = forgotten, stored
+        self._forgotten, self._stored, self._changed = forgotten, stored, changed
+        self._planned: dict[Any, str] = {}  # forms of programs, by signature
         self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
@@ -100,6 +103,7 @@ class Recordings:
         if trace.late_inside:
             self.late_inside[trace.form] = trace.late_inside
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
+        self._planned[key] = trace.program.form()
         self._store(key, trace).checked = checked
 
     def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
@@ -214,6 +218,8 @@ class Recordings:
                 return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
             trace.anchor(self.late, inside)
             self._acquit(key, trace)
+            if trace.program.form() != self._planned.get(key, trace.program.form()):
+                self._changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
             return Prepared(
