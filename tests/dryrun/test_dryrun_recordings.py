@@ -13,7 +13,7 @@ import jettison
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.recordings import Recordings
 from silent.kit import rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,18 +23,23 @@ WIDTH = 32
 @pytest.fixture(autouse=True)
 def recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a dry run nothing is recorded, and nothing leaves its recording."""
-    prepare, note = PlannedForward._prepare, PlannedForward._note_divergence
+    look, prepare, diverge = Recordings.look, Recordings._prepare, Recordings.diverged
+    dry: set[Recordings] = set()
 
-    def prepared(self: PlannedForward, *given: Any) -> Any:
-        assert not self.in_dry_run, f"{self.name or 'the root'} is recorded in a dry run"
+    def looked(self: Recordings, *, in_dry_run: bool) -> None:
+        (dry.add if in_dry_run else dry.discard)(self)
+        look(self, in_dry_run=in_dry_run)
+
+    def prepared(self: Recordings, *given: Any) -> Any:
+        assert self not in dry, f"a {type(self.module).__name__} is recorded in a dry run"
         return prepare(self, *given)
 
-    def noted(self: PlannedForward, prepared: Any, key: Any, why: str) -> bool:
-        assert not self.in_dry_run, f"{self.name or 'the root'} has left its recording in a dry run: {why}"
-        return note(self, prepared, key, why)
+    def diverged(self: Recordings, prepared: Any, key: Any, why: str) -> None:
+        assert self not in dry, f"a {type(self.module).__name__} has left its recording in a dry run: {why}"
+        diverge(self, prepared, key, why)
 
-    monkeypatch.setattr(PlannedForward, "_prepare", prepared)
-    monkeypatch.setattr(PlannedForward, "_note_divergence", noted)
+    for name, function in (("look", looked), ("_prepare", prepared), ("diverged", diverged)):
+        monkeypatch.setattr(Recordings, name, function)
 
 
 class Block(nn.Module):

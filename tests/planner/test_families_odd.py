@@ -20,7 +20,7 @@ from jettison.errors import TraceError
 from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner
-from jettison.runtime.planned import PlannedForward
+from jettison.runtime.recordings import Recordings
 
 WIDTH = 16
 
@@ -346,11 +346,11 @@ class Growing(Stack):
 
 
 def test_a_rehearsal_does_not_take_the_hooks_of_others_for_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: PlannedForward, *_: Any) -> Any:
-        raise AssertionError(f"{self.name or 'the root'} was recorded while it was dry-run")
+    def refuse(self: Recordings, *_: Any) -> Any:
+        raise AssertionError(f"a {type(self.module).__name__} was recorded while it was dry-run")
 
     trace = trace_model(Growing(mlp), (torch.randn(6, 4),))
-    monkeypatch.setattr(PlannedForward, "_prepare", refuse)
+    monkeypatch.setattr(Recordings, "_prepare", refuse)
     make_planner(trace, measure=False)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from jettison.capture.opinfo import draws, is_bookkeeping
 from jettison.capture.recorder import BY_HAND, Recorder
@@ -99,7 +99,10 @@ class CaptureMode(TorchDispatchMode):
 
         def set_rng_state(state: Tensor) -> None:
             real(state)
-            if not sys._getframe(1).f_globals.get("__name__", "").startswith("jettison."):  # whose loans are known
+            listens = not self.paused and self in _get_current_dispatch_mode_stack()  # not where a block is observed
+            if listens and not sys._getframe(1).f_globals.get("__name__", "").startswith(
+                "jettison."
+            ):  # loans are known
                 self.recorders[-1].refuse(BY_HAND)
 
         places = (torch, torch.random)

@@ -162,11 +162,15 @@ class Recordings:
         """Nothing that was recorded holds."""
         self.prepared.clear()
         self._outdated = {}
+        self._planned = {}
         self.guard = None
 
     def forget(self) -> None:
         """Settings have changed: what was recorded may not hold. See NOTE [ Settings that do not matter ]."""
-        self._forgotten("" if self.guard is None else self.guard.structure_words())
+        names = "" if self.guard is None else self.guard.structure_words()
+        if names:  # that is said already
+            self._planned = {}
+        self._forgotten(names)
         if self.guard is not None:
             self._suspects = self.guard.changed()
             self._outdated = {k: p.recipe.trace.program for k, p in self.prepared.items() if p.recipe is not None}
