@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from jettison.capture.randomness import ADVANCE, Movement
 from jettison.capture.recording import Call, Read, TensorRef
 from jettison.capture.wrapped import is_dense, plain, storage_of
+from jettison.errors import TraceError
 from jettison.ledger.program import Buffer, Op, Source
 
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
@@ -64,6 +65,8 @@ class Tape:
 
     def ref(self, tensor: Tensor) -> TensorRef:
         """The tensor as a view of a known buffer; a tensor never seen before becomes a parameter or an outer buffer."""
+        if not is_dense(tensor):
+            raise TraceError(f"it computes with a tensor whose layout is {plain(tensor).layout}")
         storage = storage_of(tensor)
         index = self._current.get(storage)
         if index is None:

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.errors import TraceError
-
 
 class _Kind(Enum):
     PLAIN = 0
@@ -90,15 +88,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Identity of the memory behind a tensor, wrapped or not.
-
-    Raises:
-        TraceError: it is sparse.
-    """
+    """Identity of the memory behind a tensor, wrapped or not; of a sparse one, which has several, its own."""
     part = plain(tensor)
-    if not is_dense(part):
-        raise TraceError(f"it computes with a tensor whose layout is {part.layout}")
-    found: int = part.untyped_storage()._cdata
+    found: int = part.untyped_storage()._cdata if is_dense(part) else id(part)
     return found
 
 
