@@ -446,6 +446,24 @@ def test_plan_of_a_preset_is_made_for_every_stage(capsys: pytest.CaptureFixture[
     assert refused["minimum_budget_bytes"] >= smallest > refused["budget_bytes"]
 
 
+def test_plan_fits_what_a_gpu_leaves_and_minimises_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "llama3-8b", "--seq", "8192", "--tp", "2", "--kernels", "megatron", "--format", "json"]
+
+    def plan(*more: str) -> dict[str, Any]:
+        assert run([*asked, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    on_a100, tighter = plan("--gpu", "a100-80gb"), plan("--gpu", "a100-80gb", "--budget", "70GiB")
+    assert (
+        on_a100["hardware"] == "a100-80gb"
+        and on_a100["predicted"]["peak_bytes"] <= on_a100["budget_bytes"] < 80 * 2**30
+    )
+    assert tighter["budget_bytes"] == 70 * 2**30
+    assert plan("--budget", "70GiB")["hardware"] == "h100-80gb", "where nobody names one"
+    assert run(asked) == 2
+    assert "give --budget or --gpu" in capsys.readouterr().err
+
+
 def test_plan_decides_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "llama3-8b", "--budget", "100GiB", "--recompute", "full"]) == 2
     assert "plan decides" in capsys.readouterr().err
