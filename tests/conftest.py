@@ -62,3 +62,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """What torch.compile learnt of one model's frames does not count for the next."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

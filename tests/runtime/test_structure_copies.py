@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +15,7 @@ import jettison
 from support.structure import BLOCKS, WIDTH, Other, batch, calls, net, planned, said, same, step
 from support.toys import Net
 
-
-@pytest.fixture(autouse=True, scope="module")
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    """What it learnt of one model's frames does not count for the next."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # copies ---------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from jettison.solve.refine import ATTEMPTS, fastest, refine
 
@@ -19,32 +18,23 @@ class Answer:
     added_seconds: float
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    levels=st.lists(st.integers(1_000, 1_000_000), min_size=1, max_size=40, unique=True).map(sorted),
-    off=st.floats(0.8, 1.25),
-    share=st.floats(0.0, 1.2),
-)
-def test_the_fastest_answer_that_fits_is_found_where_the_judge_is_off_by_a_factor(
-    levels: list[int], off: float, share: float
-) -> None:
+@pytest.mark.parametrize("off", [0.8, 0.9, 0.97, 1.0, 1.03, 1.1, 1.25])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.77, 0.95])
+def test_what_is_found_fits_and_leaves_no_more_than_an_answer_would_take(off: float, share: float) -> None:
+    """A thousand answers, evenly spaced, and a judge who finds another sum than the solver."""
     answers = [
-        Answer(level=level, needs=round(off * level), added_seconds=float(len(levels) - 1 - i))
-        for i, level in enumerate(levels)
+        Answer(level=1_000 * i, needs=round(off * 1_000 * i), added_seconds=1_000.0 - i) for i in range(1, 1_001)
     ]
+    budget = round(share * answers[-1].needs)
     asked: list[int] = []
 
-    def ask(budget: int) -> Answer:
-        asked.append(budget)
-        return max((a for a in answers if a.level <= budget), key=lambda a: a.level)
+    def ask(budget_bytes: int) -> Answer:
+        asked.append(budget_bytes)
+        return answers[min(len(answers), budget_bytes // 1_000) - 1]
 
-    budget = max(answers[0].needs, round(share * answers[-1].needs))
-    found = [answers[0], *refine(ask, budget, levels[0])]
-    best = fastest(found, budget)
-    assert best.needs <= budget and len(asked) <= ATTEMPTS and min(asked) >= levels[0]
-    near = [a for a in answers if a.needs <= budget - max(1, budget // 50)]
-    if len(levels) < 2 ** (ATTEMPTS - 2) and near:  # within what so many halvings can tell apart
-        assert best.added_seconds <= near[-1].added_seconds or best.needs > 0.9 * near[-1].needs
+    best = fastest([answers[0], *refine(ask, budget, answers[0].level)], budget)
+    assert 0 <= budget - best.needs <= budget // 100
+    assert len(asked) <= ATTEMPTS and min(asked) >= answers[0].level
 
 
 def test_nothing_is_asked_twice_where_the_first_answer_costs_nothing() -> None:

@@ -36,6 +36,11 @@ class _Regions(dict[Any, "_FunctionRegion"]):
         super().__init__()
         self._held: dict[Any, set[Any]] = {}
 
+    def clear(self) -> None:
+        """Regions, and what told them apart."""
+        super().clear()
+        self._held.clear()
+
     def told_apart(self, key: Any, held: Any) -> Any:
         """A key with what objects hold: a function's configuration tells calls apart, a count of steps must not."""
         known = self._held.setdefault(key, set())

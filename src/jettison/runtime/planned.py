@@ -124,13 +124,7 @@ class PlannedForward:
         self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
         self.recordings = Recordings(
-            module,
-            policy,
-            blocks=blocks,
-            fake_model=fake_model,
-            forgotten=self._forgotten,
-            stored=self._watch,
-            changed=self._say_changed,
+            module, policy, blocks=blocks, fake_model=fake_model, forgotten=self._forgotten, changed=self._say_changed
         )
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()

@@ -54,7 +54,6 @@ class Recordings:
         blocks: names of the regions inside this one, where it is a model's root.
         fake_model: record on a fake copy of the module.
         forgotten: called with the names of submodules that are other ones, when what was recorded may not hold.
-        stored: called with every recipe that calls are about to follow.
         changed: called where a new recording has other ops than the one that was planned with.
     """
 
@@ -66,7 +65,6 @@ class Recordings:
         blocks: tuple[str, ...] | None,
         fake_model: bool,
         forgotten: Callable[[str], None],
-        stored: Callable[[Recipe], None],
         changed: Callable[[], None],
     ) -> None:
         self.module, self.policy, self.blocks, self.fake_model = module, policy, blocks, fake_model
@@ -80,7 +78,7 @@ class Recordings:
         self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
         self.linked: frozenset[int] = frozenset()  # inputs that the region before computes again
         self.handed: frozenset[int] = frozenset()  # outputs that this one computes again for the next
-        self._forgotten, self._stored, self._changed = forgotten, stored, changed
+        self._forgotten, self._changed = forgotten, changed
         self._planned: dict[Any, str] = {}  # forms of programs, by signature
         self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self._suspects: frozenset[Setting] = frozenset()
@@ -243,7 +241,6 @@ class Recordings:
 
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
         recipe = compile_recipe(trace, self.policy.kept(trace.program), linked=self.linked, handed=self.handed)
-        self._stored(recipe)
         prepared = self.prepared[key] = Prepared(recipe=recipe)
         return prepared
 
