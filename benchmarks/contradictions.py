@@ -16,6 +16,7 @@ from benchmarks.published import command
 from jettison.predict.explain import FORWARDS_OF_A_STEP, explain, recomputed_flops
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.units import passes_of
 from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "contradictions.md"
@@ -101,7 +102,7 @@ def numbers() -> dict[str, float]:
         found[f"{model} core, share of step"] = core.flops / (FORWARDS_OF_A_STEP * core.layer_flops)
         region = next(part.region for part in answer(model, recompute="selective").parts if part.is_layer)
         part = next(part for part in answer(model, recompute="selective").parts if part.is_layer)
-        again = part.passes("bfloat16").recompute_flops
+        again = passes_of(part, "bfloat16").recompute_flops
         found[f"{model} run again, share of step"] = again / (FORWARDS_OF_A_STEP * region.flops)
     return found
 

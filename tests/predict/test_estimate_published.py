@@ -14,7 +14,7 @@ from jettison.cost.execution import MEGATRON
 from jettison.cost.layer import PriceModel
 from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.formula.region import layer_region
-from jettison.predict.stage_layers import kept_by
+from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate
 from jettison.predict.trilemma import microbatch_level
 from jettison.spec.hardware import hardware

@@ -18,8 +18,9 @@ from jettison.errors import Infeasible
 from jettison.formula.region import Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.stage_layers import MIXED, LayerGroup, StageLayer, units
 from jettison.predict.stage_time import Timing
+from jettison.predict.stages import MIXED, RegionGroup, StageRegion
+from jettison.predict.units import units
 from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
 from jettison.solve.moves import minimum_budget
@@ -109,14 +110,9 @@ def _plain_seconds(timing: Timing, stage: Stage) -> float:
     """A forward and a backward that computes nothing again."""
     total = 0.0
     for group in (group for chunk in stage.groups for group in chunk):
-        took = _prices(timing, group.part).seconds(group.part.region)
+        took = timing.prices(group.part.layer).seconds(group.part.region)
         total += len(group.names) * (took.forward.seconds + took.backward.seconds)
     return total
-
-
-def _prices(timing: Timing, part: StageLayer) -> PriceModel:
-    model = timing.run.model
-    return timing.prices(model.layers[model.layer_names.index(part.name)] if part.is_layer else None)
 
 
 def _key(stage: Stage) -> tuple[object, ...]:
@@ -145,7 +141,7 @@ class _StageChoice:
     timing: Timing
 
     @property
-    def parts(self) -> list[StageLayer]:
+    def parts(self) -> list[StageRegion]:
         return [part for chunk in self.stage.parts for part in chunk]
 
     def solve(self, budget_bytes: int) -> tuple[int, _Answer | None]:
@@ -178,8 +174,8 @@ class _StageChoice:
         """What each part can keep, fewest bytes first; only layers have a choice."""
         known: dict[tuple[PriceModel, Region], tuple[FrontierPoint, ...]] = {}
 
-        def of(part: StageLayer) -> tuple[FrontierPoint, ...]:
-            prices, region = _prices(self.timing, part), part.region
+        def of(part: StageRegion) -> tuple[FrontierPoint, ...]:
+            prices, region = self.timing.prices(part.layer), part.region
             if (prices, region) not in known:
                 known[prices, region] = pareto_frontier(region.program, prices.op_seconds(region))
             return known[prices, region]
@@ -208,7 +204,7 @@ class _StageChoice:
             root=(root,),
         )
 
-    def _region(self, part: StageLayer, options: Sequence[FrontierPoint], fresh: bool) -> ProblemRegion:
+    def _region(self, part: StageRegion, options: Sequence[FrontierPoint], fresh: bool) -> ProblemRegion:
         chunk = next(i for i, parts in enumerate(self.stage.parts) if any(p.name == part.name for p in parts))
         copies = max(o.forward[chunk] + o.weight[chunk] for o in self.stage.load.occupancies)
         made = []
@@ -227,9 +223,9 @@ class _StageChoice:
         gradient = self._unit(part, options[-1]).gradient if fresh else 0
         return ProblemRegion(name=part.name, class_key=part.name, options=tuple(made), gradient_bytes=gradient)
 
-    def _unit(self, part: StageLayer, point: FrontierPoint) -> Unit:
+    def _unit(self, part: StageRegion, point: FrontierPoint) -> Unit:
         kept = replace(part, policy=MIXED, chosen=point.kept) if part.is_layer else part
-        return units(self.run, [LayerGroup(part=kept, names=(part.name,))])[0]
+        return units(self.run, [RegionGroup(part=kept, names=(part.name,))])[0]
 
     def _kept(
         self, points: Sequence[tuple[FrontierPoint, ...]], keys: Sequence[str]

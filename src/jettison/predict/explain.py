@@ -15,12 +15,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.formula.region import layer_region
+from jettison.formula.region import Region, layer_region
 from jettison.ledger.timeline import StageLoad, moments
 from jettison.predict.explanation import Core, Explanation, Share, Variant
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.remarks import cause, remarks, remedy
-from jettison.predict.stage_layers import StageLayer
+from jettison.predict.stages import StageRegion
+from jettison.predict.units import passes_of
 from jettison.solve.policy import attention_core
 from jettison.spec.model import Layer
 from jettison.spec.run import Mode, Recompute, Run
@@ -106,17 +107,17 @@ def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
 def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
     mesh = found.run.layout.mesh_sizes
     held = {name for name, nbytes in found.layer_bytes() if nbytes}
-    of_region: dict[tuple[int, frozenset[int]], Counter[str]] = {}
+    of_region: dict[tuple[Region, frozenset[int]], Counter[str]] = {}
     total: Counter[str] = Counter()
     for part in (part for chunk in stage.parts for part in chunk if part.name in held):
-        key = id(part.region), part.kept
+        key = part.region, part.kept
         if key not in of_region:
             of_region[key] = _region_roles(part, mesh)
         total.update(of_region[key])
     return _shares(total.most_common())
 
 
-def _region_roles(part: StageLayer, mesh: dict[str, int]) -> Counter[str]:
+def _region_roles(part: StageRegion, mesh: dict[str, int]) -> Counter[str]:
     """A storage that several ops save has the role that the first of them gives it, and its largest size."""
     roles: dict[str, str] = {}
     sizes: defaultdict[str, int] = defaultdict(int)
@@ -239,4 +240,4 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
         for part in chunk:
             position += part.is_layer
             inside = part.is_layer and position % size and position < layers
-            yield part.region.flops if inside else part.passes(dtype).recompute_flops
+            yield part.region.flops if inside else passes_of(part, dtype).recompute_flops

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from jettison.formula.parameters import parameter_count
 from jettison.formula.static import Static
@@ -13,7 +12,8 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
-from jettison.predict.stage_layers import LayerGroup, StageLayer, embedding_group, head_group, layer_groups, units
+from jettison.predict.stages import Chosen, Chunk, StageRegion, walk
+from jettison.predict.units import units
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Run
@@ -24,12 +24,12 @@ class Stage:
     """One pipeline stage on one rank."""
 
     index: int
-    groups: tuple[tuple[LayerGroup, ...], ...]  # by virtual stage
+    groups: tuple[Chunk, ...]  # by virtual stage
     load: StageLoad
     static: Static
 
     @cached_property
-    def parts(self) -> tuple[tuple[StageLayer, ...], ...]:
+    def parts(self) -> tuple[tuple[StageRegion, ...], ...]:
         """Its regions one by one, by virtual stage."""
         return tuple(tuple(part for group in chunk for part in group.parts()) for chunk in self.groups)
 
@@ -90,7 +90,7 @@ class Forecast:
         return parameter_count(self.run.model)
 
     @property
-    def parts(self) -> Iterator[StageLayer]:
+    def parts(self) -> Iterator[StageRegion]:
         """Every region, in the order of the model."""
         chunks = [(stage, chunk) for chunk in range(self.run.layout.virtual_stages) for stage in self.stages]
         for stage, chunk in chunks:
@@ -129,34 +129,20 @@ class Forecast:
         return found
 
 
-def forecast(run: Run, chosen: Sequence[frozenset[int] | None] | None = None) -> Forecast:
+def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
     """What a run needs.
 
     Args:
-        chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
+        chosen: what a planner keeps of layers.
 
     Raises:
         UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
     """
-    layout = run.layout
-    sizes = layout.layers_per_chunk(run.model.depth)
-    starts = [0, *accumulate(sizes)]
-    stages = []
-    known: dict[tuple[int, str], StageLayer] = {}
-    for index in range(layout.pp):
-        chunks = []
-        position = 0
-        for place in range(index, len(sizes), layout.pp):
-            groups = [embedding_group(run)] if place == 0 else []
-            groups += layer_groups(run, starts[place], starts[place + 1], position, chosen, known)
-            groups += [head_group(run)] if place == len(sizes) - 1 else []
-            position += sizes[place]
-            chunks.append(tuple(groups))
-        stages.append(_stage(run, index, tuple(chunks)))
+    stages = (_stage(run, index, chunks) for index, chunks in enumerate(walk(run, chosen)))
     return Forecast(run=run, stages=tuple(stages))
 
 
-def _stage(run: Run, index: int, chunks: tuple[tuple[LayerGroup, ...], ...]) -> Stage:
+def _stage(run: Run, index: int, chunks: tuple[Chunk, ...]) -> Stage:
     layout = run.layout
     total = sum((group.part.static.times(len(group.names)) for chunk in chunks for group in chunk), Static())
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward

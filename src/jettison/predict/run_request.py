@@ -33,28 +33,15 @@ LONGEST_DEFAULT: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunRequest:
-    """How a model is to be trained, as given; None is the default, see NOTE [ Defaults ].
+class CommonRequest:
+    """What one run and all candidates of a search are asked for alike; None is the default, see NOTE [ Defaults ].
 
     Args:
         seq: Tokens in a sequence: as many as the model has positions, at most 4096.
-        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1.
-        micro_batches: Micro-batches in a step on one data-parallel rank: one for each pipeline stage.
-        tp: Ranks of tensor parallelism: 1.
-        sp: Sequence parallelism beside it: on where --tp is above 1.
-        pp: Pipeline stages: 1.
-        virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
-        schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
-        cp: Ranks of context parallelism: 1.
-        dp: Data-parallel replicas: 1.
-        ep: Ranks of expert parallelism, out of dp x cp: 1.
-        zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         attention: eager, flash or sdpa.
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
         optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
-        recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
-        offload: Send what stays of each layer to the host until its backward.
         kernels: megatron, pytorch or huggingface: whose code runs.
         loss: upcast, vocab-parallel, fused or chunked.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -65,23 +52,10 @@ class RunRequest:
     """
 
     seq: int | None = None
-    micro_batch: int | None = None
-    micro_batches: int | None = None
-    tp: int | None = None
-    sp: bool | None = None
-    pp: int | None = None
-    virtual_stages: int | None = None
-    schedule: str | None = None
-    cp: int | None = None
-    dp: int | None = None
-    ep: int | None = None
-    zero: int | None = None
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
     optimizer: str | None = None
-    recompute: str | None = None
-    offload: bool | None = None
     kernels: str | None = None
     loss: str | None = None
     capacity_factor: float | None = None
@@ -93,6 +67,41 @@ class RunRequest:
     def given(self) -> tuple[str, ...]:
         """Names of the fields that were."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRequest(CommonRequest):
+    """How a model is to be trained, as given.
+
+    Args:
+        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1.
+        micro_batches: Micro-batches in a step on one data-parallel rank: one for each pipeline stage.
+        tp: Ranks of tensor parallelism: 1.
+        sp: Sequence parallelism beside it: on where --tp is above 1.
+        pp: Pipeline stages: 1.
+        virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
+        schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
+        cp: Ranks of context parallelism: 1.
+        dp: Data-parallel replicas: 1.
+        ep: Ranks of expert parallelism, out of dp x cp: 1.
+        zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
+        recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
+        offload: Send what stays of each layer to the host until its backward.
+    """
+
+    micro_batch: int | None = None
+    micro_batches: int | None = None
+    tp: int | None = None
+    sp: bool | None = None
+    pp: int | None = None
+    virtual_stages: int | None = None
+    schedule: str | None = None
+    cp: int | None = None
+    dp: int | None = None
+    ep: int | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    offload: bool | None = None
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})

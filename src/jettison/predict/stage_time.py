@@ -18,7 +18,7 @@ from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.static import state_bytes
-from jettison.predict.stage_layers import FULL, NONE, StageLayer, embedding_group, head_group, kept_by, layer_groups
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer
@@ -32,8 +32,6 @@ OPTIMIZER_PASSES = 3
 of fp32 a parameter one by one, a fused kernel 28."""
 BUCKET_BYTES = 25 << 20
 """Gradients are reduced in buckets of this size: PyTorch's DistributedDataParallel, bucket_cap_mb."""
-Chosen = Sequence[frozenset[int] | None]
-"""By layer, buffers that a planner keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +105,16 @@ def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Prices the stages of one run on given hardware."""
+    """Prices the stages of one run on given hardware.
+
+    Args:
+        planned: it runs under a plan, whatever its recompute mode.
+    """
 
     run: Run
     hardware: Hardware
     execution: Execution
+    planned: bool = False
 
     def prices(self, layer: Layer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
@@ -126,35 +129,23 @@ class Timing:
 
     # regions ----------------------------------------------------------------------------------------------------------
 
-    def items(
-        self, start: int, stop: int, position: int, chosen: Chosen | None, *, first: bool, last: bool
-    ) -> list[Item]:
-        """The regions of one place of the pipeline: layers ``start .. stop - 1``, ``position`` of their stage.
-
-        Args:
-            first, last: the embedding comes before them, the head after.
-        """
-        run, found = self.run, []
-        planned = chosen is not None or run.recompute != Recompute()
-        if first:
-            found.append(self._item(embedding_group(run).part, 1, self.prices(), frozenset(), planned))
-        index = start
-        for same in layer_groups(run, start, stop, position, chosen):
-            count = len(same.names)
-            prices = self.prices(run.model.layers[index])
-            segment = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
-            inner = count - count // segment  # of a segment, every layer but the last is computed again whole
+    def items(self, chunk: Sequence[RegionGroup]) -> list[Item]:
+        """Regions of one visit to a stage."""
+        segment = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
+        found = []
+        for same in chunk:
+            part, count = same.part, len(same.names)
+            # of a segment, every layer but the last is computed again whole
+            inner = count - count // segment if part.is_layer else 0
             if inner:
-                found.append(self._item(same.part, inner, prices, everything(same.part.region), planned))
+                found.append(self._item(part, inner, everything(part.region)))
             if count > inner:
-                found.append(self._item(same.part, count - inner, prices, self._again(same.part), planned))
-            index += count
-        if last:
-            found.append(self._item(head_group(run).part, 1, self.prices(), frozenset(), planned))
+                found.append(self._item(part, count - inner, self._again(part)))
         return found
 
-    def _item(self, part: StageLayer, count: int, prices: PriceModel, again: frozenset[int], planned: bool) -> Item:
-        run, region = self.run, part.region
+    def _item(self, part: StageRegion, count: int, again: frozenset[int]) -> Item:
+        run, region, prices = self.run, part.region, self.prices(part.layer)
+        planned = self.planned or run.recompute != Recompute()
         seconds = prices.seconds(region, again, planned=planned)
         if run.micro_batches > 1:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
@@ -173,8 +164,8 @@ class Timing:
             prices=prices,
         )
 
-    def _again(self, part: StageLayer) -> frozenset[int]:
-        """Steps that a layer's backward runs again."""
+    def _again(self, part: StageRegion) -> frozenset[int]:
+        """Steps that a region's backward runs again."""
         if part.chosen is not None:
             return repeated(part.region, part.chosen)
         if part.policy == NONE:

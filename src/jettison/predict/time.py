@@ -18,17 +18,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
-from jettison.predict.stage_time import Chosen, Item, StageSeconds, Timing
+from jettison.predict.stage_time import Item, StageSeconds, Timing
+from jettison.predict.stages import Chosen, Chunk, walk
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
-from jettison.spec.run import Mode, Run
+from jettison.spec.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,22 +147,19 @@ def estimate(
     Raises:
         UsageError: the hardware lacks a figure that is needed, or the layout does not suit the run.
     """
-    timing = Timing(run=run, hardware=hardware, execution=execution or execution_of(run))
+    how = execution or execution_of(run)
+    timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout
-    sizes = layout.layers_per_chunk(run.model.depth)
-    starts = [0, *accumulate(sizes)]
-    positions = [0] * layout.pp
-    places: list[list[Item]] = []
-    alike: dict[object, list[Item]] = {}
-    for place, size in enumerate(sizes):
-        index, start, last = place % layout.pp, starts[place], place == len(sizes) - 1
-        key = _key(run, start, start + size, positions[index], chosen), place == 0, last
-        if key not in alike:
-            alike[key] = timing.items(start, start + size, positions[index], chosen, first=place == 0, last=last)
-        places.append(alike[key])
-        positions[index] += size
+    known: dict[object, list[Item]] = {}
+
+    def items(chunk: Chunk) -> list[Item]:
+        alike = tuple((group.part, len(group.names)) for group in chunk)
+        if alike not in known:
+            known[alike] = timing.items(chunk)
+        return known[alike]
+
     shares = [1.0] * layout.pp if repeats is None else repeats
-    stages = _stages(timing, [places[i :: layout.pp] for i in range(layout.pp)], shares)
+    stages = _stages(timing, [[items(chunk) for chunk in chunks] for chunks in walk(run, chosen)], shares)
     played, lagged = _play(run, stages, timing)
     over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
     again = sum(stage.recomputed_flops for stage in stages)
@@ -175,17 +172,6 @@ def estimate(
         lagged=lagged,
         step_seconds=over + max(stage.optimizer for stage in stages),
         recomputed_flops=again * run.micro_batches * layout.tp * layout.cp * layout.dp,
-    )
-
-
-def _key(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> object:
-    """Places with equal keys have equal layers, treated alike."""
-    if chosen is not None or run.recompute.mode in (Mode.BLOCK, Mode.INTERVAL):
-        return start
-    return tuple(
-        (id(layer), min(last, stop) - max(first, start))
-        for layer, first, last in run.model.stretches
-        if first < stop and start < last
     )
 
 

@@ -22,7 +22,8 @@ from jettison.errors import UsageError
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Stage, forecast
-from jettison.predict.stage_time import Timing
+from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stages import RegionGroup, walk
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Recompute, Run
@@ -150,17 +151,13 @@ def explain(found: Estimate) -> Trilemma:
 
 
 def _kinds(found: Estimate) -> tuple[tuple[Class, float], ...]:
-    run, layout = found.run, found.run.layout
+    run = found.run
     timing = Timing(run=run, hardware=found.hardware, execution=found.execution)
-    sizes = layout.layers_per_chunk(run.model.depth)
     totals = dict.fromkeys(Class, 0.0)
-    for place in range(found.busiest, len(sizes), layout.pp):
-        start = sum(sizes[:place])
-        ends = {"first": place == 0, "last": place == len(sizes) - 1}
-        for item in timing.items(start, start + sizes[place], 0, None, **ends):
-            seconds = item.prices.by_class(item.region)
-            for kind in Class:
-                totals[kind] += item.count * run.micro_batches * seconds[kind]
+    for item in (item for chunk in walk(run)[found.busiest] for item in timing.items(chunk)):
+        seconds = item.prices.by_class(item.region)
+        for kind in Class:
+            totals[kind] += item.count * run.micro_batches * seconds[kind]
     return tuple(totals.items())
 
 
@@ -241,14 +238,18 @@ def _called(region: Region, buffer: int) -> tuple[str, str]:
     return (", ".join(dict.fromkeys(role for role, _ in found)), found[0][1]) if found else (HELD, "")
 
 
+def _first_layer(timing: Timing) -> Item:
+    part = next(group.part for group in walk(timing.run)[0][0] if group.part.is_layer)
+    return timing.items([RegionGroup(part=part, names=(part.name,))])[0]
+
+
 def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | None:
     if hardware.host_bytes_per_second is None:
         return None
     plain = replace(run, recompute=Recompute())
     timing = Timing(run=plain, hardware=hardware, execution=execution)
-    (item,) = timing.items(0, 1, 0, None, first=False, last=False)
-    full = replace(timing, run=replace(run, recompute=Recompute(mode=Mode.FULL)))
-    (repeated,) = full.items(0, 1, 0, None, first=False, last=False)
+    item = _first_layer(timing)
+    repeated = _first_layer(replace(timing, run=replace(run, recompute=Recompute(mode=Mode.FULL))))
     nbytes, again = item.region.saved_bytes, repeated.seconds.again.seconds
     forward, backward = item.seconds.forward.seconds, item.seconds.backward.seconds
     at_hand = HostLink(name=f"{hardware.name}'s own", bytes_per_second=hardware.host_bytes_per_second)

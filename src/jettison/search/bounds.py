@@ -35,8 +35,8 @@ from typing import Final
 from jettison.cost.execution import execution_of
 from jettison.ledger.schedule import stage_occupancies
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.stage_layers import kept_by
 from jettison.predict.stage_time import Timing
+from jettison.predict.stages import kept_by, walk
 from jettison.predict.time import Estimate
 from jettison.search.space import Setup
 from jettison.spec.hardware import Hardware
@@ -154,7 +154,7 @@ def bound(run: Run, hardware: Hardware) -> TimeBound:
 
 def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    items = timing.items(0, run.model.depth, 0, None, first=True, last=True)
+    items = timing.items(walk(run)[0][0])
     layers = [item for item in items if item.in_layer]
     return PlanBound(
         whole=sum(item.count * (item.seconds.forward.seconds + item.seconds.backward.seconds) for item in items),

@@ -47,7 +47,7 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     """
     run = plain.run
     timing = Timing(run=run, hardware=timed.hardware, execution=execution_of(run))
-    items = timing.items(0, run.model.depth, 0, None, first=True, last=True)
+    items = timing.items([group for stage in plain.stages for chunk in stage.groups for group in chunk])
     hulls = {item.region: _segments(item.prices, item.region) for item in items if item.in_layer}
     backward = {item.region: item.seconds.backward.seconds for item in items}
     again = []

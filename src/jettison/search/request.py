@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.predict.run_request import RunRequest, flag_of, resolve
+from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
@@ -19,11 +19,10 @@ _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchRequest:
+class SearchRequest(CommonRequest):
     """What to search, and what all candidates have in common. An axis takes one value, or several as in 1,2,4.
 
     Args:
-        seq: Tokens in a sequence: as many as the model has positions, at most 4096.
         tp: Ranks of tensor parallelism: all up to a node that divide the heads.
         sp: Sequence parallelism beside it: with and without.
         pp: Pipeline stages: all over which the layers divide.
@@ -37,20 +36,8 @@ class SearchRequest:
         recompute: Plans, out of none, selective, selective-op, full, every, every:K, block:N, interval:K and auto, the
             planner's: none,selective,selective-op,full,every,auto.
         offload: Try each plan with what stays on the host, too.
-        attention: eager, flash or sdpa.
-        dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
-        optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
-        kernels: megatron, pytorch or huggingface: whose code runs.
-        loss: upcast, vocab-parallel, fused or chunked.
-        capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
-        tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
-        gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
-        keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-        gradients: one-by-one, as backward makes them, or upfront, in buffers.
     """
 
-    seq: int | None = None
     tp: str | None = None
     sp: bool | None = None
     pp: str | None = None
@@ -63,17 +50,6 @@ class SearchRequest:
     micro_batch: str | None = None
     recompute: str | None = None
     offload: bool | None = None
-    attention: str | None = None
-    dropout: float | None = None
-    precision: str | None = None
-    optimizer: str | None = None
-    kernels: str | None = None
-    loss: str | None = None
-    capacity_factor: float | None = None
-    tp_comm_overlap: bool | None = None
-    gathered_inputs: bool | None = None
-    keep_stage_outputs: bool | None = None
-    gradients: str | None = None
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
         """What is to be searched.
@@ -81,8 +57,8 @@ class SearchRequest:
         Raises:
             UsageError: a word or a number that makes no sense.
         """
-        common = {f.name for f in fields(self)} - {"sp", "schedule", "recompute", "offload", *_LISTS}
-        template = resolve(model, RunRequest(**{name: getattr(self, name) for name in common})).run
+        common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
+        template = resolve(model, RunRequest(**common)).run
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
         zero = numbers.pop("zero") or (0, 1, 2, 3)
         if max(zero) > 3:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate, groupby
 
 from jettison.errors import UsageError
 
@@ -241,15 +242,17 @@ class ModelSpec:
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
-    def stretches(self) -> tuple[tuple[Layer, int, int], ...]:
-        """Runs of neighbours that are alike: (layer, first, one past the last)."""
-        found: list[tuple[Layer, int, int]] = []
-        for index, layer in enumerate(self.layers):
-            if found and found[-1][0] is layer:
-                found[-1] = (layer, found[-1][1], index + 1)
-            else:
-                found.append((layer, index, index + 1))
-        return tuple(found)
+    def kind_numbers(self) -> tuple[int, ...]:
+        """By layer, which of `kinds` it is."""
+        numbers = {layer: number for number, layer in enumerate(self.kinds)}
+        return tuple(numbers[layer] for layer in self.layers)
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int, int], ...]:
+        """Runs of neighbours that are alike: (which of `kinds`, first, one past the last)."""
+        runs = [(number, len(list(same))) for number, same in groupby(self.kind_numbers)]
+        stops = list(accumulate(length for _, length in runs))
+        return tuple((number, stop - length, stop) for (number, length), stop in zip(runs, stops, strict=True))
 
     @cached_property
     def layer_names(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from jettison.errors import UsageError
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, is_live, model_spec, resolve
-from jettison.predict.stage_time import Chosen
+from jettison.predict.stages import Chosen
 from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run
 from jettison.report.estimate import EstimateReport

@@ -63,6 +63,7 @@ def _described(model: str, request: RunRequest, budget: str | None, gpu: str | N
     if request.recompute not in (None, "auto"):
         raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
     from jettison.predict.auto import choose, layer_policies
+    from jettison.predict.units import passes_of
 
     run = resolve(model_spec(model), replace(request, recompute="none")).run
     run = replace(run, recompute=Recompute(mode=Mode.AUTO))
@@ -79,7 +80,7 @@ def _described(model: str, request: RunRequest, budget: str | None, gpu: str | N
             policy=policies[part.name],
             offloaded_bytes=0,
             kept_bytes=part.region.program.kept_bytes(part.kept),
-            recompute_flops=part.passes(run.precision.gradient).recompute_flops,
+            recompute_flops=passes_of(part, run.precision.gradient).recompute_flops,
         )
         for stage in choice.forecast.stages
         for chunk in stage.parts

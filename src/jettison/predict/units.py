@@ -1,0 +1,143 @@
+"""The units that a stage's timeline consists of: what each region holds, and how high its passes rise.
+
+NOTE [ Segments ]
+`every:K` holds the input of the first of K layers. Backward runs the K forwards again, keeping everything, and then
+their backwards. So within a segment the replay of no recompute holds, on top of one input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.region import EMBEDDING, HEAD, Region
+from jettison.formula.replay import Passes, replay
+from jettison.ledger.timeline import Unit
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.spec.run import Mode, Run
+
+
+def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
+    """The units of one chunk, in order."""
+    size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+    made = _segments(run, groups, size) if size > 1 else [_unit(run, group) for group in groups]
+    return tuple(_with_transients(run, groups, made))
+
+
+def _unit(run: Run, group: RegionGroup) -> Unit:
+    part, dtype = group.part, run.precision.gradient
+    passes, adding = passes_of(part, dtype), passes_of(part, dtype, accumulates=True)
+    gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
+    if run.model.tied_embeddings and run.layout.pp == 1:
+        if part.name == HEAD:
+            pending = sum(w.numel for w in part.region.weights if w.tied) * DTYPE_BYTES[dtype]
+            gradient += pending
+        if part.name == EMBEDDING:  # the head's backward made it already
+            gradient -= max((w.numel for w in part.region.weights), default=0) * DTYPE_BYTES[dtype]
+            backward = adding.backward_peak
+    return Unit(
+        names=group.names,
+        resident=passes.resident,
+        forward_peak=passes.forward_peak,
+        backward_peak=backward,
+        adding_peak=adding.backward_peak,
+        gradient=gradient,
+        pending=pending,
+        is_loss=part.name == HEAD,
+    )
+
+
+def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Unit]:
+    """One unit for each run of equal segments. See NOTE [ Segments ]."""
+    for is_layer, run_of_groups in groupby(groups, lambda group: group.part.is_layer):
+        if not is_layer:
+            yield from (_unit(run, group) for group in run_of_groups)
+            continue
+        parts = [(group.part, name) for group in run_of_groups for name in group.names]
+        cut = [parts[i : i + size] for i in range(0, len(parts), size)]
+        for _, same in groupby(cut, lambda segment: [part for part, _name in segment]):
+            segments = list(same)
+            names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
+            yield _segment(run, [part for part, _ in segments[0]], names)
+
+
+def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> Unit:
+    dtype = run.precision.gradient
+    full = [passes_of(part, dtype) for part in parts]
+    plain = [_named(part.region, NONE, dtype, False) for part in parts]
+    adding = [_named(part.region, NONE, dtype, True) for part in parts]
+    held = full[0].resident
+    first = parts[0].region
+    shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
+    return Unit(
+        names=names,
+        resident=held,
+        forward_peak=max(p.forward_peak + (held if i else 0) for i, p in enumerate(full)),
+        backward_peak=_segment_backward(plain, [p.static.gradients for p in parts], shared),
+        adding_peak=_segment_backward(adding, [0] * len(parts), shared),
+        gradient=sum(part.static.gradients for part in parts),
+    )
+
+
+def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared: int) -> int:
+    """Peak of a segment's backward above what the segment holds: its input, of which ``shared`` bytes stay anyway."""
+    incoming = plain[-1].output
+    peak = 0
+    level = -shared
+    for p in plain:
+        peak = max(peak, incoming + level + p.forward_peak)
+        level += p.resident
+    there = 0
+    for p, gradient in zip(reversed(plain), reversed(gradients), strict=True):
+        peak = max(peak, level + there + p.backward_peak)
+        level -= p.resident
+        there += gradient
+    return peak
+
+
+def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit] | Iterator[Unit]) -> Iterator[Unit]:
+    """With what ZeRO and offloading add to each unit's transients.
+
+    ZeRO 3 gathers a region while it runs and prefetches the next one; ZeRO 2 and 3 hold a region's whole gradients
+    until they have been reduced, which overlaps with the backward of the region before it: the last one finds none
+    that wait. Offloading holds a unit's bytes beside the next unit's while they are on their way.
+    """
+    gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
+    reduced = max(group.part.static.reduced for group in groups)
+    if not (gathered or reduced or run.recompute.offload):
+        yield from made
+        return
+    before = 0
+    made = tuple(made)
+    for unit in made:
+        waiting = 0 if unit is made[-1] and len(unit.names) == 1 else reduced
+        moved = unit.resident if run.recompute.offload else 0
+        between = max(before, moved) if len(unit.names) > 1 else before
+        yield replace(
+            unit,
+            resident=unit.resident - moved,
+            forward_peak=unit.forward_peak + gathered + between,
+            backward_peak=unit.backward_peak + gathered + waiting + moved + between,
+            adding_peak=unit.adding_peak + gathered + waiting + moved + between,
+        )
+        before = moved
+
+
+def passes_of(part: StageRegion, gradient_dtype: str, *, accumulates: bool = False) -> Passes:
+    """A region's replay under its policy."""
+    if part.chosen is None:
+        return _named(part.region, part.policy, gradient_dtype, accumulates)
+    return _chosen(part.region, part.chosen, gradient_dtype, accumulates)
+
+
+@lru_cache(maxsize=65536)
+def _named(region: Region, policy: str, gradient_dtype: str, accumulates: bool) -> Passes:
+    return replay(region, kept_by(region, policy), gradient_dtype, accumulates=accumulates)
+
+
+@lru_cache(maxsize=4096)
+def _chosen(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
+    return replay(region, kept, gradient_dtype, accumulates=accumulates)
