@@ -22,9 +22,9 @@ from pathlib import Path
 from textwrap import fill
 
 from benchmarks.published import CLAIMED, Figure, Row, rows
+from jettison.explain.peak import peak_parts
 from jettison.formula.region import head_region, layer_region
 from jettison.predict.allowance import FRAGMENTS
-from jettison.predict.explain import peak_parts
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.spec.run import Run

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published import command
-from jettison.predict.explain import FORWARDS_OF_A_STEP, explain, recomputed_flops
+from jettison.explain.peak import FORWARDS_OF_A_STEP, explain, recomputed_flops
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.units import passes_of

@@ -39,9 +39,9 @@ from jettison.calibrate import calibrate, hardware_toml
 from jettison.formula.region import layer_region
 from jettison.predict.time import estimate
 from jettison.solve.policy import policy_named
-from jettison.spec.config import parse_config
 from jettison.spec.conventions import kernels_for
 from jettison.spec.hardware import Hardware, hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Recompute, Run
 

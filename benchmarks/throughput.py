@@ -19,11 +19,11 @@ from types import MappingProxyType
 
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
+from jettison.explain.trilemma import microbatch_level
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import Estimate, estimate
-from jettison.predict.trilemma import microbatch_level
-from jettison.spec.config import parse_config
 from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON, PYTORCH
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import preset

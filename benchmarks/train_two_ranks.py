@@ -27,9 +27,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jettison.quantities import parse_bytes
-from jettison.train.read import read_recipe
+from jettison.parse_units import parse_bytes
 from jettison.train.recipe import CheckpointSection, LogSection, PlanSection, TrainRecipe
+from jettison.train.recipe_file import read_recipe
 from jettison.units import format_bytes
 
 ROOT = Path(__file__).parent.parent
@@ -119,7 +119,7 @@ def sharding(way: Way) -> Iterator[None]:
     """The loop shards layers in this way."""
     from torch.utils.checkpoint import checkpoint
 
-    from jettison.train.places import Places
+    from jettison.train.rank_layout import Places
 
     ours = Places.split_layers
 

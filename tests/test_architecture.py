@@ -18,14 +18,14 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "quantities", "dtypes", "progress"),
+    ("units", "errors", "parse_units", "dtypes", "progress"),
     ("spec",),
     ("ledger",),
     ("formula", "capture"),
     ("cost",),
     ("solve",),
     ("predict", "runtime"),
-    ("search", "parallel", "measure"),
+    ("search", "explain", "parallel", "measure"),
     ("dryrun", "models", "calibrate"),
     ("planner",),
     ("train", "report"),
@@ -41,7 +41,7 @@ FREE = frozenset({"cli"})  # may import anything, since it does so when a verb i
 WITHOUT_TORCH = (
     "units",
     "errors",
-    "quantities",
+    "parse_units",
     "progress",
     "dtypes",
     "spec",
@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "solve",
     "predict",
     "search",
+    "explain",
     "report",
     "cli",
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
 from jettison.errors import Infeasible, JettisonError, ProofFailed, StaleTensor, UsageError
-from jettison.quantities import BYTE_UNITS, parse_bytes
+from jettison.parse_units import BYTE_UNITS, parse_bytes
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_ratio, format_seconds
 
 

@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor, nn
 
-from jettison.capture.traced import Loop
+from jettison.capture.model_trace import Loop
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import fake_optimizer
 from jettison.errors import ProofFailed, UsageError
@@ -28,7 +28,7 @@ from jettison.planner.planner import make_planner
 from jettison.progress import Progress, silent
 from jettison.report.proof import Proof
 from jettison.report.tables import plan_table, proof_table
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
 from jettison.units import format_bytes, format_percent
 from jettison.verbs.verify import verify

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.blocks import find_blocks, structural_keys
-from jettison.capture.traced import ModelTrace
+from jettison.capture.model_trace import ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 

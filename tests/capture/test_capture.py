@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from jettison.capture.opinfo import anchor_of, is_nondeterministic
+from jettison.capture.op_traits import anchor_of, is_nondeterministic
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RegionTrace, TensorRef
-from jettison.capture.region import trace_region
+from jettison.capture.region_tracer import trace_region
 from jettison.ledger.program import Anchor, Op, Source
-from jettison.runtime.reads import reads_hold
+from jettison.runtime.value_reads import reads_hold
 
 N = 6
 

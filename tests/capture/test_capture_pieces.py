@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from jettison.capture.pieces import are_apart
+from jettison.capture.overlap import are_apart
 from jettison.capture.recording import TensorRef
-from jettison.capture.region import trace_region
+from jettison.capture.region_tracer import trace_region
 
 WIDTH = 8
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recorder import Recorder
-from jettison.capture.region import trace_region
+from jettison.capture.region_tracer import trace_region
 from jettison.capture.tracer import trace_model
-from jettison.capture.watch import CaptureMode
 from jettison.errors import TraceError
 from jettison.measure import buffer_digest, parameter_digest, rng_digest
 from jettison.measure.peak import allocation_deltas
@@ -89,7 +89,7 @@ def test_what_has_no_gradient_or_no_loss_is_refused() -> None:
 DIGEST_SCRIPT = """
 import torch
 from torch import nn
-from jettison.capture.region import trace_region
+from jettison.capture.region_tracer import trace_region
 block = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 6))
 print(trace_region(block, (torch.randn(4, 6, requires_grad=True),), {}).program.digest())
 """

@@ -19,8 +19,8 @@ from jettison.cost.flops import (
 from jettison.cost.utilisation import seconds_of, utilisation
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
-from jettison.spec.config import parse_config
 from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
 

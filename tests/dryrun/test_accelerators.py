@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import jettison
 from jettison.capture.fakes import fake_mode
-from jettison.capture.opinfo import hollow_results, op_cost, writes
-from jettison.capture.traced import Loop
+from jettison.capture.model_trace import Loop
+from jettison.capture.op_traits import hollow_results, op_cost, writes
 from jettison.capture.tracer import trace_model
 from jettison.capture.values import tracing
 from jettison.dryrun import step as rehearse
@@ -26,7 +26,7 @@ from jettison.measure import measured_peak
 from jettison.measure.device import elsewhere_bytes
 from jettison.measure.memory import AllocationCounter, static_tensors
 from jettison.runtime import witness
-from jettison.runtime.checked import SequenceCheck
+from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of
 from jettison.solve.policy import KeepAll
 from support.toys import Mlp, Net
@@ -144,7 +144,7 @@ def test_every_op_of_torch_with_running_statistics_is_known() -> None:
     }
     composite = {"aten::batch_norm", "aten::instance_norm", "aten::_batch_norm_impl_index"}
     reading = {name for name in silent if name.endswith(("_backward", "_functional", "_no_training", "_no_update"))}
-    from jettison.capture.opinfo import _MOVE_STATISTICS
+    from jettison.capture.op_traits import _MOVE_STATISTICS
 
     assert silent - composite - reading == set(_MOVE_STATISTICS)
 

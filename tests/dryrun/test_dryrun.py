@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from jettison.capture.model_trace import Loop, ModelTrace
 from jettison.capture.stub import stub_outputs
-from jettison.capture.traced import Loop, ModelTrace
 from jettison.capture.tracer import trace_model
-from jettison.dryrun.prices import MeasuredWorkspace, measure_ops
+from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.dryrun.step import StepPeaks, dry_run_batch, fake_optimizer
 from jettison.measure import independent_copy, measured_peak
 from jettison.measure.memory import static_tensors

@@ -14,8 +14,8 @@ import jettison
 from jettison.measure.memory import static_tensors
 from jettison.measure.peak import measured_peak
 from jettison.predict.forecast import Forecast, forecast
-from jettison.spec.config import parse_config
 from jettison.spec.conventions import kernels_for
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Recompute, Run
 

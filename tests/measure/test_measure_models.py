@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
-from jettison.dryrun.prices import MeasuredWorkspace, measure_ops
+from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.measure import measured_peak
 from jettison.measure.memory import AllocationCounter, static_tensors
 

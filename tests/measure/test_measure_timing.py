@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.dryrun.prices import MeasuredWorkspace, measure_ops
-from jettison.dryrun.trial import OpRequest
+from jettison.dryrun.kernel_trial import OpRequest
+from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.measure import interleaved, rng_digest, timing
 from jettison.measure.memory import AllocationCounter
 

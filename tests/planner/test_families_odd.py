@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jettison.capture.fakes import fake_mode
-from jettison.capture.traced import ModelTrace, call_model, loss_of
+from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.errors import TraceError

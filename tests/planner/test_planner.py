@@ -148,11 +148,11 @@ def test_infeasible_says_what_would_do_and_that_does() -> None:
 def test_nothing_to_do_is_an_empty_plan_and_not_an_error(more: int) -> None:
     found = planner()
     budget_bytes = found.plain_budget_bytes + more
-    artefact = found.artefact(found.plan(budget_bytes), budget_bytes)
-    assert {entry.policy for entry in (*artefact.layers, artefact.root)} == {"none"}
-    assert artefact.segments == () and artefact.predicted.overhead_fraction == 0.0
-    assert artefact.predicted.peak_bytes == found.baseline.peak_bytes
-    assert sum(entry.recompute_flops for entry in artefact.layers) == 0
+    made = found.as_plan(found.plan(budget_bytes), budget_bytes)
+    assert {entry.policy for entry in (*made.layers, made.root)} == {"none"}
+    assert made.segments == () and made.predicted.overhead_fraction == 0.0
+    assert made.predicted.peak_bytes == found.baseline.peak_bytes
+    assert sum(entry.recompute_flops for entry in made.layers) == 0
 
 
 def test_one_byte_less_than_plain_is_something_to_do() -> None:
@@ -169,7 +169,7 @@ from test_planner import between, make, planner_for
 found = planner_for(*make())
 for share in (0.0, 0.5):
     budget = between(found, share)
-    print(found.artefact(found.plan(budget), budget).hash)
+    print(found.as_plan(found.plan(budget), budget).hash)
 """
 
 
@@ -187,7 +187,7 @@ def test_two_planners_in_two_processes_decide_alike() -> None:
 
     found = planner_for(*make())
     budgets = [between(found, share) for share in (0.0, 0.5)]
-    here = [found.artefact(found.plan(budget), budget).hash for budget in budgets]
+    here = [found.as_plan(found.plan(budget), budget).hash for budget in budgets]
     assert run("1") == here and len(set(here)) == 2
 
 
@@ -202,8 +202,8 @@ def test_many_thin_layers_need_segments() -> None:
     full = dry_run_batch(found.trace, {c.name: Full() for c in found.trace.calls}, KeepAll()).peak_bytes
     budget_bytes = full // 2
     chosen = found.plan(budget_bytes)
-    artefact = found.artefact(chosen, budget_bytes)
-    assert artefact.segments and all(entry.policy == "full" for entry in artefact.layers if entry.option == "segment")
+    made = found.as_plan(chosen, budget_bytes)
+    assert made.segments and all(entry.policy == "full" for entry in made.layers if entry.option == "segment")
     with apply_candidate(model, found, chosen, budget_bytes) as handle:
         assert_same_step(model, plain, x)
         assert_same_step(model, plain, 2 * x)
@@ -211,7 +211,7 @@ def test_many_thin_layers_need_segments() -> None:
         assert not any(report.recordings or report.fallback for report in handle.report())
 
 
-# the artefact ---------------------------------------------------------------------------------------------------------
+# the document ---------------------------------------------------------------------------------------------------------
 
 
 def planned(block: type[nn.Module], layers: int, share: float) -> tuple[Headed, Tensor, Planner, int]:
@@ -223,15 +223,15 @@ def planned(block: type[nn.Module], layers: int, share: float) -> tuple[Headed, 
 @pytest.mark.parametrize(("block", "layers", "share"), [(Block, 4, 0.4), (Thin, 12, 0.0)])
 def test_a_plan_read_back_does_the_same(block: type[nn.Module], layers: int, share: float) -> None:
     start, x, found, budget_bytes = planned(block, layers, share)
-    artefact = found.artefact(found.plan(budget_bytes), budget_bytes)
-    again = Plan.from_json(artefact.to_json())
-    assert again == artefact and again.hash == artefact.hash
+    made = found.as_plan(found.plan(budget_bytes), budget_bytes)
+    again = Plan.from_json(made.to_json())
+    assert again == made and again.hash == made.hash
     first, second, plain = (independent_copy(start) for _ in range(3))
     chosen = found.plan(budget_bytes)
     with apply_candidate(first, found, chosen, budget_bytes) as a, apply(second, plan=again, batch=(x,)) as b:
         for model in (first, second):
             assert_same_step(model, plain, x)
-        assert peak(first, x) == peak(second, x) == artefact.predicted.peak_bytes
+        assert peak(first, x) == peak(second, x) == made.predicted.peak_bytes
         for one, other in zip(a.regions, b.regions, strict=True):
             (mine,), (theirs,) = one.recordings.prepared.values(), other.recordings.prepared.values()
             assert mine.recipe is not None and theirs.recipe is not None
@@ -240,17 +240,17 @@ def test_a_plan_read_back_does_the_same(block: type[nn.Module], layers: int, sha
 
 def test_a_plan_for_something_else_is_refused() -> None:
     model, x, found, budget_bytes = planned(Block, 4, 0.5)
-    artefact = found.artefact(found.plan(budget_bytes), budget_bytes)
+    made = found.as_plan(found.plan(budget_bytes), budget_bytes)
     with pytest.raises(PlanMismatch, match="has program"):
-        apply(model, plan=artefact, batch=(x[:-1],))
+        apply(model, plan=made, batch=(x[:-1],))
     with pytest.raises(PlanMismatch, match=r"not planned \['layers.4'\]"):
-        apply(stack(layers=5), plan=artefact, batch=(x,))
+        apply(stack(layers=5), plan=made, batch=(x,))
     with pytest.raises(PlanMismatch, match="has program"):
-        apply(stack(Thin), plan=artefact, batch=(x,))
+        apply(stack(Thin), plan=made, batch=(x,))
     bare = copy.deepcopy(model)
     bare.extra = nn.Linear(2, 2)
     with pytest.raises(PlanMismatch, match="fingerprint"):
-        apply(bare, plan=artefact, batch=(x,))
+        apply(bare, plan=made, batch=(x,))
     assert not any("forward" in vars(m) for m in model.modules())
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import Class
 from jettison.errors import UsageError
+from jettison.explain.trilemma import LINKS, explain, microbatch_level, trades
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import Estimate, estimate
-from jettison.predict.trilemma import LINKS, explain, microbatch_level, trades
-from jettison.spec.config import parse_config
 from jettison.spec.hardware import Delays, Hardware, Reached, hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
 from support.work import calls

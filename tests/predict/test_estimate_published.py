@@ -13,10 +13,10 @@ from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 from jettison.cost.execution import MEGATRON
 from jettison.cost.layer import PriceModel
 from jettison.cost.recompute import everything, repeated, to_the_end
+from jettison.explain.trilemma import microbatch_level
 from jettison.formula.region import layer_region
 from jettison.predict.stages import kept_by
 from jettison.predict.time import estimate
-from jettison.predict.trilemma import microbatch_level
 from jettison.spec.hardware import hardware
 from jettison.spec.run import Recompute
 from jettison.units import GIB

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from jettison.explain.figures import Explanation, Variant
+from jettison.explain.peak import explain, peak_parts
 from jettison.formula.static import Static
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import StageLoad, Unit
-from jettison.predict.explain import explain, peak_parts
-from jettison.predict.explanation import Explanation, Variant
 from jettison.predict.forecast import Stage, forecast
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.capture.guard import ModuleGuard
+from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import RegionTrace
-from jettison.capture.traced import ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import TraceError, UnsupportedModule
 from jettison.measure import compare_gradients, independent_copy, parameter_digest, same_bits

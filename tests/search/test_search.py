@@ -14,21 +14,21 @@ from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.errors import Infeasible
 from jettison.formula.region import layer_region
-from jettison.predict.auto import choose
+from jettison.predict.auto_recompute import choose
 from jettison.predict.forecast import forecast
-from jettison.predict.height import peak_bytes
+from jettison.predict.peak import peak_bytes
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.search import SearchReport
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
+from jettison.search.branch_and_bound import REACH, Hunt, Room
 from jettison.search.evaluate import Bench, Question
-from jettison.search.hunt import REACH, Hunt, Room
 from jettison.search.planner_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits, search
 from jettison.search.space import Setup, Space, setup_run
-from jettison.spec.config import parse_config
 from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Recompute
 from jettison.units import GIB

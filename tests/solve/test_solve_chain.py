@@ -23,7 +23,7 @@ from jettison.solve import (
     minimum_budget,
 )
 from jettison.solve.bound import BudgetedWalk, best_multipliers, relax
-from jettison.solve.labels import fastest_path
+from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
 from support.plan_cases import all_choices, brute_force, step_problems
 

@@ -6,8 +6,8 @@ import re
 import pytest
 import transformers
 
-from jettison.spec.config import parse_config
 from jettison.spec.families import FAMILIES
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import Activation, Arrangement, Attention, LatentAttention, Moe, NormKind, QkNorm, Router
 from support.spec_cases import TINY, Config, configuration, decoded, of_layer, spec, weights
 

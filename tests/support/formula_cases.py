@@ -22,8 +22,8 @@ from jettison.formula.parameters import parameter_count
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger import Ledger, SavedTensor, compare
 from jettison.ledger.compare import Difference
-from jettison.spec.config import parse_config
 from jettison.spec.conventions import kernels_for
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run

@@ -25,7 +25,7 @@ from jettison.parallel.fsdp import shard_blocks
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.parallel.regions import Axis
 from jettison.planner.apply import Applied
-from jettison.train.stages import StageModule
+from jettison.train.pipeline_stages import StageModule
 from support.parallel_pipelines import SCHEDULES, places, takes_several
 from support.rank_masks import Batch, fix_masks
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.wrapped import desugars
+from jettison.capture.tensor_subclasses import desugars
 
 VOCABULARY, WIDTH, HEADS, LENGTH, ROWS = 64, 32, 4, 16, 2
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.traced import call_model, loss_of
+from jettison.capture.model_trace import call_model, loss_of
 from jettison.measure import (
     PeakReport,
     buffer_digest,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from jettison.errors import UsageError
 from jettison.train.checkpoint import Checkpoints
+from jettison.train.checkpoint_state import RunState, digest_of
+from jettison.train.ranks import World, joined
 from jettison.train.recipe import CheckpointSection
-from jettison.train.state import RunState, digest_of
-from jettison.train.world import World, joined
 
 STATE = RunState(
     step=1,

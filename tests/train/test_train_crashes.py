@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from jettison.train.checkpoint import Checkpoints
+from jettison.train.ranks import World, joined
 from jettison.train.recipe import CheckpointSection, TrainRecipe
-from jettison.train.world import World, joined
 from jettison.verbs.train import train
 from support.patience import PATIENCE
 

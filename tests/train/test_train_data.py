@@ -10,7 +10,7 @@ import torch
 
 from jettison.errors import UsageError
 from jettison.train.data import Batches, Corpus, Survey, open_corpus
-from jettison.train.order import Order
+from jettison.train.data_order import Order
 from jettison.train.recipe import DataSection
 
 

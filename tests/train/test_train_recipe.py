@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
-from jettison.train.order import Order, derived_seed
+from jettison.train.data_order import Order, derived_seed
 from jettison.train.rates import learning_rate
-from jettison.train.read import parse_recipe, read_recipe
 from jettison.train.recipe import BatchSection, LayoutSection, ModelSection, OptimizerSection, TrainRecipe
+from jettison.train.recipe_file import parse_recipe, read_recipe
 from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def test_a_wrong_key_is_one_clear_line(text: str, says: str) -> None:
 
 def test_recipes_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
-        "from jettison.train.read import parse_recipe\n"
+        "from jettison.train.recipe_file import parse_recipe\n"
         f"made = parse_recipe('''{GOOD}''')\ndef make(): return made\nno = 1\n"
     )
     (tmp_path / "my_recipes.py").write_text(code)

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from jettison.errors import Infeasible, PlanMismatch, UsageError
-from jettison.quantities import parse_bytes
+from jettison.parse_units import parse_bytes
 from jettison.spec.presets import preset
 from jettison.train.failures import RankLost
 from jettison.train.log import RunLog
-from jettison.train.memory import MemoryMeter
 from jettison.train.optim import clip, ensure_state, make_optimizer, total_norm
+from jettison.train.phase_memory import MemoryMeter
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -37,7 +37,7 @@ from jettison.train.recipe import (
     TrainRecipe,
 )
 from jettison.train.result import TrainResult
-from jettison.train.work import StepWork, peak_flops_per_second, spec_flops
+from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops
 from jettison.verbs.train import train
 from support.patience import PATIENCE
 

@@ -17,6 +17,7 @@ from torch import nn
 from jettison.errors import UsageError
 from jettison.train.checkpoint import Checkpoints, SaveFailed
 from jettison.train.failures import NotFinite
+from jettison.train.ranks import joined
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -25,7 +26,6 @@ from jettison.train.recipe import (
     OptimizerSection,
     TrainRecipe,
 )
-from jettison.train.world import joined
 from jettison.verbs.train import train
 
 GPT = ModelSection(architecture="gpt", layers=2, hidden=32, heads=4)

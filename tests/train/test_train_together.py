@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from jettison.errors import JettisonError
+from jettison.train.rank_watch import Beat, hanging
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -36,7 +37,6 @@ from jettison.train.recipe import (
     ModelSection,
     TrainRecipe,
 )
-from jettison.train.watch import Beat, hanging
 from jettison.verbs.train import train
 from support.patience import PATIENCE
 from support.ranks import run_ranks
@@ -110,20 +110,20 @@ def texts(folder: Path) -> dict[str, str]:
 
 def probe(folder: Path) -> str:
     """Rank 1 alone cannot write."""
-    from jettison.train import folders
+    from jettison.train import run_folder
 
-    before: Callable[..., None] = folders.write_durably
+    before: Callable[..., None] = run_folder.write_durably
 
     def full(path: Path, text: str) -> None:
         if path.name == "probe-1.partial":
             raise OSError(28, "No space left on device")
         before(path, text)
 
-    folders.write_durably = full
+    run_folder.write_durably = full
     try:
         return refused(recipe(folder / "probe"))
     finally:
-        folders.write_durably = before
+        run_folder.write_durably = before
 
 
 def held() -> dict[str, int]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import jettison
-from jettison.capture.traced import call_model, loss_of
+from jettison.capture.model_trace import call_model, loss_of
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak, same_bits
 from jettison.measure.device import have_workspaces

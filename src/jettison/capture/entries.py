@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jettison.capture.model_trace import BlockClass, ModelTrace, as_call
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.roles import Roles
 from jettison.capture.signature import call_signature, global_signature
-from jettison.capture.traced import BlockClass, ModelTrace, as_call
+from jettison.capture.tensor_subclasses import plain, storage_of
 from jettison.capture.tracer import Tracer, uncached_autocast
 from jettison.capture.trees import tree_leaves
-from jettison.capture.wrapped import plain, storage_of
 from jettison.dtypes import dtype_name
 from jettison.errors import TraceError
 from jettison.ledger.ledger import Ledger

@@ -27,8 +27,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
+from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_map
-from jettison.capture.wrapped import plain, wrapping
 from jettison.errors import TraceError
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default if torch.distributed.is_available() else None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.reach import HOOK_TABLES, function_reach, globals_of, is_ours
+from jettison.capture.python_state import HOOK_TABLES, function_reach, globals_of, is_ours
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000

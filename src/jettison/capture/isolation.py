@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jettison.capture.reach import Reach
+from jettison.capture.python_state import Reach
 from jettison.capture.streams import OutsideTorch
 from jettison.errors import TraceError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.opinfo import (
+from jettison.capture.op_traits import (
     anchor_of,
     computes,
     draws,
@@ -22,14 +22,14 @@ from jettison.capture.opinfo import (
     without_statistics,
     writes,
 )
-from jettison.capture.pieces import are_apart
+from jettison.capture.overlap import are_apart
 from jettison.capture.randomness import movement_of
 from jettison.capture.recording import Call, Expected, RegionTrace, Tap, TensorRef, signature_of
 from jettison.capture.signature import kernel_switches
 from jettison.capture.streams import default_stream
 from jettison.capture.tape import Tape
+from jettison.capture.tensor_subclasses import is_dense, plain, storage_of, version_of
 from jettison.capture.trees import op_leaves, op_map, tree_flatten, tree_leaves
-from jettison.capture.wrapped import is_dense, plain, storage_of, version_of
 from jettison.errors import TraceError
 from jettison.ledger.program import Anchor, Op, Program, Slot, Source
 

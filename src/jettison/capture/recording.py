@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jettison.capture.described import described
+from jettison.capture.argument_keys import described
 from jettison.capture.signature import Switches
+from jettison.capture.tensor_subclasses import Wrapping, plain, wrapping
 from jettison.capture.trees import op_leaves
-from jettison.capture.wrapped import Wrapping, plain, wrapping
 from jettison.ledger.program import Anchor, Program, Source
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from jettison.capture.described import described
+from jettison.capture.argument_keys import described
+from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_unflatten
-from jettison.capture.wrapped import plain
 from jettison.errors import TraceError, UnsupportedModule
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)

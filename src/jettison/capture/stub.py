@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.tensor_subclasses import Wrapping, has_gradients, plain, wrapping
 from jettison.capture.trees import tree_unflatten
-from jettison.capture.wrapped import Wrapping, has_gradients, plain, wrapping
 
 
 class StubProbe(Protocol):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from jettison.capture.randomness import ADVANCE, Movement
 from jettison.capture.recording import Call, Read, TensorRef
-from jettison.capture.wrapped import is_dense, plain, storage_of
+from jettison.capture.tensor_subclasses import is_dense, plain, storage_of
 from jettison.errors import TraceError
 from jettison.ledger.program import Buffer, Op, Source
 

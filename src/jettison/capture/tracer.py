@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from jettison.capture.block_observer import is_real, observed_trace
 from jettison.capture.blocks import find_blocks, structural_keys
+from jettison.capture.dispatch import CaptureMode
 from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy, fake_mode
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
-from jettison.capture.observe import is_real, observed_trace
-from jettison.capture.overwritten import Late, Memory, Trail
+from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
+from jettison.capture.overwrites import Late, Memory, Trail
 from jettison.capture.recorder import Recorder
 from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.rejected_blocks import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
 from jettison.capture.sharded import cast_batch, sharded_modules
 from jettison.capture.signature import call_signature, global_signature, opaque_copy
 from jettison.capture.streams import default_stream
 from jettison.capture.stub import forwards, stub_outputs
-from jettison.capture.traced import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
+from jettison.capture.tensor_subclasses import plain, storage_of
 from jettison.capture.trees import tree_leaves
-from jettison.capture.unfit import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
 from jettison.capture.values import tracing
-from jettison.capture.watch import CaptureMode
-from jettison.capture.wrapped import plain, storage_of
 from jettison.errors import JettisonError, RecordingLeft, TraceError
 from jettison.ledger.program import Anchor, Op
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from jettison.capture.opinfo import writes
+from jettison.capture.op_traits import writes
+from jettison.capture.tensor_subclasses import desugars
 from jettison.capture.trees import op_leaves
-from jettison.capture.wrapped import desugars
 
 
 class Undo:

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from jettison.capture.opinfo import writes
+from jettison.capture.op_traits import writes
+from jettison.capture.tensor_subclasses import desugars, has_gradients
 from jettison.capture.trees import op_leaves
 from jettison.capture.undo import Undo
-from jettison.capture.wrapped import desugars, has_gradients
 
 WHICH_DEVICE = torch.ops.prim.device.default
 """Every other call of a dry run is this question; it is worth answering first."""

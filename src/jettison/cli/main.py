@@ -243,7 +243,7 @@ def verify(
     flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
     with progress() as say:
         say("loading torch")
-        from jettison.verbs.prove import prove, request_for
+        from jettison.verbs.verify_request import prove, request_for
 
         request, made = request_for(target, model=model, optimizer=optimizer, **flags)
         try:
@@ -283,7 +283,7 @@ def train(
         warnings.simplefilter("ignore")  # what one rank says, all would
     with progress(elsewhere_seconds=30) as say:  # a log of hours shows that something happens
         say("loading torch")
-        from jettison.train.world import said_by_leader
+        from jettison.train.ranks import said_by_leader
         from jettison.verbs.train import train as run_recipe
 
         try:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.fakes import roughly
+from jettison.capture.model_trace import ModelTrace, call_model, loss_of
 from jettison.capture.recording import TensorRef
 from jettison.capture.signature import opaque_copy
 from jettison.capture.stub import tensors_made
-from jettison.capture.traced import ModelTrace, call_model, loss_of
+from jettison.capture.tensor_subclasses import has_gradients, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.capture.wrapped import has_gradients, plain, storage_of
 from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.observe import holding_nothing, stand_in, undisturbed
+from jettison.capture.block_observer import holding_nothing, stand_in, undisturbed
+from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.signature import call_signature, opaque_copy
 from jettison.capture.streams import seed_streams
 from jettison.capture.stub import stub_outputs
-from jettison.capture.traced import BlockClass, ModelTrace
+from jettison.capture.tensor_subclasses import has_gradients
 from jettison.capture.trees import tree_flatten, tree_unflatten
-from jettison.capture.wrapped import has_gradients
 from jettison.dryrun.block import BlockLevels, block_levels, chain_bytes
 from jettison.measure.memory import Workspace, quiet_gc
 from jettison.runtime.planned import PlannedForward

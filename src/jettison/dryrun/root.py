@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import call_signature
 from jettison.capture.stub import forwards, stub_outputs
-from jettison.capture.traced import ModelTrace
 from jettison.capture.trees import tree_leaves
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque

@@ -18,8 +18,8 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_batch
+from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.recording import RegionTrace
-from jettison.capture.traced import BlockClass, ModelTrace
 from jettison.dryrun.block import block_levels, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from jettison.dryrun.trial import KernelRun, OpRequest, workspaces
+from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 
 START_SECONDS = 240.0  # for importing torch, on a machine that does other things as well, and the first kernel
 SILENCE_SECONDS = 60.0  # for any other one

@@ -5,9 +5,9 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 
 from __future__ import annotations
 
+from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
 from jettison.formula.norm import norm
-from jettison.formula.sinks import sink_weight, softmax_with_sinks
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import AttentionKernel, Device

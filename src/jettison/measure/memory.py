@@ -33,8 +33,8 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain
 from jettison.capture.values import WHICH_DEVICE
-from jettison.capture.wrapped import desugars, infers_shapes, plain
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.traced import LossFn, call_model, loss_of
+from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.runtime.frame import Frame, Handle, Held
 
 OUTSIDE = "loss"

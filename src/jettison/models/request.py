@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_mode
-from jettison.capture.traced import LossFn, ModelTrace
+from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 from jettison.models.huggingface import ConfigRequest, batch_for, build, read_config

@@ -32,9 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.sharded import sharded_parameters
-from jettison.capture.wrapped import wrapping
+from jettison.capture.tensor_subclasses import wrapping
 from jettison.errors import PlanMismatch
-from jettison.runtime.planned import InputLink, PlannedForward
+from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
 """How long a rank waits for others that still trace or plan. A difference is seen as soon as all are there."""
@@ -266,7 +266,7 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:
     """The ops that backward computes again, by name; how else a region is treated where it has no program."""
-    yield region.link != InputLink()
+    yield region.link.is_alone
     for prepared in region.recordings.prepared.values():
         recipe = prepared.recipe
         if recipe is None:

@@ -21,9 +21,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from jettison.capture.dispatch import CaptureMode
 from jettison.capture.randomness import Movement
 from jettison.capture.recorder import Recorder
-from jettison.capture.watch import CaptureMode
 from jettison.parallel.regions import Axis
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours share no pattern

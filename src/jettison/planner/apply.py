@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from jettison.capture.traced import LossFn, ModelTrace, as_call
+from jettison.capture.model_trace import LossFn, ModelTrace, as_call
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.planner.planner import Candidate, Planner, exactly, fingerprint
@@ -20,7 +20,7 @@ from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.witness import Check, check_of
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"]
@@ -90,7 +90,7 @@ def apply_candidate(
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
     regions = install(model, planner.trace, found.part.policies, found.part.root, found.part.segments, how=how)
-    made = planner.artefact(found, budget_bytes)
+    made = planner.as_plan(found, budget_bytes)
     expect_loop(regions, planner.trace, made)
     return Applied(regions=regions, plan=made)
 

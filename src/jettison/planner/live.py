@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.sharded import sharded_modules
-from jettison.capture.traced import Loop, LossFn, ModelTrace
 from jettison.dryrun.step import fake_optimizer
 from jettison.errors import UnsupportedModule
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
+from jettison.parse_units import parse_bytes
 from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.progress import Progress, silent
-from jettison.quantities import parse_bytes
 from jettison.runtime.witness import Check, check_of
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
 
 
@@ -72,7 +72,7 @@ def plan(
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
     loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
     planner = make_planner(replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware)
-    return planner.artefact(planner.plan(budget_bytes), budget_bytes)
+    return planner.as_plan(planner.plan(budget_bytes), budget_bytes)
 
 
 def auto_checkpoint(

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from jettison.capture.model_trace import BlockCall, ModelTrace
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import Call, RegionTrace, TensorRef
-from jettison.capture.traced import BlockCall, ModelTrace
-from jettison.capture.wrapped import plain
+from jettison.capture.tensor_subclasses import plain
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
+from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
-from jettison.dryrun.prices import Pricing
+from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.root import dry_run_root
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block
-from jettison.dryrun.trial import OpRequest, TensorMeta
 from jettison.progress import Progress
 from jettison.solve.frontier import FrontierPoint, pareto_frontier
-from jettison.solve.lean import MOST_CUTS, lean_points
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
+from jettison.solve.transients import MOST_CUTS, lean_points
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 

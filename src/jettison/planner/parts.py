@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from jettison.capture.traced import ModelTrace
-from jettison.dryrun.prices import Pricing
+from jettison.capture.model_trace import ModelTrace
+from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, StepPeaks, dry_run
 from jettison.errors import Infeasible
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
-from jettison.solve.artefact import Plan
 from jettison.solve.chain import Solution, choose
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
+from jettison.solve.plan import Plan
 from jettison.solve.problem import RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import fastest, refine
 
@@ -46,7 +46,7 @@ def plan_parts(
     """
     if len(traces) == 1 and in_flight[0] == 1:
         planner = make_planner(traces[0], scene=scene, progress=progress)
-        return [planner.artefact(planner.plan(budget_bytes), budget_bytes)]
+        return [planner.as_plan(planner.plan(budget_bytes), budget_bytes)]
     stages = _Stages(scene=scene)
     for trace, count in zip(traces, in_flight, strict=True):
         stages.add(make_planner(trace, progress=progress), count)
@@ -128,7 +128,7 @@ class _Stages:
         refine(lambda asked: self.at(min(1.0, (asked - fewest_bytes) / way)), budget_bytes, fewest_bytes)
         best = fastest(list(self.seen.values()), budget_bytes)
         return [
-            planner.artefact(
+            planner.as_plan(
                 Candidate(solution=solution, part=planner.part(solution.choice), step=best.step),
                 budget_bytes,
                 minimum_budget_bytes=sure.needs,

@@ -11,22 +11,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from jettison.capture.traced import ModelTrace
-from jettison.dryrun.prices import Pricing
+from jettison.capture.model_trace import ModelTrace
+from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.planner.options import Options, options_of, step_of
 from jettison.progress import Progress, silent
-from jettison.solve.artefact import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
-from jettison.solve.lean import is_lean
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
+from jettison.solve.plan import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
 from jettison.solve.policy import CheckpointPolicy, Exactly, Full, KeepShare, policy_named
 from jettison.solve.problem import RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine
+from jettison.solve.transients import is_lean
 from jettison.spec.hardware import Hardware
 
 UNSEEN_BYTES = 256  # Python numbers that C++ wraps into tensors live for an op, out of any dispatch mode's sight
@@ -201,7 +201,7 @@ class Planner:
         say_what_was_bounded(self.trace, self.pricing)
         return fastest(list(self._candidates.values()), budget_bytes)
 
-    def artefact(self, found: Candidate, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
+    def as_plan(self, found: Candidate, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
         """The plan as a document. ``minimum_budget_bytes``: where it is known otherwise."""
         trace, choice = self.trace, found.solution.choice
         layers: dict[str, LayerPlan] = {}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from jettison.capture.dispatch import refuse_scripted
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
-from jettison.capture.traced import Loop, LossFn, ModelTrace
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
-from jettison.capture.watch import refuse_scripted
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.runtime.planned import PlannedForward
 

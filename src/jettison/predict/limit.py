@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jettison.quantities import parse_bytes
+from jettison.parse_units import parse_bytes
 from jettison.spec.run import Run
 from jettison.units import format_bytes
 

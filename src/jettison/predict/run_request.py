@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from jettison.errors import UsageError
-from jettison.spec.config import read_config
 from jettison.spec.conventions import kernels_for
+from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import ModelSpec

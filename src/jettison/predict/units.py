@@ -13,8 +13,8 @@ from functools import lru_cache
 from itertools import groupby
 
 from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
-from jettison.formula.replay import Passes, replay
 from jettison.ledger.timeline import Unit
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.run import Mode, Run

@@ -12,7 +12,7 @@ from jettison.report.parts import titled
 from jettison.units import format_bytes, format_percent
 
 if TYPE_CHECKING:  # they are asked for rarely
-    from jettison.predict.explanation import Core, Explanation, Variant
+    from jettison.explain.figures import Core, Explanation, Variant
     from jettison.predict.largest import Edge, FitAnswer
 
 

@@ -21,7 +21,7 @@ from jettison.report.parts import exact, facts_table, titled
 from jettison.units import format_bytes, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
-    from jettison.predict.trilemma import Offload, Option, Trade, Trilemma
+    from jettison.explain.trilemma import Offload, Option, Trade, Trilemma
 
 SCHEMA = "jettison.estimate/1"
 PARTS = ("compute", "communication", "bubble", "recompute", "other")
@@ -113,7 +113,7 @@ def _stage(found: Estimate, index: int) -> dict[str, Any]:
 
 
 def _explanation(trilemma: Trilemma) -> dict[str, Any]:
-    from jettison.predict.trilemma import LINKS
+    from jettison.explain.trilemma import LINKS
 
     return {
         "kinds": [{"kind": str(kind), "seconds": seconds} for kind, seconds in trilemma.kinds],

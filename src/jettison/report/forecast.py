@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from jettison.predict.advice import advice
+from jettison.explain.advice import advice
 from jettison.predict.allowance import allowance
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.limit import Limit
@@ -13,8 +13,8 @@ from jettison.predict.run_request import Resolved
 from jettison.report.summary import LayerRow, LedgerReport, PhaseRow, StageBytes
 
 if TYPE_CHECKING:
-    from jettison.predict.auto import AutoForecast
-    from jettison.predict.explanation import Explanation
+    from jettison.explain.figures import Explanation
+    from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.largest import FitAnswer
 
 
@@ -58,7 +58,7 @@ def _policies(found: Forecast, choice: AutoForecast | None) -> dict[str, str]:
     """What happens to each region, in a word."""
     policies = {part.name: part.policy for part in found.parts}
     if choice is not None:
-        from jettison.predict.auto import layer_policies
+        from jettison.predict.auto_recompute import layer_policies
 
         policies |= dict(layer_policies(choice))
     return policies

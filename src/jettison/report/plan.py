@@ -15,7 +15,7 @@ from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from jettison.predict.auto import AutoForecast
+    from jettison.predict.auto_recompute import AutoForecast
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"

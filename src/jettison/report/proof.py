@@ -1,4 +1,4 @@
-"""The proof as an artefact: what a plan claimed, and what was seen when it ran. JSON of schema ``jettison.proof/1``."""
+"""The proof as a document: what a plan claimed, and what was seen when it ran. JSON of schema ``jettison.proof/1``."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jettison.report.parts import facts_table, titled
+from jettison.search.branch_and_bound import REACH
 from jettison.search.figures import Found, Seconds
-from jettison.search.hunt import REACH
 from jettison.search.search import Answer, More, NothingFits
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout, Schedule

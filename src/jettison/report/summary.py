@@ -16,8 +16,8 @@ from jettison.predict.limit import Limit
 from jettison.predict.run_request import Resolved
 
 if TYPE_CHECKING:
-    from jettison.predict.auto import AutoForecast
-    from jettison.predict.explanation import Explanation
+    from jettison.explain.figures import Explanation
+    from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.largest import FitAnswer
 
 SCHEMA = "jettison.ledger/1"

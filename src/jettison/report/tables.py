@@ -14,7 +14,7 @@ from jettison.units import format_bytes, format_flops, format_percent, format_ra
 
 if TYPE_CHECKING:  # reading plans and proofs takes libraries that most commands can do without
     from jettison.report.proof import LayerProof, Proof
-    from jettison.solve.artefact import LayerPlan, Plan
+    from jettison.solve.plan import LayerPlan, Plan
 
 ROOT_NAME = "embedding, head and loss"
 

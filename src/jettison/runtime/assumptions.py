@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from jettison.capture.wrapped import plain
+from jettison.capture.tensor_subclasses import plain
 from jettison.units import format_bytes
 
 Unpack = Callable[[Any], Tensor]

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.opinfo import hollow_results
-from jettison.capture.reach import Reach
+from jettison.capture.op_traits import hollow_results
+from jettison.capture.python_state import Reach
 from jettison.capture.signature import as_signed, global_signature
 from jettison.capture.streams import Streams
+from jettison.capture.tensor_subclasses import arrived, desugars, is_dense, plain, storage_of, version_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.undo import WritesUndone
-from jettison.capture.wrapped import arrived, desugars, is_dense, plain, storage_of, version_of
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.frame import Held, is_asked_again

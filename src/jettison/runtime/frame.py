@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
-from jettison.capture.wrapped import arrived, plain, storage_of, version_of, wrapping
+from jettison.capture.tensor_subclasses import arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction, get_state, in_a_copy, run_step, set_state, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare

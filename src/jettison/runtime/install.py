@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from itertools import pairwise
+from itertools import zip_longest
 
 from torch import nn
 
-from jettison.capture.traced import ModelTrace
-from jettison.runtime.planned import InputLink, PlannedForward
+from jettison.capture.model_trace import ModelTrace
+from jettison.runtime.planned import PlannedForward
+from jettison.runtime.segment import SegmentLink
 from jettison.runtime.structure import Structure
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy
@@ -62,8 +62,9 @@ def install(
 def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:
     links = {call.name: call.links for call in traced.calls}
     for run in segments:
-        for first, second in pairwise(run):
-            inputs = links.get(second, ())
-            if inputs:
-                regions[second].follow(InputLink(before=regions[first], inputs=inputs))
-                regions[first].follow(replace(regions[first].link, outputs=tuple(out for _, out in inputs)))
+        before = None
+        for name, following in zip_longest(run, run[1:]):
+            inputs = links.get(name, ()) if before is not None else ()
+            outputs = tuple(output for _, output in links.get(following, ()))
+            before = SegmentLink(before=before if inputs else None, inputs=inputs, outputs=outputs)
+            regions[name].follow(before)

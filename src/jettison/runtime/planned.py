@@ -8,64 +8,31 @@ import functools
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from jettison.capture.isolation import without_our_hooks
 from jettison.capture.sharded import unwatched
 from jettison.capture.signature import call_signature, global_signature
+from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves
-from jettison.capture.wrapped import plain, version_of, wrapping
-from jettison.errors import TraceError, WrongValue
-from jettison.runtime.active import ActiveFrame, Listener, current_frame, running
+from jettison.errors import TraceError
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
-from jettison.runtime.checked import SequenceCheck, SomeMode
-from jettison.runtime.fallback import Rerun, Verdict, trial
-from jettison.runtime.frame import Diverged, Frame, Handle, unpack
-from jettison.runtime.graphprint import Bounds, graph_print, next_sequence_number
+from jettison.runtime.checked_run import SequenceCheck, SomeMode
+from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
+from jettison.runtime.frame import Diverged, Frame, unpack
+from jettison.runtime.graph_fingerprint import bounds_of, graph_print, next_sequence_number
 from jettison.runtime.recipe import Recipe
-from jettison.runtime.recordings import WRITTEN_LATER, Prepared, Recordings
+from jettison.runtime.recordings import Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.segment import SegmentLink
+from jettison.runtime.without_recipe import run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy
-
-
-class Seen:
-    """A tensor without holding it, to be known again when it comes by as itself or as an alias (FSDP makes one)."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.storage = weakref.ref(plain(tensor).untyped_storage())
-        self.how = self._how(tensor)
-
-    def is_like(self, tensor: Any) -> bool:
-        """Whether this is the same memory, seen in the same way and not written to since."""
-        return (
-            isinstance(tensor, Tensor)
-            and self.storage() is plain(tensor).untyped_storage()
-            and self.how == self._how(tensor)
-        )
-
-    @staticmethod
-    def _how(tensor: Tensor) -> tuple[Any, ...]:
-        inner = plain(tensor)
-        return inner.shape, inner.stride(), inner.storage_offset(), inner.dtype, wrapping(tensor), version_of(tensor)
-
-
-@dataclass(kw_only=True)
-class InputLink:
-    """A region's place in a checkpoint segment: which inputs the one before computes again, which outputs it does
-    itself.
-    """
-
-    before: PlannedForward | None = None
-    inputs: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the one before)
-    outputs: tuple[int, ...] = ()
 
 
 class Watched(Protocol):
@@ -76,19 +43,6 @@ class Watched(Protocol):
 
     def parts_changed(self, names: str) -> None:
         """Modules inside of blocks are other ones."""
-
-
-@contextlib.contextmanager
-def _views_replayed() -> Iterator[None]:
-    """Backward goes back through a view that was written to view by view, as it does for the fake tensors that plans
-    are made on. By itself autograd takes one ``as_strided`` for real ones, whose backward fills memory of its own.
-    """
-    before = torch._C._is_view_replay_enabled()
-    torch._C._set_view_replay_enabled(True)
-    try:
-        yield
-    finally:
-        torch._C._set_view_replay_enabled(before)
 
 
 class PlannedForward:
@@ -131,9 +85,7 @@ class PlannedForward:
         self.quiet = False  # falls back without a warning
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
-        self.link = InputLink()
-        # output leaf -> how to know it again, its recipe
-        self.pending: dict[int, tuple[Seen, Handle]] = {}
+        self.link = SegmentLink()
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
@@ -208,9 +160,9 @@ class PlannedForward:
     def start_over(self) -> None:
         """Nothing that was recorded holds."""
         self.recordings.start_over()
-        self.pending = {}
+        self.link.forget()
 
-    def follow(self, link: InputLink) -> None:
+    def follow(self, link: SegmentLink) -> None:
         """Take a place in a checkpoint segment."""
         self.link = link
         self.recordings.linked = frozenset(position for position, _ in link.inputs)
@@ -243,8 +195,8 @@ class PlannedForward:
         if self.assumptions is not None:
             self.assumptions.forward_begins(signature, args, kwargs, len(self.frames))
         key = (signature, global_signature())
-        prepared = self.recordings.of(key, args, kwargs, self._own())
-        with _views_replayed():
+        prepared = self.recordings.of(key, args, kwargs, self.own())
+        with views_replayed():
             output = self._run(prepared, key, leaves, args, kwargs)
         returned = tree_leaves(output)
         if any(type(leaf) is FakeTensor for leaf in returned):
@@ -289,7 +241,7 @@ class PlannedForward:
             else:
                 del self.module.__dict__["forward"]
         self.retired = True
-        self.pending = {}
+        self.link.forget()
         self._unwatch()
 
     def live(self) -> Live:
@@ -320,20 +272,6 @@ class PlannedForward:
             check=self.how,
             rounded=self.rounded.tensors,
         )
-
-    def _say(self, prepared: Prepared) -> None:
-        """That and why a region is not planned tensor by tensor, once for each reason."""
-        if prepared.told:
-            return
-        prepared.told = True
-        verdict = prepared.verdict
-        kept = self.is_root or self.policy.word == "none" or (verdict is not None and not verdict.again)
-        what = "kept as plain autograd keeps it" if kept else "checkpointed whole"
-        why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
-        text = f"{self.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
-        if not self.quiet and text not in self.said:
-            self.said.add(text)
-            warnings.warn(text, stacklevel=5)
 
     # hooks where recipes want what modules are given or return -------------------------------------------------------
 
@@ -375,7 +313,7 @@ class PlannedForward:
     ) -> Any:
         prepared.calls += 1
         if prepared.recipe is None:
-            return self._run_fallback(prepared, args, kwargs)
+            return run_without_recipe(self, prepared, args, kwargs)
         try:
             return self._run_planned(prepared, key, leaves, args, kwargs)
         except Diverged as divergence:
@@ -416,7 +354,7 @@ class PlannedForward:
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
         settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()
-        frame.enter(leaves, self._from_before(leaves))
+        frame.enter(leaves, self.link.take(leaves))
         stack.append(frame)
         try:
             back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
@@ -435,7 +373,10 @@ class PlannedForward:
         if not self._leave(frame):
             self.recordings.diverged(prepared, key, frame.broken)
             return output
-        if not self._has_recorded_graph(prepared, frame, leaves, output):
+        graph = graph_print(tree_leaves(output), bounds_of(frame.start, frame.nested, self.recordings.owners, leaves))
+        if prepared.graph is None:
+            prepared.graph = graph  # that of the first run, which was compared with the recording
+        elif prepared.graph != graph:
             why = "its autograd graph is another one"
             unseen = self.how is Check.OFF or frame.share > 1
             if unseen and any(slot.kind == "drop" for slot in recipe.slots):
@@ -446,78 +387,10 @@ class PlannedForward:
         if settings is not None:
             prepared.settings = settings
         if frame.handed:
-            tensors = tree_leaves(output)
-            self.pending = {leaf: (Seen(tensors[leaf]), handle) for leaf, handle in frame.handed.items()}
+            self.link.leave(tree_leaves(output), frame.handed)
             frame.handed = {}
         return output
 
-    def _has_recorded_graph(self, prepared: Prepared, frame: ActiveFrame, leaves: list[Any], output: Any) -> bool:
-        """The graph of the first run, which was compared with the recording, must be that of every later one."""
-        names: dict[int, Any] = {
-            id(t): name for name, (table, leaf) in self.recordings.owners.items() if (t := table[leaf]) is not None
-        }
-        inputs = {}
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                if leaf.grad_fn is None:
-                    names[id(leaf)] = position
-                else:
-                    inputs[leaf.grad_fn] = position
-        bounds = Bounds(start=frame.start, nested=tuple(frame.nested), inputs=inputs, leaves=names)
-        found = graph_print(tree_leaves(output), bounds)
-        if prepared.graph is None:
-            prepared.graph = found
-        return bool(prepared.graph == found)
-
-    def _from_before(self, leaves: list[Any]) -> dict[int, Handle]:
-        if self.link.before is None:
-            return {}
-        pending, self.link.before.pending = self.link.before.pending, {}
-        found = {}
-        for position, leaf in self.link.inputs:
-            if leaf in pending:
-                output, handle = pending[leaf]
-                if output.is_like(leaves[position]):
-                    found[position] = handle
-        return found
-
-    def _run_fallback(self, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.is_root:
-            self._say(prepared)
-            return self.forward(*args, **kwargs)
-        if self.policy.word != "none" and prepared.verdict is None:
-            late = self.recordings.late or self.recordings.late_inside
-            prepared.verdict = (
-                Verdict(again=False, why=WRITTEN_LATER) if late else trial(self.module, self._own(), args, kwargs)
-            )
-            prepared.told = prepared.told and prepared.verdict.again
-        self._say(prepared)
-        if self.policy.word != "none" and prepared.verdict is not None and prepared.verdict.again:
-            return self._rerun(prepared, prepared.verdict, args, kwargs).run()
-        with without_our_hooks():  # what it saves is not the surrounding region's
-            return self.forward(*args, **kwargs)
-
-    def _own(self) -> Callable[..., Any]:
+    def own(self) -> Callable[..., Any]:
         """What runs in this call."""
         return self.forward if self.bound is None else self.bound()
-
-    def _rerun(self, prepared: Prepared, verdict: Verdict, args: Any, kwargs: Any) -> Rerun:
-        def wrong(what: str) -> WrongValue:
-            prepared.verdict = Verdict(again=False, why=what)
-            return WrongValue(
-                f"{self.name or 'the model'} was checkpointed and ran again for backward, and {what} (call "
-                f"{self.calls} of this region). Its forward hangs on state that changed between the two runs. The "
-                "gradients of this step must not be used; from the next step on it is kept as plain autograd keeps it"
-            )
-
-        return Rerun(
-            self.module,
-            self._own(),
-            args,
-            kwargs,
-            verdict=verdict,
-            how=self.how,
-            salt=self.calls,
-            wrong=wrong,
-            rounded=self.rounded,
-        )

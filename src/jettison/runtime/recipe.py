@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from jettison.capture.opinfo import is_collective, sees_modes
+from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.recording import RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.errors import TraceError
@@ -99,7 +99,7 @@ class Recipe:
 
     @cached_property
     def sees_modes(self) -> bool:
-        """See `jettison.capture.opinfo.sees_modes`."""
+        """See `jettison.capture.op_traits.sees_modes`."""
         return any(sees_modes(call.func) for call in self.trace.calls)
 
 

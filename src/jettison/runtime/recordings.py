@@ -16,16 +16,16 @@ from torch import nn
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
 from jettison.capture.recording import Place, RegionTrace
-from jettison.capture.region import trace_region
+from jettison.capture.region_tracer import trace_region
 from jettison.capture.sharded import precision_of
 from jettison.capture.tracer import trace_root
 from jettison.errors import RecordingLeft, TraceError, UnsupportedModule
 from jettison.ledger.program import Program
 from jettison.runtime.fallback import Verdict
 from jettison.runtime.frame import owners_of
-from jettison.runtime.graphprint import Print
-from jettison.runtime.reads import reads_hold
+from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.recipe import Recipe, compile_recipe
+from jettison.runtime.value_reads import reads_hold
 from jettison.solve.policy import CheckpointPolicy
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording

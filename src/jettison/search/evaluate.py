@@ -18,9 +18,9 @@ from typing import Final, TypeVar
 
 from jettison import __version__
 from jettison.errors import Infeasible
-from jettison.predict.auto import AutoForecast, choose, layer_policies
+from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.height import peak_bytes
+from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
 from jettison.search.figures import Figures, Seconds

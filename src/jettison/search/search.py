@@ -11,9 +11,9 @@ from typing import Final
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress, silent
+from jettison.search.branch_and_bound import REACH, Hunt, Room
 from jettison.search.evaluate import Bench, Question
 from jettison.search.figures import Found
-from jettison.search.hunt import REACH, Hunt, Room
 from jettison.search.journal import Journal
 from jettison.search.space import Space
 from jettison.spec.hardware import Hardware

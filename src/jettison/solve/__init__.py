@@ -1,4 +1,4 @@
-"""Chooses: each region's frontier, one option a region under a budget in bytes, and the plan as an artefact.
+"""Chooses: each region's frontier, one option a region under a budget in bytes, and the plan as a document.
 
 A name is imported when it is first asked for: a ledger needs the policies of this room, and none of its solver.
 """
@@ -11,8 +11,8 @@ _HOME_OF = MappingProxyType(
     {
         name: home
         for home, names in (
-            ("artefact", ("LayerPlan", "Plan", "PolicyWord", "Predicted", "SolverReport")),
-            ("artefact", ("policy_word", "recompute_flops")),
+            ("plan", ("LayerPlan", "Plan", "PolicyWord", "Predicted", "SolverReport")),
+            ("plan", ("policy_word", "recompute_flops")),
             ("chain", ("Certificate", "Solution", "Status", "choose")),
             ("frontier", ("NONE_KEY", "FrontierPoint", "fewest_bytes_point", "pareto_frontier", "plain_point")),
             ("levels", ("Choice", "Level", "Levels", "LevelPhase", "evaluate")),

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from jettison.errors import Infeasible
 from jettison.solve.bound import Bound, BudgetedWalk, best_multipliers, relax
-from jettison.solve.labels import Path, fastest_path
+from jettison.solve.label_setting import Path, fastest_path
 from jettison.solve.levels import Choice, Levels, evaluate
 from jettison.solve.moves import PICOSECONDS, Walk, walks
 from jettison.solve.problem import StepProblem

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.quantities import parse_bytes
+from jettison.parse_units import parse_bytes
 from jettison.spec.kernels import Device
 
 _DATA: Final = Path(__file__).with_name("hardware_data")

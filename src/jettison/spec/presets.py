@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.spec.config import parse_config
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
 
 _Config = Mapping[str, Any]

@@ -6,7 +6,7 @@
 
 A checkpoint is renamed into place when every rank has written its part, and `latest` is replaced after that; an old one
 is renamed before it is removed. It holds tensors only: what else a run needs follows from its recipe and the step
-(NOTE [ Positions ] in train/order.py).
+(NOTE [ Positions ] in train/data_order.py).
 
 NOTE [ The last finite one ]
 Weights with an infinity or a NaN are not written. Finite ones may still be spoilt, which only the next step shows: one
@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress
-from jettison.train.folders import PARTIAL, remove, sync_folder, write_durably
-from jettison.train.reading import DAMAGE, load_tensors, require_checksums
+from jettison.train.checkpoint_reading import DAMAGE, load_tensors, require_checksums
+from jettison.train.checkpoint_state import RUN, RunState, digest_of, read_state
+from jettison.train.ranks import World, agreed
 from jettison.train.recipe import CheckpointSection
-from jettison.train.state import RUN, RunState, digest_of, read_state
-from jettison.train.world import World, agreed
+from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
 
 _LATEST: Final = "latest"
 _ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.train.order import Order
+from jettison.train.data_order import Order
 from jettison.train.recipe import DataSection
 
 _BLOCK: Final = 1 << 22  # tokens that are looked at in one go

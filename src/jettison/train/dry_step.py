@@ -22,7 +22,7 @@ from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.measure.memory import AllocationCounter
 from jettison.train.engine import Engine, MicroBatch
 from jettison.train.optim import make_optimizer
-from jettison.train.places import Places
+from jettison.train.rank_layout import Places
 from jettison.train.recipe import OptimizerSection
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.traced import LossFn, call_model, loss_of
+from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.errors import TraceError, UsageError
-from jettison.train.build import Built
-from jettison.train.places import Places
-from jettison.train.planning import RankModule
+from jettison.train.build_model import Built
+from jettison.train.rank_layout import Places
+from jettison.train.rank_plan import RankModule
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Opens a named part of the step, for its peak of memory."""

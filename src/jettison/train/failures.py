@@ -11,10 +11,10 @@ from typing import Any, Final
 from torch import distributed as dist
 
 from jettison.errors import JettisonError, UsageError
+from jettison.train.rank_watch import Watch
+from jettison.train.ranks import World, agreed
 from jettison.train.recipe import TrainRecipe
 from jettison.train.setup import Session
-from jettison.train.watch import Watch
-from jettison.train.world import World, agreed
 
 _LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "gloo")
 _TIMED_OUT: Final = ("timed out", "timeout")

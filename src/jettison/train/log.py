@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import Plan
 
 SCHEMA: Final = "jettison.train/1"
 _FILE: Final = "log.jsonl"

@@ -13,22 +13,22 @@ from typing import Any, Final
 
 import torch
 
+from jettison.parse_units import parse_seconds
 from jettison.progress import Progress, silent
-from jettison.quantities import parse_seconds
 from jettison.train.checkpoint import SaveFailed
+from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch
 from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
 from jettison.train.log import SCHEMA, RunLog
-from jettison.train.memory import PhasePeaks
 from jettison.train.optim import clip, set_rate, total_norm
-from jettison.train.order import derived_seed
+from jettison.train.phase_memory import PhasePeaks
+from jettison.train.rank_watch import Watch
+from jettison.train.ranks import World, agreed, joined, waiting_for
 from jettison.train.rates import learning_rate
 from jettison.train.recipe import TrainRecipe
 from jettison.train.result import TrainResult
 from jettison.train.setup import Session, prepare
 from jettison.train.signals import StopRequest
-from jettison.train.watch import Watch
-from jettison.train.world import World, agreed, joined, waiting_for
 
 _SKIPPED_IN_A_ROW: Final = 10
 """After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""

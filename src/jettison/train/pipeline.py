@@ -24,12 +24,12 @@ from jettison.ledger.schedule import in_flight, order
 from jettison.measure.memory import unique_bytes
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Schedule
+from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch, Phase
-from jettison.train.order import derived_seed
-from jettison.train.places import Places
-from jettison.train.planning import RankModule
+from jettison.train.pipeline_stages import StageModule, cut
+from jettison.train.rank_layout import Places
+from jettison.train.rank_plan import RankModule
 from jettison.train.recipe import BatchSection
-from jettison.train.stages import StageModule, cut
 
 TIED = ("tokens.weight", "head.weight")
 """Names of a weight that the first and the last stage of a GPT have in common; checkpoints know the first."""

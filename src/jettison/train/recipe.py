@@ -1,7 +1,7 @@
 """A training run as it is asked for: frozen sections, each of which checks its own values. No torch.
 
 What a run does is a function of its recipe: the order of the data and every random number follow from ``seed`` and the
-step (NOTE [ Positions ] in train/order.py), so a recipe and a step are all that a checkpoint has to say beside tensors.
+step (NOTE [ Positions ] in train/data_order.py), so a recipe and a step are all that a checkpoint says beside tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Literal
 from pydantic import ConfigDict
 
 from jettison.errors import UsageError
-from jettison.quantities import parse_bytes, parse_seconds
+from jettison.parse_units import parse_bytes, parse_seconds
 from jettison.spec.layout import Layout, Schedule
 
 _STRICT: Final = ConfigDict(extra="forbid")

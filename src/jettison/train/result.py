@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jettison.train.log import SCHEMA
-from jettison.train.memory import PhasePeaks
+from jettison.train.phase_memory import PhasePeaks
 from jettison.units import format_bytes, format_percent, format_seconds
 
 

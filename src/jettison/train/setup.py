@@ -15,23 +15,23 @@ from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
 from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
-from jettison.train.build import Built, build
+from jettison.train.build_model import Built, build
 from jettison.train.checkpoint import Checkpoints
+from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
 from jettison.train.data import Batches, Survey, open_corpus
+from jettison.train.data_order import Order, derived_seed
 from jettison.train.dry_step import LoopScene, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
-from jettison.train.folders import claimed
-from jettison.train.memory import MemoryMeter
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
-from jettison.train.order import Order, derived_seed
+from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
-from jettison.train.places import Places
-from jettison.train.planning import Decision, Planned, RankModule, carry_out, decide
+from jettison.train.rank_layout import Places
+from jettison.train.rank_plan import Decision, Planned, RankModule, carry_out, decide
+from jettison.train.ranks import World, agreed
 from jettison.train.recipe import TrainRecipe
-from jettison.train.state import RunState, described_model, optimizer_state, schedule
-from jettison.train.survey import surveyed, vocabulary
-from jettison.train.work import StepWork, peak_flops_per_second, spec_flops, traced_flops
-from jettison.train.world import World, agreed
+from jettison.train.run_folder import claimed
+from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
+from jettison.train.text_survey import surveyed, vocabulary
 
 
 @dataclass(kw_only=True)

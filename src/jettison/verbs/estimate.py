@@ -17,7 +17,7 @@ from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.run import Mode, Run
 
 if TYPE_CHECKING:
-    from jettison.predict.trilemma import Trilemma
+    from jettison.explain.trilemma import Trilemma
 
 
 def estimate(
@@ -55,13 +55,13 @@ def estimate(
 def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
     if run.recompute.mode is not Mode.AUTO:
         return forecast(run), None
-    from jettison.predict.auto import choose  # the planner takes its time to load
+    from jettison.predict.auto_recompute import choose  # the planner takes its time to load
 
     found = choose(run, available_bytes(device, run), device).forecast
     return found, [part.chosen for part in found.parts if part.is_layer]
 
 
 def _explain(found: Estimate) -> Trilemma:
-    from jettison.predict.trilemma import explain
+    from jettison.explain.trilemma import explain
 
     return explain(found)

@@ -18,8 +18,8 @@ from jettison.report.summary import Comparison, LedgerReport
 from jettison.spec.run import Mode
 
 if TYPE_CHECKING:
-    from jettison.predict.auto import AutoForecast
-    from jettison.predict.explanation import Explanation
+    from jettison.explain.figures import Explanation
+    from jettison.predict.auto_recompute import AutoForecast
     from jettison.predict.largest import FitAnswer
 
 
@@ -65,7 +65,7 @@ def ledger(
 
 def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
     progress("loading torch")
-    from jettison.verbs.live import live_ledger, model_request
+    from jettison.verbs.live_model import live_ledger, model_request
 
     return live_ledger(model_request(model, request), recompute=request.recompute or "none", progress=progress)
 
@@ -107,7 +107,7 @@ def _described(
 
 
 def _choose(asked: Resolved, budget_bytes: int, gpu: str | None) -> AutoForecast:
-    from jettison.predict.auto import choose  # the planner takes its time to load
+    from jettison.predict.auto_recompute import choose  # the planner takes its time to load
     from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
@@ -121,7 +121,7 @@ def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:
 
 
 def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
-    from jettison.predict.explain import explain
+    from jettison.explain.peak import explain
 
     return explain(found, budget_bytes=budget_bytes)
 

@@ -16,7 +16,7 @@ from jettison.spec.presets import PRESETS
 from jettison.spec.run import Mode, Recompute, Run
 
 if TYPE_CHECKING:
-    from jettison.verbs.live import PlanReport
+    from jettison.verbs.live_model import PlanReport
 
 
 def plan(
@@ -39,7 +39,7 @@ def plan(
         return _described(model, request, budget, gpu)
     refuse_for_trace(model, request, asked=False)
     progress("loading torch")
-    from jettison.verbs.live import live_plan, model_request
+    from jettison.verbs.live_model import live_plan, model_request
 
     limit = _limit(budget, gpu)
     device = None if gpu is None else hardware(gpu)
@@ -62,7 +62,7 @@ def _described(model: str, request: RunRequest, budget: str | None, gpu: str | N
     """
     if request.recompute not in (None, "auto"):
         raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
-    from jettison.predict.auto import choose, layer_policies
+    from jettison.predict.auto_recompute import choose, layer_policies
     from jettison.predict.units import passes_of
 
     run = resolve(model_spec(model), replace(request, recompute="none")).run

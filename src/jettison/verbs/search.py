@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from jettison.errors import UsageError
+from jettison.parse_units import parse_bytes
 from jettison.predict.run_request import is_live, model_spec
 from jettison.progress import Progress, silent
-from jettison.quantities import parse_bytes
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
 from jettison.search.request import SearchRequest

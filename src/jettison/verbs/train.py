@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from jettison.progress import Progress, silent
 from jettison.train.loop import train as run_recipe
-from jettison.train.read import read_recipe
 from jettison.train.recipe import PlanSection, TrainRecipe
+from jettison.train.recipe_file import read_recipe
 from jettison.train.result import TrainResult
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
-from jettison.capture.traced import LossFn, call_model, loss_of
+from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 from jettison.ledger.program import Program
@@ -30,7 +30,7 @@ from jettison.measure.timing import interleaved
 from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
-from jettison.solve.artefact import Plan, policy_word
+from jettison.solve.plan import Plan, policy_word
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
 ROUNDS = 8

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jettison.capture.places import (
+from jettison.capture.snapshots import (
     MISSING,
     PLAIN,
     PLAIN_TENSORS,

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jettison.capture.places import PLAIN
-from jettison.capture.reach import slots_of
-from jettison.capture.wrapped import plain, wrapping
+from jettison.capture.python_state import slots_of
+from jettison.capture.snapshots import PLAIN
+from jettison.capture.tensor_subclasses import plain, wrapping
 
 DEEPEST = 8
 MOST_BYTES = 4096  # of an array that is compared by its values

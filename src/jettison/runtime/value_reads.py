@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.recording import Call, Read, RegionTrace, TensorRef
-from jettison.capture.unfit import VALUES_WANTED
-from jettison.capture.wrapped import plain
+from jettison.capture.rejected_blocks import VALUES_WANTED
+from jettison.capture.tensor_subclasses import plain
 from jettison.runtime.recipe import view_of, whole_copy, within
 
 

@@ -244,7 +244,7 @@ class _StageChoice:
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
     """(layer, none, full or mixed): what the choice amounts to."""
-    from jettison.solve.artefact import policy_word
+    from jettison.solve.plan import policy_word
 
     for part in answer.forecast.parts:
         if part.is_layer:

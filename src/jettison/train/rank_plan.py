@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jettison.capture.traced import Loop, LossFn, ModelTrace
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import DryStep
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, groups_for
+from jettison.parse_units import parse_bytes
 from jettison.planner.apply import Applied, agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress
-from jettison.quantities import parse_bytes
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import Plan
 from jettison.train.log import plan_name
 from jettison.train.recipe import PlanSection
 

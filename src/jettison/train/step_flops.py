@@ -16,7 +16,7 @@ from jettison.errors import TraceError
 from jettison.spec.hardware import hardware
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
-from jettison.train.build import Built
+from jettison.train.build_model import Built
 from jettison.train.recipe import LogSection
 
 

@@ -1,4 +1,4 @@
-"""The plan as an artefact: what to keep and what to compute again, layer by layer. JSON of schema ``jettison.plan/1``.
+"""The plan as a document: what to keep and what to compute again, layer by layer. JSON of schema ``jettison.plan/1``.
 
 A plan says enough to be applied again: which program each layer must turn out to have, which buffers of it are kept,
 and where segments lie. The hash covers these decisions and the bytes they were made for, never timings, so that every

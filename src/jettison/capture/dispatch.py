@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from jettison.capture.opinfo import draws, is_bookkeeping
+from jettison.capture.op_traits import draws, is_bookkeeping
 from jettison.capture.recorder import BY_HAND, Recorder
+from jettison.capture.tensor_subclasses import desugars, infers_shapes
 from jettison.capture.trees import op_leaves
-from jettison.capture.wrapped import desugars, infers_shapes
 from jettison.errors import UnsupportedModule
 
 _BY_HAND = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}

@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from jettison.capture.dispatch import CaptureMode
 from jettison.capture.fakes import fake_copy
 from jettison.capture.isolation import forward_of, leaving_nothing
 from jettison.capture.recorder import Recorder
 from jettison.capture.recording import RegionTrace
 from jettison.capture.signature import opaque_copy
+from jettison.capture.tensor_subclasses import arrived, has_gradients, plain, wrapping
 from jettison.capture.tracer import mode_of, on_fakes
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.capture.watch import CaptureMode
-from jettison.capture.wrapped import arrived, has_gradients, plain, wrapping
 
 
 def trace_region(

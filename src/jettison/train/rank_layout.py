@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
 from jettison.parallel.fsdp import shard_blocks
 from jettison.spec.layout import Layout
-from jettison.train.world import World
+from jettison.train.ranks import World
 
 _AXES = ("pp", "replica", "shard", "tp")
 """From the slowest link to the fastest. The two in the middle are data parallelism: ranks that have equal parameters,

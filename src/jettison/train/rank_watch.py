@@ -20,7 +20,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from jettison.train.world import World
+from jettison.train.ranks import World
 
 _LONGEST_SECONDS = 2.0
 

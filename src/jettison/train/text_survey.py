@@ -13,9 +13,9 @@ from typing import Any, Final
 from torch import nn
 
 from jettison.errors import UsageError
-from jettison.train.build import Built
+from jettison.train.build_model import Built
 from jettison.train.data import Block, Corpus, Survey
-from jettison.train.world import World, agreed
+from jettison.train.ranks import World, agreed
 
 _SMALL: Final = 16  # blocks
 

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jettison.errors import UsageError
-from jettison.train.state import digest_of
-from jettison.train.world import World, agreed
+from jettison.train.checkpoint_state import digest_of
+from jettison.train.ranks import World, agreed
 
 _FILE_ERRORS: Final = (OSError, RuntimeError, ValueError, dcp.CheckpointException)
 """What goes wrong with files. CheckpointException is no Exception: it has to be named."""

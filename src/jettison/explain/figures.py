@@ -1,4 +1,4 @@
-"""What is said of the peak of a run: figures, of which `forecast.remarks` makes words."""
+"""What is said of the peak of a run: figures, of which `explain.remarks` makes words."""
 
 from __future__ import annotations
 

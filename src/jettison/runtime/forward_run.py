@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recording import TensorRef
+from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_leaves
-from jettison.capture.watch import CaptureMode
-from jettison.capture.wrapped import plain, wrapping
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.checked import SequenceCheck
+from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
-from jettison.runtime.graphprint import next_sequence_number
+from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.recipe import Recipe, SlotAction
 from jettison.runtime.witness import Witness
 
@@ -178,3 +181,16 @@ class Listener:
 
     def __reduce__(self) -> Any:
         return Listener, (None, None, self.path, self.is_output)
+
+
+@contextlib.contextmanager
+def views_replayed() -> Iterator[None]:
+    """Backward goes back through a view that was written to view by view, as it does for the fake tensors that plans
+    are made on. By itself autograd takes one ``as_strided`` for real ones, whose backward fills memory of its own.
+    """
+    before = torch._C._is_view_replay_enabled()
+    torch._C._set_view_replay_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_view_replay_enabled(before)

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jettison.capture.opinfo import computes, is_bookkeeping, writes
+from jettison.capture.op_traits import computes, is_bookkeeping, writes
 from jettison.capture.recording import Expected, RegionTrace, TensorRef, signature_of
+from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain, storage_of
 from jettison.capture.trees import op_leaves
-from jettison.capture.wrapped import desugars, infers_shapes, plain, storage_of
 from jettison.runtime.frame import Diverged
 from jettison.runtime.witness import digest, spots_of
 

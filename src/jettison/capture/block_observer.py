@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from jettison.capture.isolation import forward_of, leaving_nothing, without_our_hooks
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import opaque_copy
+from jettison.capture.tensor_subclasses import has_gradients, plain
 from jettison.capture.trees import tree_flatten, tree_unflatten
 from jettison.capture.undo import WritesUndone
-from jettison.capture.wrapped import has_gradients, plain
 from jettison.ledger.program import Buffer, Program, Source
 
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from jettison.capture.recorder import Recorder
 from jettison.capture.recording import Place
-from jettison.capture.wrapped import storage_of
+from jettison.capture.tensor_subclasses import storage_of
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.entries import ledger_of
-from jettison.capture.traced import ModelTrace
+from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.step import dry_run_batch
 from jettison.ledger.program import Program
 from jettison.measure.memory import unique_bytes
@@ -22,7 +22,7 @@ from jettison.predict.run_request import RunRequest
 from jettison.progress import Progress, silent
 from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
 from jettison.report.tables import plan_table
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 

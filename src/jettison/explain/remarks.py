@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from jettison.explain.figures import Remark, Share, Variant
 from jettison.ledger.timeline import Moment, Phase
-from jettison.predict.explanation import Remark, Share, Variant
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.spec.run import Mode
 from jettison.units import format_bytes, format_percent

@@ -7,7 +7,7 @@ first run costs about a microsecond a node, and notices any other path through d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,6 +47,26 @@ class Bounds:
             if first <= sequence < past:
                 return "block", call
         return None
+
+
+def bounds_of(
+    start: int, nested: Sequence[tuple[int, int]], owners: Mapping[Any, tuple[Any, Any]], leaves: Sequence[Any]
+) -> Bounds:
+    """Of a call that began at ``start``.
+
+    Args:
+        owners: (table, key) of each parameter and buffer.
+        leaves: of its arguments.
+    """
+    names: dict[int, Any] = {id(t): name for name, (table, leaf) in owners.items() if (t := table[leaf]) is not None}
+    inputs = {}
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            if leaf.grad_fn is None:
+                names[id(leaf)] = position
+            else:
+                inputs[leaf.grad_fn] = position
+    return Bounds(start=start, nested=tuple(nested), inputs=inputs, leaves=names)
 
 
 def next_sequence_number() -> int:

@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.explain.figures import Core, Explanation, Share, Variant
+from jettison.explain.remarks import cause, remarks, remedy
 from jettison.formula.region import Region, layer_region
 from jettison.ledger.timeline import StageLoad, moments
-from jettison.predict.explanation import Core, Explanation, Share, Variant
 from jettison.predict.forecast import Forecast, Stage, forecast
-from jettison.predict.remarks import cause, remarks, remedy
 from jettison.predict.stages import StageRegion
 from jettison.predict.units import passes_of
 from jettison.solve.policy import attention_core

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from jettison.capture.opinfo import is_communication
+from jettison.capture.op_traits import is_communication
 from jettison.capture.trees import op_leaves
-from jettison.dryrun.safe import has_no_workspace, is_safe
-from jettison.dryrun.trial import KernelRun, OpRequest, least_seconds, workspaces
+from jettison.dryrun.kernel_trial import KernelRun, OpRequest, least_seconds, workspaces
+from jettison.dryrun.safe_kernels import has_no_workspace, is_safe
 from jettison.dryrun.worker import run_apart
 
 Figures = TypeVar("Figures")

@@ -9,13 +9,13 @@ from typing import Any
 
 from jettison.errors import UsageError
 from jettison.models.request import ModelRequest, load, optimizer_for
+from jettison.parse_units import parse_bytes
 from jettison.planner import apply
 from jettison.progress import Progress, silent
-from jettison.quantities import parse_bytes
 from jettison.report.plan import DESCRIBED
 from jettison.report.proof import Proof
-from jettison.solve.artefact import SCHEMA as PLAN_SCHEMA
-from jettison.solve.artefact import Plan
+from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
+from jettison.solve.plan import Plan
 from jettison.verbs.verify import verify
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from jettison.capture.traced import LossFn
+from jettison.capture.model_trace import LossFn
 from jettison.errors import UsageError
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.models.request import call_factory
-from jettison.spec.config import parse_config, read_config
+from jettison.spec.huggingface_config import parse_config, read_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS, preset
 from jettison.train.recipe import ModelSection
