@@ -21,8 +21,6 @@ from jettison.capture.python_state import HOOK_TABLES, function_reach, globals_o
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000
-Setting = tuple[int, Any]
-"""(id of the table, or of the class that it is of; key)."""
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -34,6 +32,25 @@ compared on its own (`precision_of`).
 _MISSING = object()
 _PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Same:
+    """An object as a key: itself, and no equal one; held, so that no later object takes its place."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+Setting = tuple[Same, Any]
+"""(the table, or the class that it is of; key)."""
 
 
 class ModuleGuard:
@@ -55,15 +72,15 @@ class ModuleGuard:
         self.parameters: list[tuple[dict[str, Any], str, bool]] = []
         self.hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = []
         self.forwards: list[tuple[dict[str, Any], Any]] = []
-        self.children: set[int] = set()  # tables of submodules
+        self.children: set[Same] = set()  # tables of submodules
         self._seen: set[int] = set()
-        self._classes: dict[int, tuple[int, Any]] = {}  # views of classes' tables, made anew each time: id -> class
+        self._classes: dict[Same, Same] = {}  # a view of a class's table, each a new one -> the class
         for sub in module.modules():
             self._attributes(vars(sub), 0)
             self._class_settings(sub)
             if sub is not module:
                 self.forwards.append((vars(sub), own_forward(vars(sub))))
-            self.children.add(id(sub._modules))
+            self.children.add(Same(sub._modules))
             for name, child in sub._modules.items():
                 self.settings.append((sub._modules, name, child))
             self.sizes.append((sub._modules, len(sub._modules)))
@@ -76,11 +93,11 @@ class ModuleGuard:
                 if isinstance(function, types.FunctionType):
                     self._globals(function)
         if ignored:
-            self.settings = [s for s in self.settings if (self._id(s[0]), s[1]) not in ignored]
-            self.sequences = [s for s in self.sequences if (id(s[0]), _LENGTH) not in ignored]
-            self.sizes = [s for s in self.sizes if (id(s[0]), _LENGTH) not in ignored]
-            self.cells = [c for c in self.cells if (id(c[0]), _LENGTH) not in ignored]
-            self.forwards = [f for f in self.forwards if (id(f[0]), "forward") not in ignored]
+            self.settings = [s for s in self.settings if (self._key(s[0]), s[1]) not in ignored]
+            self.sequences = [s for s in self.sequences if (Same(s[0]), _LENGTH) not in ignored]
+            self.sizes = [s for s in self.sizes if (Same(s[0]), _LENGTH) not in ignored]
+            self.cells = [c for c in self.cells if (Same(c[0]), _LENGTH) not in ignored]
+            self.forwards = [f for f in self.forwards if (Same(f[0]), "forward") not in ignored]
 
     # what is watched -------------------------------------------------------------------------------------------------
 
@@ -153,7 +170,7 @@ class ModuleGuard:
         """Settings that live on the class: there they may change, and on the module they may be covered."""
         for cls in own_classes(module):
             table: Any = vars(cls)
-            self._classes[id(table)] = id(cls), table
+            self._classes[Same(table)] = Same(cls)
             for key, value in table.items():
                 if (isinstance(value, _SCALARS) or _is_plain(value)) and key[:2] != "__":
                     self.settings.append((table, key, value))
@@ -163,8 +180,8 @@ class ModuleGuard:
                     self._seen.add(id(value))
                     self.settings.append((table, key, value))
 
-    def _id(self, table: Any) -> int:
-        return self._classes.get(id(table), (id(table),))[0]
+    def _key(self, table: Any) -> Same:
+        return self._classes.get(Same(table), Same(table))
 
     # comparing -------------------------------------------------------------------------------------------------------
 
@@ -191,11 +208,14 @@ class ModuleGuard:
 
     def values(self, settings: frozenset[Setting]) -> list[Any]:
         """What is at those settings now."""
-        found: list[Any] = [_in(table, key) for table, key, _ in self.settings if (self._id(table), key) in settings]
-        found += [tuple(s) for s, _ in self.sequences if (id(s), _LENGTH) in settings]
-        found += [len(s) for s, _ in self.sizes if (id(s), _LENGTH) in settings]
-        found += [own_forward(a) for a, _ in self.forwards if (id(a), "forward") in settings]
-        return found + [repr(cell) for cell, _ in self.cells if (id(cell), _LENGTH) in settings]
+        keys = {key for _, key in settings}
+        found: list[Any] = [
+            _in(table, key) for table, key, _ in self.settings if key in keys and (self._key(table), key) in settings
+        ]
+        found += [tuple(s) for s, _ in self.sequences if (Same(s), _LENGTH) in settings]
+        found += [len(s) for s, _ in self.sizes if (Same(s), _LENGTH) in settings]
+        found += [own_forward(a) for a, _ in self.forwards if (Same(a), "forward") in settings]
+        return found + [repr(cell) for cell, _ in self.cells if (Same(cell), _LENGTH) in settings]
 
     def words(self) -> str:
         """The same for people."""
@@ -205,19 +225,19 @@ class ModuleGuard:
         for table, key, value in self.settings:
             now = _in(table, key)
             if now is not value and not _alike(now, value):
-                yield (self._id(table), key), key
+                yield (self._key(table), key), key
         for size, count in self.sizes:
             if len(size) != count:
-                yield (id(size), _LENGTH), "the entries of a dict"
+                yield (Same(size), _LENGTH), "the entries of a dict"
         for sequence, before in self.sequences:
             if not _same_items(sequence, before):
-                yield (id(sequence), _LENGTH), f"the items of a {type(sequence).__name__}"
+                yield (Same(sequence), _LENGTH), f"the items of a {type(sequence).__name__}"
         for cell, content in self.cells:
             if not _same_cell(cell, content):
-                yield (id(cell), _LENGTH), "a variable that a function closes over"
+                yield (Same(cell), _LENGTH), "a variable that a function closes over"
         for attributes, forward in self.forwards:
             if ("forward" in attributes or forward is not None) and own_forward(attributes) is not forward:
-                yield (id(attributes), "forward"), "the forward of a module"
+                yield (Same(attributes), "forward"), "the forward of a module"
 
 
 def own_forward(attributes: dict[str, Any]) -> Any:
