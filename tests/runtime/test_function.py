@@ -19,7 +19,7 @@ import jettison
 from jettison.errors import JettisonError, UnsupportedModule, UsageError
 from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
 from jettison.measure.memory import AllocationCounter
-from jettison.runtime.checkpoint_function import _SHELF, _ownerless
+from jettison.runtime.checkpoint_function import regions_of
 
 N, ROWS = 8, 16
 POLICIES = ("none", "selective-op", "full")
@@ -67,7 +67,7 @@ def check(call: Call, plain_call: Call | None = None, steps: int = 3) -> Mlp:
 
 
 def regions(model: nn.Module) -> list[Any]:
-    return [region.planned for region in vars(model).get(_SHELF, {}).values()]
+    return [region.planned for region in regions_of(model).values()]
 
 
 def recorded_once(model: nn.Module) -> None:
@@ -163,7 +163,7 @@ def test_parameters_in_a_closure_are_read_again_and_not_kept() -> None:
         with torch.no_grad():
             weight.sub_(0.1 * weight.grad)
             twin.sub_(0.1 * twin.grad)
-    (region,) = [r.planned for r in vars(weight)[_SHELF].values()]
+    (region,) = [r.planned for r in regions_of(weight).values()]
     assert region.recordings.count == 1 and region.report().slots_dropped >= 2
 
 
@@ -336,11 +336,11 @@ def test_activations_of_a_call_go_with_its_graph() -> None:
 
 def test_functions_without_modules_are_not_recorded_again_and_again() -> None:
     x = torch.randn(ROWS, N, requires_grad=True)
-    before = len(_ownerless)
+    before = len(regions_of(None))
     for _ in range(20):
         jettison.checkpoint(lambda y: y.sin().exp(), x).sum().backward()
-    assert len(_ownerless) == before + 1
-    (*_, region) = _ownerless.values()
+    assert len(regions_of(None)) == before + 1
+    (*_, region) = regions_of(None).values()
     assert region.planned.recordings.count == 1
 
 

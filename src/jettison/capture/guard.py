@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.capture.python_state import HOOK_TABLES, function_reach, globals_of, is_ours
+from jettison.capture.function_state import function_reach, globals_of
+from jettison.capture.python_state import HOOK_TABLES, is_ours
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000

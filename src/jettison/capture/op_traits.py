@@ -88,7 +88,7 @@ _BOOKKEEPING = {
 }
 
 # They write running statistics in training, and their schemas do not say it.
-_MOVE_STATISTICS = {
+MOVE_STATISTICS = {
     f"aten::{name}"
     for name in (
         "native_batch_norm",
@@ -154,7 +154,7 @@ def writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     for i, name, kwarg_only in _written(func):
         value = args[i] if i < len(args) and not kwarg_only else kwargs.get(name)
         found.extend(t for t in op_leaves(value) if isinstance(t, Tensor))
-    if not found and func._schema.name in _MOVE_STATISTICS:
+    if not found and func._schema.name in MOVE_STATISTICS:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("training", True):  # the schema does not say so
             running = named.get("running_mean"), named.get("running_var")

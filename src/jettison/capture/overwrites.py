@@ -8,15 +8,17 @@ and is not there any more to compute with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recorder import Recorder
-from jettison.capture.recording import Place
+from jettison.capture.recording import Place, RegionTrace
 from jettison.capture.tensor_subclasses import storage_of
+from jettison.ledger.program import Anchor, Op
 
 
 @dataclass(kw_only=True)
@@ -90,3 +92,42 @@ class Memory:
         late.places.update((False, position) for position, found in self.given[call].items() if found == storage)
         trail = self.trails[call]
         late.inside.update(trail.versions.get(storage, ()) if trail else ())
+
+
+def mark_overwritten(trace: ModelTrace, memory: Memory, root: Recorder) -> None:
+    """What a block had, and somebody else writes to before backward."""
+    late: dict[str, Late] = {}
+    for call, found in zip(trace.calls, memory.late(root), strict=True):
+        of_class = late.setdefault(call.class_key, Late())
+        of_class.places |= found.places
+        of_class.inside |= found.inside
+    for key, found in late.items():
+        if found.places or found.inside:
+            trace.classes[key].trace.anchor(frozenset(found.places), frozenset(found.inside))
+    for before, call in zip([None, *trace.calls], trace.calls, strict=False):
+        made = late[before.class_key].places if before is not None else set()
+        given = late[call.class_key].places
+        call.links = tuple(
+            (position, leaf)
+            for position, leaf in call.links
+            if (False, position) not in given and (True, leaf) not in made
+        )
+    anchor_root(trace.root, memory.in_the_root(root))
+
+
+def anchor_root(root: RegionTrace, written: Mapping[int, int]) -> None:
+    """What the root saved, and a block writes to: nobody computes it again, or with it. What the root reads after a
+    block has written to it is not what the root made.
+
+    Args:
+        written: buffers that blocks write to, see `Memory.in_the_root`.
+    """
+    saved = root.program.needed_buffers() & written.keys()
+
+    def is_other(op: Op) -> bool:
+        return bool(saved.intersection((*op.inputs, *op.outputs))) or any(
+            op.index >= written.get(b, len(root.program.ops)) for b in op.inputs
+        )
+
+    ops = tuple(replace(op, anchor=op.anchor or Anchor.MUTATED) if is_other(op) else op for op in root.program.ops)
+    root.program = replace(root.program, ops=ops)

@@ -15,7 +15,6 @@ import gc
 import io
 import os
 import queue
-import sys
 import types
 import warnings
 import weakref
@@ -28,15 +27,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jettison.capture.function_state import function_reach, globals_of, is_foreign
 from jettison.capture.snapshots import (
-    MISSING,
     PLAIN,
     PLAIN_TENSORS,
     TENSOR_HOOKS,
     Place,
     Table,
     TensorState,
-    attribute_of,
     copy_of,
     forget,
     hooks_of,
@@ -53,7 +51,6 @@ from jettison.errors import UnsupportedModule
 MOST_VALUES = 100_000
 """Values looked at in one walk; a forward that reaches more is known in part, and its witnesses have the rest."""
 MOST_DEEP = 64
-_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "jettison", "transformers", "_pytest", "pytest"}
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "_hooks" in name)
 
@@ -188,7 +185,7 @@ class Reach:
 
     def _class(self, cls: type, depth: int = 0) -> None:
         """What the methods of a class name, and what it holds itself: a count on the class is Python state as well."""
-        if _is_foreign(cls.__module__) or id(cls) in self._seen:
+        if is_foreign(cls.__module__) or id(cls) in self._seen:
             return
         self._seen.add(id(cls))
         self.classes.append((cls, dict(vars(cls))))
@@ -243,7 +240,7 @@ class Reach:
             self._add(value)
         if isinstance(value, types.FunctionType):
             self.named.extend(globals_of(value))
-            if not _is_foreign(value.__module__):
+            if not is_foreign(value.__module__):
                 self.places += [Place("cell_contents", cell) for cell in value.__closure__ or ()]
         self.places += [Place(name, value) for name in _own_slots(value)]
         for inside in _inside(value):
@@ -321,7 +318,7 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _own_slots(value: Any) -> list[str]:
-    return [name for cls in type(value).__mro__ if not _is_foreign(cls.__module__) for name in slots_of(cls)]
+    return [name for cls in type(value).__mro__ if not is_foreign(cls.__module__) for name in slots_of(cls)]
 
 
 @functools.cache
@@ -335,58 +332,6 @@ def slots_of(cls: type) -> tuple[str, ...]:
         for name in names
         if name not in ("__dict__", "__weakref__")
     )
-
-
-def function_reach(function: types.FunctionType) -> Iterator[Any]:
-    """What a function's code can read without being given it: its closure, its defaults, the globals that it names."""
-    yield from _closed_over(function)
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for _, _, value in globals_of(function):
-        yield value
-
-
-def globals_of(function: types.FunctionType, *, everywhere: bool = False) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """(table, name, value) of every global that a function's code mentions, in its file or as an attribute of another
-    file that it imports.
-
-    Args:
-        everywhere: also for functions of torch and of other large libraries.
-    """
-    if _is_foreign(function.__module__) and not everywhere:
-        return
-    names = names_in(function.__code__)
-    table = function.__globals__
-    modules: list[Any] = _closed_over(function)
-    for name in names:
-        if name in table:
-            yield table, name, table[name]
-            modules.append(table[name])
-        elif name in sys.modules:  # imported by the function itself
-            modules.append(sys.modules[name])
-    seen = set()
-    while modules:
-        module = modules.pop()
-        if not isinstance(module, types.ModuleType) or _is_foreign(module.__name__) or module.__name__ in seen:
-            continue
-        seen.add(module.__name__)
-        for name in names:
-            if name in vars(module):
-                yield vars(module), name, vars(module)[name]
-                modules.append(vars(module)[name])
-
-
-def _closed_over(function: types.FunctionType) -> list[Any]:
-    held = [attribute_of(cell, "cell_contents") for cell in function.__closure__ or ()]
-    return [value for value in held if value is not MISSING]
-
-
-@functools.lru_cache(maxsize=4096)
-def names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Global and attribute names that a code object mentions, functions inside it included."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    texts = (c for c in code.co_consts if isinstance(c, str)) if "globals" in code.co_names else ()
-    return tuple(dict.fromkeys((*code.co_names, *texts, *(name for c in inner for name in names_in(c)))))
 
 
 _MODELS_OWN = ("torch.optim", "torch.quasirandom", "torch._library.custom_ops")
@@ -404,10 +349,6 @@ def is_ours(value: Any) -> bool:
     return kind.__module__.startswith(("torch.", "jettison.")) or str(getattr(value, "__module__", "")).startswith(
         "jettison."
     )
-
-
-def _is_foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _FOREIGN
 
 
 def _global_hooks() -> list[Any]:

@@ -6,7 +6,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from jettison.capture.dispatch import CaptureMode
 from jettison.capture.fakes import StepFakeMode, exactly, fake_batch, fake_copy, fake_mode
 from jettison.capture.isolation import Isolation, forward_of, leaving_nothing
 from jettison.capture.model_trace import BlockCall, BlockClass, Loop, LossFn, ModelTrace, as_batch, as_call, loss_of
-from jettison.capture.overwrites import Late, Memory, Trail
+from jettison.capture.overwrites import Memory, Trail, anchor_root, mark_overwritten
 from jettison.capture.recorder import Recorder
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.rejected_blocks import VALUES_WANTED, OtherRegions, refuse_unfit, values_wanted
@@ -31,7 +30,6 @@ from jettison.capture.tensor_subclasses import plain, storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.capture.values import tracing
 from jettison.errors import JettisonError, RecordingLeft, TraceError
-from jettison.ledger.program import Anchor, Op
 
 MOST_CHANGES = 32  # of what is a region, before a model is given up
 
@@ -132,7 +130,8 @@ def _traced(
                 f"their Python gives the same values, and kept where not: {cls.problem}"
             )
     _mark_shared(trace, tracer)
-    _mark_overwritten(trace, tracer)
+    assert tracer.root is not None
+    mark_overwritten(trace, tracer.memory, tracer.root)
     return trace
 
 
@@ -171,7 +170,7 @@ def trace_root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     with on_fakes(mode), tracer.installed(), leaving_nothing([fake_model], values) as state:
         output, root = tracer.forward(args, kwargs)
         trace = root.finish(output)
-        _anchor_root(trace, tracer)
+        anchor_root(trace, tracer.memory.in_the_root(root))
         _note_draws(trace, state)
     return trace
 
@@ -383,45 +382,6 @@ def _mark_shared(trace: ModelTrace, tracer: Tracer) -> None:
         shared.setdefault(call.class_key, set()).update(call.shared)
     for key, positions in shared.items():
         trace.classes[key].trace.share(positions)
-
-
-def _mark_overwritten(trace: ModelTrace, tracer: Tracer) -> None:
-    """What a block had, and somebody else writes to before backward."""
-    assert tracer.root is not None
-    late: dict[str, Late] = {}
-    for call, found in zip(trace.calls, tracer.memory.late(tracer.root), strict=True):
-        of_class = late.setdefault(call.class_key, Late())
-        of_class.places |= found.places
-        of_class.inside |= found.inside
-    for key, found in late.items():
-        if found.places or found.inside:
-            trace.classes[key].trace.anchor(frozenset(found.places), frozenset(found.inside))
-    for before, call in zip([None, *trace.calls], trace.calls, strict=False):
-        made = late[before.class_key].places if before is not None else set()
-        given = late[call.class_key].places
-        call.links = tuple(
-            (position, leaf)
-            for position, leaf in call.links
-            if (False, position) not in given and (True, leaf) not in made
-        )
-    _anchor_root(trace.root, tracer)
-
-
-def _anchor_root(root: RegionTrace, tracer: Tracer) -> None:
-    """What the root saved, and a block writes to: nobody computes it again, or with it. What the root reads after a
-    block has written to it is not what the root made.
-    """
-    assert tracer.root is not None
-    written = tracer.memory.in_the_root(tracer.root)
-    saved = root.program.needed_buffers() & written.keys()
-
-    def is_other(op: Op) -> bool:
-        return bool(saved.intersection((*op.inputs, *op.outputs))) or any(
-            op.index >= written.get(b, len(root.program.ops)) for b in op.inputs
-        )
-
-    ops = tuple(replace(op, anchor=op.anchor or Anchor.MUTATED) if is_other(op) else op for op in root.program.ops)
-    root.program = replace(root.program, ops=ops)
 
 
 def _has_shapes_of_floats(trace: RegionTrace, leaves: list[Any]) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from jettison.cost.launches import BATCHED, FLASH
+from jettison.cost.op_kinds import BATCHED, FLASH
 from jettison.cost.recompute import everything
 from jettison.formula.parameters import active_parameter_count
 from jettison.formula.region import Region, embedding_region, head_region, layer_region

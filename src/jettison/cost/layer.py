@@ -17,8 +17,9 @@ from functools import cached_property, lru_cache
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.launches import BATCHED, PRODUCTS, TRANSFER, Half, Kernel, KernelWork, work
+from jettison.cost.launches import Half, Kernel, KernelWork, work
 from jettison.cost.matmul import kernel_seconds
+from jettison.cost.op_kinds import BATCHED, PRODUCTS, TRANSFER
 from jettison.formula.region import Region
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout

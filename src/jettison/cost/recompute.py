@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from jettison.cost.launches import BATCHED
+from jettison.cost.op_kinds import BATCHED
 from jettison.formula.region import Region
 
 

@@ -63,6 +63,14 @@ MOST_REGIONS = 64  # of one owner; a function over a number that changes at each
 _ownerless = _Regions()
 
 
+def regions_of(owner: nn.Module | nn.Parameter | None) -> _Regions:
+    """Regions of functions whose first module or parameter this is, by what tells them apart; None: that have none."""
+    if owner is None:
+        return _ownerless
+    found: _Regions = owner.__dict__.setdefault(_SHELF, _Regions())
+    return found
+
+
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -90,7 +98,7 @@ def checkpoint(
     parameters = tuple(_parameters_of(function))
     numbers = tuple((type(v), v) for v in _flat(_reached(function)) if isinstance(v, bool | int | float | str))
     owner: Any = (*found, *parameters, None)[0]
-    regions = _ownerless if owner is None else owner.__dict__.setdefault(_SHELF, _Regions())
+    regions = regions_of(owner)
     plainly = (_code_of(function), how, closely, tuple(map(id, found)), tuple(map(id, parameters)), numbers)
     key = regions.told_apart(plainly, tuple(islice(_numbers(_reached(function), 0), MOST_NUMBERS)))
     region = regions.get(key)

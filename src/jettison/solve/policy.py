@@ -217,44 +217,63 @@ def attention_core(program: Program) -> frozenset[int]:
     """Buffers between the product that makes the attention scores and the one that uses the probabilities.
 
     Found from each softmax: back through elementwise ops to a matrix product, forward to the next ones. Empty with
-    fused
-    attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
+    fused attention, which never stores them (arXiv 2205.05198 §5; recomputing them there saves nothing).
     """
     readers = _readers(program)
     core: set[int] = set()
     for op in program.ops:
-        if "softmax" not in op.name or "backward" in op.name:
-            continue
-        size = max((program.buffers[b].nbytes for b in op.outputs), default=0)
-        back, forth, begins, ends = [op], [op], False, False
-        seen: set[int] = set()
-        found: set[int] = set()
-        while back:
-            current = back.pop()
-            for b in current.inputs:
-                producer = program.buffers[b].producer
-                if producer is None or producer in seen or program.buffers[b].source is Source.RANDOM:
-                    continue
-                seen.add(producer)
-                found.add(b)
-                begins = begins or program.ops[producer].name.startswith(BATCHED)
-                if not program.ops[producer].name.startswith(MATMULS):
-                    back.append(program.ops[producer])
-        while forth:
-            current = forth.pop()
-            for b in current.outputs:
-                if program.buffers[b].source is Source.RANDOM:  # who draws next is no part of the core
-                    continue
-                found.add(b)
-                for reader in readers.get(b, ()):
-                    if reader.name.startswith(MATMULS):
-                        ends = ends or reader.name.startswith(BATCHED)
-                    elif reader.index not in seen:
-                        seen.add(reader.index)
-                        forth.append(reader)
-        if begins and ends:
-            core |= {b for b in found if program.buffers[b].nbytes * 8 >= size}
+        if "softmax" in op.name and "backward" not in op.name:
+            size = max((program.buffers[b].nbytes for b in op.outputs), default=0)
+            core |= {b for b in _between_products(program, op, readers) if program.buffers[b].nbytes * 8 >= size}
     return frozenset(core & program.saved_buffers())
+
+
+def _between_products(program: Program, softmax: Op, readers: dict[int, list[Op]]) -> set[int]:
+    """What lies between the product that leads to a softmax and those that use it; empty unless both are batched."""
+    before, seen, begins = _back_to_products(program, softmax)
+    after, ends = _on_to_products(program, softmax, readers, seen)
+    return before | after if begins and ends else set()
+
+
+def _back_to_products(program: Program, softmax: Op) -> tuple[set[int], set[int], bool]:
+    """Buffers and ops on the way, and whether a batched product is at its end."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    batched = False
+    waiting = [softmax]
+    while waiting:
+        for b in waiting.pop().inputs:
+            producer = program.buffers[b].producer
+            if producer is None or producer in seen or program.buffers[b].source is Source.RANDOM:
+                continue
+            seen.add(producer)
+            found.add(b)
+            name = program.ops[producer].name
+            batched = batched or name.startswith(BATCHED)
+            if not name.startswith(MATMULS):
+                waiting.append(program.ops[producer])
+    return found, seen, batched
+
+
+def _on_to_products(
+    program: Program, softmax: Op, readers: dict[int, list[Op]], seen: set[int]
+) -> tuple[set[int], bool]:
+    """Buffers on the way, past ops that were not seen before, and whether a batched product is at its end."""
+    found: set[int] = set()
+    batched = False
+    waiting = [softmax]
+    while waiting:
+        for b in waiting.pop().outputs:
+            if program.buffers[b].source is Source.RANDOM:  # who draws next is no part of the core
+                continue
+            found.add(b)
+            for reader in readers.get(b, ()):
+                if reader.name.startswith(MATMULS):
+                    batched = batched or reader.name.startswith(BATCHED)
+                elif reader.index not in seen:
+                    seen.add(reader.index)
+                    waiting.append(reader)
+    return found, batched
 
 
 NAMED: dict[str, CheckpointPolicy] = {

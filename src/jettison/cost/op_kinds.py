@@ -1,0 +1,53 @@
+"""Which ops move memory in which way: what decides how kernels are fused and what they read and write."""
+
+from __future__ import annotations
+
+POINTWISE = frozenset(
+    (
+        "aten.add.Tensor",
+        "aten.sub.Tensor",
+        "aten.mul.Tensor",
+        "aten.div.Tensor",
+        "aten.neg.default",
+        "aten.cat.default",
+        "aten.pow.Tensor_Scalar",
+        "aten.rsqrt.default",
+        "aten.tanh.default",
+        "aten.sigmoid.default",
+        "aten.gelu.default",
+        "aten.silu.default",
+        "aten.relu.default",
+        "aten.clamp.default",
+        "aten.native_dropout.default",
+        "aten.bernoulli.p",
+        "aten._to_copy.default",
+        "aten.where.ScalarOther",
+        "aten.masked_fill.Scalar",
+        "gated_activation",
+        "rotary",
+        "quantise.fp8",
+    )
+)
+"""Ops whose result depends on one element of each input, or nearly so."""
+REDUCTIONS = frozenset(
+    (
+        "aten.native_layer_norm.default",
+        "aten._fused_rms_norm.default",
+        "aten._softmax.default",
+        "aten._safe_softmax.default",
+        "aten._log_softmax.default",
+        "aten.mean.dim",
+        "aten.sum.dim_IntList",
+        "aten.max.dim",
+    )
+)
+"""Ops along rows."""
+LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default"))
+"""Ops that read as much of their first input as they write."""
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
+FLASH = "aten._scaled_dot_product_flash_attention.default"
+PICKED = "aten.nll_loss_forward.default"
+"""Reads one number of each row."""
+LOSSES = frozenset(("chunked_cross_entropy", "fused_linear_cross_entropy"))
+TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"
