@@ -78,7 +78,7 @@ class DryStep(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModulePolicy:
-    """How one module of a scene is treated.
+    """How one module of a step is treated.
 
     Args:
         policies: by block name.
@@ -94,7 +94,7 @@ class ModulePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBatch:
-    """The plainest scene: one forward and one backward of a trace's fake copy."""
+    """the plainest step: one forward and one backward of a trace's fake copy."""
 
     trace: ModelTrace
     optimizer: torch.optim.Optimizer | None = None
@@ -168,28 +168,28 @@ def dry_run_batch(
     return dry_run([part], OneBatch(trace=trace, optimizer=optimizer), workspace=workspace)
 
 
-def dry_run(parts: Sequence[ModulePolicy], scene: DryStep, *, workspace: Workspace | None = None) -> StepPeaks:
+def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> StepPeaks:
     """The whole step under a plan.
 
     Args:
-        parts: by module of the scene, traced in its fake mode.
+        parts: by module of the step, traced in its fake mode.
     """
-    optimizer = scene.optimizer
+    optimizer = dry_step.optimizer
     with contextlib.ExitStack() as stack:
-        for module, part in zip(scene.modules, parts, strict=True):
+        for module, part in zip(dry_step.modules, parts, strict=True):
             stack.callback(module.zero_grad)
             stack.enter_context(_under(module, part))
         stack.enter_context(parts[0].trace.context())
         stack.enter_context(quiet_gc())
         device = parts[0].trace.device_type
         if optimizer is not None and not optimizer.state:  # what no gradient reaches gets none
-            with AllocationCounter(scene.alive(), device=device) as unmeasured:
-                scene.passes(unmeasured)
+            with AllocationCounter(dry_step.alive(), device=device) as unmeasured:
+                dry_step.passes(unmeasured)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        with AllocationCounter(scene.alive(), workspace=workspace, device=device) as counter:
+        with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
             static = counter.live_bytes
-            forward, backward, held = scene.passes(counter)
+            forward, backward, held = dry_step.passes(counter)
             counter.reset_peak()
             if optimizer is not None:
                 optimizer.step()

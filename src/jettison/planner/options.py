@@ -58,7 +58,7 @@ def options_of(
     *,
     hardware: Hardware | None,
     optimizer: torch.optim.Optimizer | None,
-    scene: DryStep | None,
+    dry_step: DryStep | None,
     progress: Progress,
 ) -> Options:
     """Run the plain step, and every option of its regions, on fake tensors.
@@ -66,23 +66,23 @@ def options_of(
     Args:
         pricing: of ops; it remembers what it was asked for.
         hardware: for ops that are not run; left out, `usual_hardware`'s.
-        scene: as for `jettison.planner.planner.make_planner`.
+        dry_step: as for `jettison.planner.planner.make_planner`.
     """
     progress("pricing ops" if pricing.run else "dry-running the plain step")
     device = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
-    module = scene.modules[0] if scene else trace.fake_model
+    module = dry_step.modules[0] if dry_step else trace.fake_model
     builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module)
     everything = dict.fromkeys((c.name for c in trace.calls), KeepAll())
     opaque = {c.name: builder.observed(c.class_key)[0] for c in trace.calls if trace.classes[c.class_key].opaque}
     part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
-    baseline = step_of([part], scene or OneBatch(trace=trace, optimizer=optimizer), pricing)
+    baseline = step_of([part], dry_step or OneBatch(trace=trace, optimizer=optimizer), pricing)
     progress("dry-running options")
     return builder.options(baseline)
 
 
-def step_of(parts: Sequence[ModulePolicy], scene: DryStep, pricing: Pricing) -> StepPeaks:
+def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing) -> StepPeaks:
     """A whole step, with what every kernel in it takes inside."""
-    return pricing.known(lambda workspace: dry_run(parts, scene, workspace=workspace))
+    return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class _Builder:
     """Makes `Options`.
 
     Args:
-        module: the one that the scene runs, which has the parameters.
+        module: the one that the step runs, which has the parameters.
     """
 
     trace: ModelTrace

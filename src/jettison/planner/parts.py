@@ -31,7 +31,7 @@ Held = TypeVar("Held", RegionOption, SegmentOption)
 def plan_parts(
     traces: Sequence[ModelTrace],
     in_flight: Sequence[int],
-    scene: DryStep,
+    dry_step: DryStep,
     budget_bytes: int,
     *,
     progress: Callable[[str], None],
@@ -45,9 +45,9 @@ def plan_parts(
         Infeasible: no plans fit; ``minimum_budget_bytes`` says what would.
     """
     if len(traces) == 1 and in_flight[0] == 1:
-        planner = make_planner(traces[0], scene=scene, progress=progress)
+        planner = make_planner(traces[0], dry_step=dry_step, progress=progress)
         return [planner.as_plan(planner.plan(budget_bytes), budget_bytes)]
-    stages = _Stages(scene=scene)
+    stages = _Stages(dry_step=dry_step)
     for trace, count in zip(traces, in_flight, strict=True):
         stages.add(make_planner(trace, progress=progress), count)
     progress("choosing")
@@ -79,7 +79,7 @@ class _Together:
 
 @dataclass(kw_only=True)
 class _Stages:
-    scene: DryStep
+    dry_step: DryStep
     planners: list[Planner] = field(default_factory=list)
     problems: list[StepProblem] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Stages:
         choices = tuple(solution.choice for solution in solutions)
         if choices not in self.seen:
             parts = [planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True)]
-            step = self.pricing.known(lambda workspace: dry_run(parts, self.scene, workspace=workspace))
+            step = self.pricing.known(lambda workspace: dry_run(parts, self.dry_step, workspace=workspace))
             self.seen[choices] = _Together(solutions=solutions, step=step)
         return self.seen[choices]
 

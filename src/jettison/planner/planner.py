@@ -64,7 +64,7 @@ def make_planner(
     measure: bool = True,
     hardware: Hardware | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    scene: DryStep | None = None,
+    dry_step: DryStep | None = None,
     progress: Progress = silent,
 ) -> Planner:
     """Learn everything about one step that a plan needs. Takes seconds.
@@ -73,14 +73,14 @@ def make_planner(
         measure: price ops by running them; else by FLOPs and bytes.
         hardware: whose rates these are divided by; left out, `usual_hardware`'s.
         optimizer: over the fake copy's parameters.
-        scene: the step as the loop has it, over one module like the trace's fake copy, in the trace's mode; where left
+        dry_step: the step as the loop has it, over one module like the trace's fake copy, in the trace's mode; where left
             out, one batch through the fake copy, and ``optimizer``.
     """
     pricing = Pricing(run=measure)
-    options = options_of(trace, pricing, hardware=hardware, optimizer=optimizer, scene=scene, progress=progress)
+    options = options_of(trace, pricing, hardware=hardware, optimizer=optimizer, dry_step=dry_step, progress=progress)
     say_what_was_bounded(trace, pricing)
-    judge = scene or OneBatch(trace=trace, optimizer=optimizer)
-    return Planner(trace=trace, options=options, pricing=pricing, scene=judge, progress=progress)
+    judge = dry_step or OneBatch(trace=trace, optimizer=optimizer)
+    return Planner(trace=trace, options=options, pricing=pricing, dry_step=judge, progress=progress)
 
 
 def say_what_was_bounded(trace: ModelTrace, pricing: Pricing) -> None:
@@ -101,7 +101,7 @@ class Planner:
     trace: ModelTrace
     options: Options
     pricing: Pricing
-    scene: DryStep
+    dry_step: DryStep
     progress: Progress = silent
     _candidates: dict[Any, Candidate] = field(default_factory=dict, init=False)
 
@@ -121,7 +121,7 @@ class Planner:
         known = self._candidates.get(choice)
         if known is None:
             part = self.part(choice)
-            step = step_of([part], self.scene, self.pricing)
+            step = step_of([part], self.dry_step, self.pricing)
             known = self._candidates[choice] = Candidate(solution=solution, part=part, step=step)
         return known
 

@@ -26,7 +26,7 @@ from jettison.train.rank_layout import Places
 from jettison.train.recipe import OptimizerSection
 
 
-class LoopScene:
+class LoopStep:
     """See `jettison.dryrun.step.Scene`."""
 
     def __init__(

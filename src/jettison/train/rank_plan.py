@@ -31,7 +31,7 @@ class RankModule:
 
     Args:
         regions: names of its blocks; those that repeat where left out.
-        mode: of the module's fake copy in a scene.
+        mode: of the module's fake copy in a dry step.
         in_flight: the most micro-batches that it has between forward and backward.
         number: of the stages of a pipeline, which it is; None where it is the whole model.
     """
@@ -78,11 +78,11 @@ class Planned:
     predicted_peak_bytes: int | None = None
 
 
-def decide(parts: Sequence[RankModule], section: PlanSection, scene: DryStep | None, progress: Progress) -> Decision:
+def decide(parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep | None, progress: Progress) -> Decision:
     """What is to be done, on this rank alone. Changes nothing.
 
     Args:
-        scene: the step, over fake copies of the parts; where there is a budget.
+        dry_step: the step, over fake copies of the parts; where there is a budget.
 
     Raises:
         Infeasible: no plan fits the budget.
@@ -92,11 +92,11 @@ def decide(parts: Sequence[RankModule], section: PlanSection, scene: DryStep | N
         return _from_files(Path(section.file), parts)
     if section.policy is not None:
         return Decision(policy=section.policy)
-    assert section.budget is not None and scene is not None
+    assert section.budget is not None and dry_step is not None
     traces = [_trace(part) for part in parts]
     progress("planning")
     counts = [part.in_flight for part in parts]
-    made = plan_parts(traces, counts, scene, parse_bytes(section.budget), progress=progress)
+    made = plan_parts(traces, counts, dry_step, parse_bytes(section.budget), progress=progress)
     return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
 
 

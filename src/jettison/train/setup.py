@@ -20,7 +20,7 @@ from jettison.train.checkpoint import Checkpoints
 from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
 from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
-from jettison.train.dry_step import LoopScene, alive
+from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
@@ -108,16 +108,16 @@ def prepare(
     world.together(lambda: places.split_layers(built.model))
     engine = world.together(lambda: _engine(recipe, built, places, world.device))
     example = batches.rows(0, 0).to(world.device)
-    scene = None
+    dry_step = None
     if recipe.plan.budget is not None:
-        scene = world.together(lambda: LoopScene(engine, places, recipe.optimizer, example, accumulation))
+        dry_step = world.together(lambda: LoopStep(engine, places, recipe.optimizer, example, accumulation))
     for part in engine.parts:
         places.shard(part)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
-    parts = [replace(part, mode=None if scene is None else scene.mode) for part in calls]
+    parts = [replace(part, mode=None if dry_step is None else dry_step.mode) for part in calls]
     with engine.context():
-        planned = _plan(recipe, world, places, parts, scene, say)
-    del scene
+        planned = _plan(recipe, world, places, parts, dry_step, say)
+    del dry_step
     work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0)[0] * accumulation)
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
@@ -176,7 +176,7 @@ def _batches(recipe: TrainRecipe) -> Batches:
 
 
 def _plan(
-    recipe: TrainRecipe, world: World, places: Places, parts: list[RankModule], scene: DryStep | None, say: Progress
+    recipe: TrainRecipe, world: World, places: Places, parts: list[RankModule], dry_step: DryStep | None, say: Progress
 ) -> Planned | None:
     """One rank decides for all that run the same stage: prices are timed, and two ranks would not time alike.
 
@@ -188,7 +188,7 @@ def _plan(
 
     def decided() -> Decision | Infeasible | None:
         try:
-            return decide(parts, recipe.plan, scene, say) if places.plans else None
+            return decide(parts, recipe.plan, dry_step, say) if places.plans else None
         except Infeasible as error:
             if places.layout.pp == 1:
                 return error
