@@ -3,9 +3,11 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -143,6 +145,37 @@ def test_rooms_without_torch_never_name_it() -> None:
         if found.target.split(".")[0] in {"torch", "transformers"}
     ]
     assert not found, "\n".join(found)
+
+
+def imported_when_loaded(file: Path) -> Iterator[str]:
+    """Modules of ours that a file imports as it is loaded: not inside functions, and not for type checkers alone."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jettison."):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_no_file_is_in_a_circle_of_imports() -> None:
+    names = {
+        ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in source_files()
+    }
+    left = {name: set(imported_when_loaded(file)) & set(names) - {name} for name, file in names.items()}
+    while done := {name for name, wants in left.items() if not wants & left.keys()}:
+        left = {name: wants for name, wants in left.items() if name not in done}
+    assert not left, f"in a circle, or importing one: {sorted(left)}"
+
+
+def test_each_way_through_the_house_goes_down_once() -> None:
+    """Of the files that CONTRIBUTING lists: they are there, each room is entered once, from a higher one."""
+    text = (SOURCE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ways = [re.findall(r"`([a-z_]+/[a-z_]+\.py)`", line) for line in text.splitlines() if "` → `" in line]
+    assert len(ways) == 4
+    for way in ways:
+        assert all((PACKAGE / file).exists() for file in way), way
+        rooms = [room for room, _ in groupby(file.partition("/")[0] for file in way)]
+        ranks = [RANK_OF[room] for room in rooms]
+        assert ranks == sorted(set(ranks), reverse=True), rooms
 
 
 def test_no_room_has_the_name_of_a_public_function() -> None:

@@ -73,7 +73,7 @@ def make_planner(
         measure: price ops by running them; else by FLOPs and bytes.
         hardware: whose rates these are divided by; left out, `usual_hardware`'s.
         optimizer: over the fake copy's parameters.
-        dry_step: the step as the loop has it, over one module like the trace's fake copy, in the trace's mode; where left
+        dry_step: the step as the loop has it, over one module like the trace's fake copy, in its mode; where left
             out, one batch through the fake copy, and ``optimizer``.
     """
     pricing = Pricing(run=measure)
