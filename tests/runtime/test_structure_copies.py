@@ -163,3 +163,22 @@ def test_compiled_first_is_refused() -> None:
     model.layers[1].compile(backend="eager")
     with pytest.raises(jettison.errors.UnsupportedModule, match=r"layers\.1 is compiled"):
         jettison.apply(model, "full", batch=(batch(),))
+
+
+# transforms -----------------------------------------------------------------------------------------------------------
+
+
+def test_transforms_run_without_the_plan_and_say_so() -> None:
+    def gradients(model: Any) -> list[torch.Tensor]:
+        params = {name: p.detach() for name, p in model.named_parameters()}
+        loss = torch.func.grad(lambda p: torch.func.functional_call(model, p, (batch(),)).square().sum())
+        return list(loss(params).values())
+
+    model, handle = planned()
+    got, texts = said(lambda: gradients(model))
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(net()), strict=True))
+    assert len(texts) == 1
+    assert "the model runs without the plan in torch.func's transforms" in texts[0]
+    assert set(calls(handle).values()) == {0}
+    assert said(lambda: gradients(model))[1] == []
+    assert same(step(model), step(net()))

@@ -102,7 +102,7 @@ class PlannedForward:
             self._follow_class()
         if copied is not None:
             return self._run_copy(copied, args, kwargs)
-        if self.retired or not torch.is_grad_enabled() or is_transforming():
+        if self.retired or not torch.is_grad_enabled() or (is_transforming() and self._say_transformed()):
             self._unwatch()  # some modules take another way where they find hooks, as torch's encoder layers do
             return self.forward(*args, **kwargs)
         outer = current_frame()
@@ -139,6 +139,16 @@ class PlannedForward:
             "torch.compile has no effect on what runs under a plan: a planned model runs op by op. To compile it "
             "instead, remove() the plan first",
         )
+
+    def _say_transformed(self) -> bool:
+        """Under a transform nothing is planned."""
+        if not self.in_dry_run:
+            self.say_once(
+                "transform",
+                f"{self.name or 'the model'} runs without the plan in torch.func's transforms (grad, vmap, jvp) and "
+                "under forward-mode AD: they keep what plain autograd keeps, and the budget does not count it",
+            )
+        return True
 
     def _run_copy(self, copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.retired:
