@@ -94,7 +94,7 @@ class ModulePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class OneBatch:
-    """the plainest step: one forward and one backward of a trace's fake copy."""
+    """The plainest step: one forward and one backward of a trace's fake copy."""
 
     trace: ModelTrace
     optimizer: torch.optim.Optimizer | None = None

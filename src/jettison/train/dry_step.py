@@ -27,7 +27,7 @@ from jettison.train.recipe import OptimizerSection
 
 
 class LoopStep:
-    """See `jettison.dryrun.step.Scene`."""
+    """See `jettison.dryrun.step.DryStep`."""
 
     def __init__(
         self, engine: Engine, places: Places, section: OptimizerSection, rows: Tensor, micro_batches: int
@@ -56,7 +56,7 @@ class LoopStep:
         return alive(self.modules, self.optimizer)
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, None]:
-        """See `Scene`. Where passes alternate, both peaks are that of them all."""
+        """See `DryStep`. Where passes alternate, both peaks are that of them all."""
         counts = self._engine.dry_run_counts(self._micro_batches)
         start, peaks = counter.live_bytes, []
         for count in counts:
