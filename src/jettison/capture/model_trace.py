@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -88,6 +88,7 @@ class ModelTrace:
     loop: Loop = field(default_factory=Loop)
     outside: list[TensorRef] = field(default_factory=list)  # saved by a loss that is computed after the forward
     warnings: list[str] = field(default_factory=list)
+    more: list[ModelTrace] = field(default_factory=list)  # of calls with other arguments in the same step
 
     @functools.cached_property
     def device_type(self) -> str | None:
@@ -136,8 +137,17 @@ def loss_of(output: Any, loss_fn: LossFn | None = None) -> Tensor:
     return loss
 
 
+class Arguments(NamedTuple):
+    """A batch that is given by position and by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as positional and keyword arguments of the model."""
+    if isinstance(batch, Arguments):
+        return batch.args, dict(batch.kwargs)
     if isinstance(batch, dict) or hasattr(batch, "keys"):
         return (), dict(batch)
     if isinstance(batch, tuple | list):
@@ -146,4 +156,7 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def as_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The batch that these are."""
+    if args and kwargs:
+        return Arguments(args, kwargs)
     return kwargs if kwargs else args

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
@@ -65,6 +66,14 @@ class DryStep(Protocol):
         """Over the modules' parameters. Its state is made in a first step that is not counted."""
         ...
 
+    def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
+        """Everything that is run of it, an optimizer's step included, runs in here.
+
+        Args:
+            trace: of the first of its modules.
+        """
+        ...
+
     def alive(self) -> Iterable[Tensor]:
         """What is there before a step."""
         ...
@@ -103,6 +112,10 @@ class OneBatch:
     def modules(self) -> Sequence[nn.Module]:
         """See `DryStep`."""
         return (self.trace.fake_model,)
+
+    def around(self, trace: ModelTrace) -> contextlib.AbstractContextManager[None]:
+        """See `DryStep`."""
+        return trace.context()
 
     def alive(self) -> Iterable[Tensor]:
         """See `DryStep`."""
@@ -179,7 +192,7 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         for module, part in zip(dry_step.modules, parts, strict=True):
             stack.callback(module.zero_grad)
             stack.enter_context(_under(module, part))
-        stack.enter_context(parts[0].trace.context())
+        stack.enter_context(dry_step.around(parts[0].trace))
         stack.enter_context(quiet_gc())
         device = parts[0].trace.device_type
         if optimizer is not None and not optimizer.state:  # what no gradient reaches gets none
@@ -221,17 +234,28 @@ def _under(module: nn.Module, part: ModulePolicy) -> Iterator[None]:
 
 def fake_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, trace: ModelTrace) -> torch.optim.Optimizer:
     """The same optimizer over the fake copy's parameters, its state faked."""
+    return optimizer_over(optimizer, [model], [trace.fake_model], trace.mode)
+
+
+def optimizer_over(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], copies: Sequence[nn.Module], mode: FakeTensorMode
+) -> torch.optim.Optimizer:
+    """The same optimizer over the parameters of fake copies; its state, and parameters of no model, faked."""
     memo: dict[int, Any] = {}
-    for real, fake in zip(model.parameters(), trace.fake_model.parameters(), strict=True):
-        memo[id(real)] = fake
+    for model, copied in zip(models, copies, strict=True):
+        for real, fake in zip(model.parameters(), copied.parameters(), strict=True):
+            memo[id(real)] = fake
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(parameter) not in memo:
+            memo[id(parameter)] = fake_batch(parameter, mode)
     for state in optimizer.state.values():
         for value in tree_leaves(state):
             if isinstance(value, Tensor):
-                memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, trace.mode)
-    fake_model = copy.deepcopy(optimizer, memo)
-    for ours, theirs in zip(fake_model.param_groups, optimizer.param_groups, strict=True):
+                memo[id(value)] = value.clone() if value.dim() == 0 else fake_batch(value, mode)
+    made = copy.deepcopy(optimizer, memo)
+    for ours, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         _decide(ours, theirs)
-    return fake_model
+    return made
 
 
 def _decide(group: dict[str, Any], like: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,15 @@ Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"]
 
 @dataclass(kw_only=True)
 class Applied:
-    """A plan at work on a model. `remove()` gives the model back as it was."""
+    """A plan at work on a model. `remove()` gives the model back as it was.
+
+    Args:
+        plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
+    """
 
     regions: list[PlannedForward]
     plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
 
     def remove(self) -> None:
         """Every module runs its own forward again."""
@@ -95,15 +100,28 @@ def apply_candidate(
     return Applied(regions=regions, plan=made)
 
 
-def expect_loop(regions: list[PlannedForward], traced: ModelTrace, made: Plan) -> None:
-    """The root is to notice where the loop is not the one that was planned for."""
+def expect_loop(
+    regions: list[PlannedForward],
+    traced: ModelTrace,
+    made: Plan,
+    *,
+    batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
+    in_flight: int = 1,
+) -> None:
+    """The root is to notice where the loop is not the one that was planned for.
+
+    Args:
+        batches: arguments of each call in a step; left out, the trace's.
+        in_flight: calls that may be between forward and backward at a time.
+    """
     root = regions[-1]
     root.assumptions = Assumptions(
         root.module,
-        as_call(traced.batch),
+        batches or [as_call(traced.batch)],
         traced.root_signature[0],
         budget_bytes=made.budget_bytes,
         gradients_held=made.gradients_held,
+        in_flight=in_flight,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import nn
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.sharded import sharded_modules
 from jettison.dryrun.step import fake_optimizer
+from jettison.dryrun.user_step import Step
 from jettison.errors import UnsupportedModule
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
+from jettison.planner.own_step import auto_checkpoint_step
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
@@ -86,6 +88,8 @@ def auto_checkpoint(
     holds_output: bool = True,
     check: str | Check = Check.ALWAYS,
     gradients_held: bool | None = None,
+    step: Step | None = None,
+    models: Sequence[nn.Module] = (),
     group: Group | None = None,
     progress: Progress = silent,
 ) -> Applied:
@@ -104,7 +108,13 @@ def auto_checkpoint(
             ``model(**batch).loss.backward()``, which frees it.
         check: as in `apply`.
         gradients_held: parameters have their gradients already when a forward begins: several backwards add up before
-            the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now.
+            the optimizer's step, or the loop calls ``zero_grad(set_to_none=False)``. By default as it is now. With
+            ``step``: when the step begins.
+        step: forwards and backwards of one training step as your loop has them, ``step(model, batch)``: several
+            forwards before a backward, accumulation, autocast, a scaler, a loss outside of the model. It is run on
+            copies without memory. What it returns is taken to be held while the optimizer steps.
+        models: all models that the step runs, where there are several, ``model`` among them: ``step(*models, batch)``.
+            Those that are called with gradients are planned together.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -122,6 +132,21 @@ def auto_checkpoint(
         raise UnsupportedModule(
             "the model is under FSDP2, whose gathered parameters come and go in ways that no dry run counts yet; "
             "use apply() with a policy or a plan"
+        )
+    if step is not None or models:
+        return auto_checkpoint_step(
+            step,
+            models or (model,),
+            model,
+            batch,
+            budget_bytes,
+            optimizer=optimizer,
+            regions=regions,
+            how=how,
+            loss_fn=loss_fn,
+            gradients_held=gradients_held,
+            group=group,
+            progress=progress,
         )
     with Agreement(groups_for(model, group)) as agreement:
         progress("tracing")

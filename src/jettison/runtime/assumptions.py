@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,23 +27,28 @@ class Assumptions:
     """See the module docstring. One for the root of a planned model.
 
     Args:
-        batch: the arguments that were planned for, as (args, kwargs).
-        signature: theirs, as the root knows it.
+        batches: the arguments that were planned for, as (args, kwargs), of every call in a step.
+        signature: of the first of them, as the root knows it.
         gradients_held: the plan counts gradients from the start of the forward on.
+        in_flight: calls that may be between forward and backward at a time.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        batch: tuple[tuple[Any, ...], Mapping[str, Any]],
+        batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
         signature: Any,
         *,
         budget_bytes: int,
         gradients_held: bool,
+        in_flight: int = 1,
     ) -> None:
         self.model = model
         self.follow()
-        self.planned = _sizes(batch)
+        self.planned: dict[str, tuple[tuple[int, ...], int]] = {}
+        for where, size in (found for batch in batches for found in _sizes(batch).items()):
+            self.planned[where] = max(size, self.planned.get(where, size), key=lambda known: known[1])
+        self.in_flight = in_flight
         self.known = {signature}
         self.budget_bytes = budget_bytes
         self.gradients_held = gradients_held
@@ -76,14 +81,16 @@ class Assumptions:
                 "that the first backward makes them, one by one",
                 "plan with gradients_held=True, or free them with zero_grad(set_to_none=True) before each forward",
             )
-        if waiting:
+        if waiting >= self.in_flight:
             self._say(
                 "waiting",
                 f"a forward begins while {waiting} earlier one{'s' if waiting > 1 else ''} still "
                 f"wait{'' if waiting > 1 else 's'} for backward",
-                "that each forward is followed by its backward",
-                "run backward after each forward, run forwards that need none under torch.no_grad(), or plan for one "
-                "batch of all of them",
+                "that each forward is followed by its backward"
+                if self.in_flight == 1
+                else f"that {self.in_flight - 1} at most wait when one begins",
+                "run backward after each forward, run forwards that need none under torch.no_grad(), or plan the step "
+                "as it is: auto_checkpoint(..., step=your_forward_and_backward)",
             )
 
     def forward_ends(self, leaves: Iterable[Any]) -> None:

@@ -38,6 +38,19 @@ def install(
         for name, policy in policies.items()
     }
     _link(regions, traced, segments)
+    outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
+    for region in regions.values():
+        region.outer = outer
+    for each in (traced, *traced.more):
+        _adopt(regions, outer, each, checked)
+    installed = [*regions.values(), outer]
+    for region in installed:
+        region.in_dry_run = checked
+    outer.structure = Structure(outer, installed)
+    return installed
+
+
+def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced: ModelTrace, checked: bool) -> None:
     for call in traced.calls:
         cls = traced.classes[call.class_key]
         if call.name in regions and cls.opaque:
@@ -45,18 +58,10 @@ def install(
             regions[call.name].recordings.give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:
             regions[call.name].recordings.adopt(call.signature, cls.trace, checked=checked)
-    outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
-    for region in regions.values():
-        region.outer = outer
     if traced.root.problem:
         outer.recordings.give_up(traced.root_signature, traced.root.problem)
     else:
         outer.recordings.adopt(traced.root_signature, traced.root, checked=checked)
-    installed = [*regions.values(), outer]
-    for region in installed:
-        region.in_dry_run = checked
-    outer.structure = Structure(outer, installed)
-    return installed
 
 
 def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:

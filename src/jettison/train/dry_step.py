@@ -10,7 +10,7 @@ alone, since nobody is waited for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_copy, fake_mode
+from jettison.capture.model_trace import ModelTrace
 from jettison.measure.memory import AllocationCounter
 from jettison.train.engine import Engine, MicroBatch
 from jettison.train.optim import make_optimizer
@@ -47,6 +48,10 @@ class LoopStep:
         self._micro_batches = micro_batches
         self._buckets = places.averaging == "ddp"
         self._engines: dict[int, Engine] = {}
+
+    def around(self, trace: ModelTrace) -> AbstractContextManager[None]:
+        """See `DryStep`."""
+        return trace.context()
 
     def alive(self) -> Iterable[Tensor]:
         """Buckets of DistributedDataParallel are gradients that are there from the start."""

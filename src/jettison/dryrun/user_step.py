@@ -1,0 +1,192 @@
+"""A training step as somebody wrote it, on fake tensors: a function of the models and a batch that runs forwards and
+backwards, in whatever order and number.
+
+It is run once to see how it calls its models (`observe`), and again and again under plans (`UserStep`). Both times on
+fake copies; what the function leaves in Python's state (a scaler's factors, lists of losses) is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from jettison.capture.fakes import fake_copy, roughly
+from jettison.capture.isolation import leaving_nothing
+from jettison.capture.model_trace import ModelTrace
+from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
+from jettison.capture.tensor_subclasses import plain
+from jettison.capture.trees import tree_leaves, tree_map
+from jettison.capture.values import tracing
+from jettison.errors import UsageError
+from jettison.measure.memory import AllocationCounter, static_tensors
+
+Step = Callable[..., Any]
+"""``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCall:
+    """A call of a model with gradients. Arguments that came out of the batch alone are real, others are fake."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    switches: tuple[Any, ...]  # see `global_signature`
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors."""
+        return sum(plain(t).nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor))
+
+
+@dataclass(kw_only=True)
+class ModelUse:
+    """How a step uses one model.
+
+    Args:
+        in_flight: the most calls that are between forward and backward at a time.
+    """
+
+    calls: list[ModelCall] = field(default_factory=list)
+    in_flight: int = 0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether a forward begins when gradients of an earlier one are there."""
+        return len(self.calls) > self.in_flight
+
+    @property
+    def kinds(self) -> list[ModelCall]:
+        """Calls with different arguments, one of each kind; first the one that is given most."""
+        found: dict[Any, ModelCall] = {}
+        for call in sorted(self.calls, key=lambda call: -call.nbytes):
+            found.setdefault((call_signature(call.args, call.kwargs)[1], call.switches), call)
+        return list(found.values())
+
+
+def observe(step: Step, models: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
+    """Run a step on fake copies and see how it calls each model. Nothing real is computed with, nothing stays behind.
+
+    Raises:
+        UsageError: no model is called with gradients, or there is no backward.
+    """
+    with torch.random.fork_rng(devices=[]):
+        copies = [fake_copy(model, mode) for model in models]
+    uses = [ModelUse() for _ in models]
+    waiting: list[set[int]] = [set() for _ in models]
+    hooks = []
+    for number, copy in enumerate(copies):
+        before, after = _watchers(uses[number], waiting[number])
+        hooks.append(copy.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(copy.register_forward_hook(after))
+    try:
+        with _on_fakes(step, copies, batch, mode):
+            step(*copies, opaque_copy(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not any(use.calls for use in uses):
+        raise UsageError(
+            "step= never called the model with gradients; expected step(model, batch) to call the model that it is "
+            "given: planning runs it on a copy without memory, not on what it finds elsewhere (a closure, self.model)"
+        )
+    if all(len(left) == len(use.calls) for left, use in zip(waiting, uses, strict=True)):
+        raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
+    return uses
+
+
+def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Hooks before and after a model's forward that note its calls with gradients, and which wait for backward."""
+    running: list[int] = []
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            running.append(len(use.calls))
+            given = tree_map(_apart, opaque_copy((args, kwargs)))
+            use.calls.append(ModelCall(args=given[0], kwargs=given[1], switches=global_signature()))
+            waiting.add(running[-1])
+            use.in_flight = max(use.in_flight, len(waiting))
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        call = running.pop()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _gradient: waiting.discard(call))
+
+    return before, after
+
+
+def _apart(leaf: Any) -> Any:
+    """An argument without the graph that it came from."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, FakeTensor) else leaf
+
+
+@contextlib.contextmanager
+def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> Iterator[None]:
+    """The step may run in here. Values that its own code asks for (``loss.item()``) are made up."""
+    with (
+        leaving_nothing(modules, [step, *tree_leaves(batch)]),
+        tracing(mode, values_known=True),
+        torch.enable_grad(),
+        roughly(modules[0]),
+    ):
+        yield
+
+
+class UserStep:
+    """See `jettison.dryrun.step.DryStep`.
+
+    Args:
+        models: the step's, in the order in which it takes them.
+        planned: which of them run under plans, by number.
+        optimizer: made by `jettison.dryrun.step.fake_optimizer`, over the copies.
+        gradients_held: parameters have gradients when the step begins.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        models: Sequence[nn.Module],
+        planned: Sequence[int],
+        batch: Any,
+        mode: FakeTensorMode,
+        *,
+        gradients_held: bool = False,
+    ) -> None:
+        self.step, self.batch, self.mode, self.gradients_held = step, batch, mode, gradients_held
+        with torch.random.fork_rng(devices=[]):
+            self.copies = [fake_copy(model, mode) for model in models]
+        self.modules: Sequence[nn.Module] = [self.copies[number] for number in planned]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.switches = global_signature()
+
+    def alive(self) -> Iterable[Tensor]:
+        """Parameters, buffers, gradients, the optimizer's state, and the batch."""
+        if self.gradients_held:
+            for parameter in (p for copy in self.copies for p in copy.parameters() if p.requires_grad):
+                parameter.grad = torch.empty_like(parameter)
+        found = [t for copy in self.copies for t in static_tensors(copy, (), self.optimizer)]
+        return [*found, *(t for t in tree_leaves(self.batch) if isinstance(t, Tensor))]
+
+    @contextlib.contextmanager
+    def around(self, trace: ModelTrace) -> Iterator[None]:
+        """Under the switches that were on when planning was asked for, not under those of a call inside of the step:
+        leaving the step's own autocast has to empty its cache.
+        """
+        with as_signed(self.switches), _on_fakes(self.step, self.copies, self.batch, trace.mode):
+            yield
+
+    def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
+        """The step; its forwards and backwards alternate, and both peaks are that of them all."""
+        counter.reset_peak()
+        with torch.enable_grad():
+            result = self.step(*self.copies, opaque_copy(self.batch))
+        torch.clear_autocast_cache()
+        return counter.peak_bytes, counter.peak_bytes, result

@@ -1,0 +1,251 @@
+"""Steps as people write them: several forwards, several models, accumulation, autocast, scalers, under one budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import jettison
+from jettison.capture.fakes import fake_mode
+from jettison.dryrun.user_step import observe
+from jettison.errors import Infeasible, UsageError
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
+from support.toys import Mlp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, WORDS, ROWS, LENGTH, BLOCKS = 32, 100, 8, 32, 6
+
+
+class Words(nn.Module):
+    """Tokens in, logits out: the loss is the loop's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Mlp(WIDTH, 4 * WIDTH, 0.1) for _ in range(BLOCKS))
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(ids) * scale
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def next_word(logits: Tensor, ids: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def accumulated(model: Any, ids: Tensor) -> None:
+    for part in ids.split(ROWS // 4):
+        (next_word(model(part), part) / 4).backward()
+
+
+def contrastive(model: Any, ids: Tensor) -> Tensor:
+    a, b = model(ids[: ROWS // 2]).mean(1), model(ids[ROWS // 2 :]).mean(1)
+    loss = functional.cross_entropy(a @ b.T, torch.arange(ROWS // 2))
+    loss.backward()
+    return loss.detach()
+
+
+def of_two_lengths(model: Any, ids: Tensor) -> None:
+    (next_word(model(ids), ids) + next_word(model(ids[:, : LENGTH // 2]), ids[:, : LENGTH // 2])).backward()
+
+
+def under_autocast(model: Any, ids: Tensor) -> float:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = next_word(model(ids, scale=0.5).float(), ids)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return loss.item()
+
+
+def preferred(policy: Any, reference: Any, ids: Tensor) -> Tensor:
+    """Direct preference optimisation (arXiv 2305.18290, equation 7)."""
+
+    def log_probability(model: Any, rows: Tensor) -> Tensor:
+        return -functional.cross_entropy(model(rows)[:, :-1].mT, rows[:, 1:], reduction="none").sum(1)
+
+    good, bad = ids[: ROWS // 2], ids[ROWS // 2 :]
+    chosen, rejected = log_probability(policy, good), log_probability(policy, bad)
+    with torch.no_grad():
+        margin = log_probability(reference, good) - log_probability(reference, bad)
+    loss = -functional.logsigmoid(0.1 * (chosen - rejected - margin)).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def both_train(first: Any, second: Any, ids: Tensor) -> None:
+    """Deep mutual learning: each is taught by the other."""
+    a, b = first(ids), second(ids)
+    (functional.kl_div(a.log_softmax(-1), b.detach().softmax(-1), reduction="batchmean") + next_word(a, ids)).backward()
+    (functional.kl_div(b.log_softmax(-1), a.detach().softmax(-1), reduction="batchmean") + next_word(b, ids)).backward()
+
+
+class Scaled:
+    """A loop with a gradient scaler, and a list of losses that grows."""
+
+    def __init__(self) -> None:
+        self.scaler, self.losses = torch.amp.GradScaler("cpu"), [0.0]
+
+    def __call__(self, model: Any, ids: Tensor) -> None:
+        loss = next_word(model(ids), ids)
+        self.scaler.scale(loss).backward()
+        self.losses.append(float(loss.detach()))
+
+
+Loop = tuple[list[nn.Module], torch.optim.Optimizer, Callable[..., Any]]
+
+
+def loop(step: Callable[..., Any], frozen: bool) -> Loop:
+    torch.manual_seed(0)
+    models: list[nn.Module] = [Words(), Words()] if step in (preferred, both_train) else [Words()]
+    for other in models[1:] if frozen else []:
+        other.requires_grad_(False)
+    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
+    return models, torch.optim.AdamW(parameters, 1e-3), step
+
+
+def batch() -> Tensor:
+    return torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def train(own: Loop, ids: Tensor, steps: int = 3) -> list[list[Tensor]]:
+    """By step the gradients, and the parameters at last."""
+    models, optimizer, step = own
+    torch.manual_seed(5)
+    found = []
+    for _ in range(steps):
+        step(*models, ids)
+        found.append([p.grad.clone() for model in models for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, [p.detach().clone() for model in models for p in model.parameters()]]
+
+
+def peak(own: Loop, ids: Tensor) -> int:
+    models, optimizer, step = own
+
+    def once() -> None:
+        result = step(*models, ids)
+        optimizer.step()
+        del result
+        optimizer.zero_grad()
+
+    once()
+    alive = [t for model in models for t in static_tensors(model)] + list(static_tensors(models[0], ids, optimizer))
+    return measured_peak(once, static_tensors=alive).peak_bytes
+
+
+def same(found: Sequence[list[Tensor]], expected: Sequence[list[Tensor]]) -> bool:
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("step", "in_flight", "share"),
+    [
+        (accumulated, (1,), 0.75),
+        (contrastive, (2,), 0.6),
+        (of_two_lengths, (2,), 0.7),
+        (under_autocast, (1,), 0.75),
+        (preferred, (2, 0), 0.65),
+        (both_train, (1, 1), 0.65),
+    ],
+)
+def test_a_step_of_ones_own_fits_and_trains_the_same(
+    step: Callable[..., Any], in_flight: tuple[int, ...], share: float
+) -> None:
+    ids, frozen = batch(), step is preferred
+    expected, plain = train(loop(step, frozen), ids), peak(loop(step, frozen), ids)
+    own = loop(step, frozen)
+    models, optimizer, _ = own
+    uses = observe(step, models, ids, fake_mode(allow_non_fake_inputs=True))
+    assert tuple(use.in_flight for use in uses) == in_flight
+    budget = int(plain * share)
+    several = models if len(models) > 1 else ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = jettison.auto_checkpoint(models[0], ids, budget, optimizer=optimizer, step=step, models=several)
+        assert len(handle.plans) == sum(n > 0 for n in in_flight)
+        assert same(train(own, ids), expected)
+        measured = peak(own, ids)
+    assert handle.plan is not None
+    assert measured <= budget
+    assert measured == pytest.approx(handle.plan.predicted.peak_bytes, abs=256)
+    handle.remove()
+    assert not any("forward" in vars(module) for model in models for module in model.modules())
+
+
+def test_planning_a_step_leaves_nothing_behind() -> None:
+    own = loop(Scaled(), frozen=False)
+    (model,), optimizer, step = own
+    assert isinstance(step, Scaled)
+    ids = batch()
+    state = torch.get_rng_state()
+    budget = int(0.75 * peak(loop(Scaled(), frozen=False), ids))
+    torch.set_rng_state(state)
+    jettison.auto_checkpoint(model, ids, budget, optimizer=optimizer, step=step)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert step.losses == [0.0]
+    assert step.scaler._scale is None
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
+    assert same(train(own, ids), train(loop(Scaled(), frozen=False), ids))
+    assert len(step.losses) == 4
+
+
+def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:
+    models, optimizer, _ = loop(contrastive, frozen=False)
+    with pytest.raises(Infeasible) as error:
+        jettison.auto_checkpoint(models[0], batch(), 100_000, optimizer=optimizer, step=contrastive)
+    handle = jettison.auto_checkpoint(
+        models[0], batch(), error.value.minimum_budget_bytes, optimizer=optimizer, step=contrastive
+    )
+    assert handle.plan is not None
+    assert peak((models, optimizer, contrastive), batch()) <= error.value.minimum_budget_bytes
+
+
+def test_more_forwards_than_the_step_has_are_said() -> None:
+    models, _, _ = loop(contrastive, frozen=False)
+    jettison.auto_checkpoint(models[0], batch(), "20MiB", step=contrastive)
+    with pytest.warns(UserWarning, match="a forward begins while 2 earlier ones still wait"):
+        losses = [models[0](batch()[:4]).square().mean() for _ in range(3)]
+    torch.stack(losses).sum().backward()
+
+
+def closure(model: nn.Module) -> Callable[..., Any]:
+    return lambda _model, ids: next_word(model(ids), ids).backward()
+
+
+def without_backward(model: Any, ids: Tensor) -> Any:
+    return model(ids).sum()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"step": "contrastive"}, "expected a function step"),
+        ({"step": without_backward}, "ran no backward"),
+        ({"step": contrastive, "loss_fn": torch.sum}, "leave loss_fn= out"),
+        ({"models": [Words()]}, "models= without step="),
+        ({"step": preferred, "models": [Words(), Words()]}, "leaves out the model itself"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        jettison.auto_checkpoint(Words(), batch(), "20MiB", **arguments)
+
+
+def test_a_step_that_trains_a_model_from_a_closure_is_refused() -> None:
+    model = Words()
+    with pytest.raises(UsageError, match="never called the model"):
+        jettison.auto_checkpoint(model, batch(), "20MiB", step=closure(model))
+    assert all(p.grad is None for p in model.parameters())
