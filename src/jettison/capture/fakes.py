@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from jettison.capture.sharded import leave_casts, plain_class, sharded_modules, states, whole_parameters
+from jettison.capture.sharded import leave_casts, leave_nothing, plain_class, sharded_modules, states, whole_parameters
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_map
 from jettison.errors import TraceError
@@ -150,16 +150,19 @@ def _guessing(mode: FakeTensorMode | None, wanted: bool) -> Iterator[None]:
         mode.guesses = guesses
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None = None) -> nn.Module:
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device | str | None = None, *, stored: bool = False
+) -> nn.Module:
     """A deep copy of `model` whose every tensor is fake. `device` overrides the device (needed for a meta model).
 
-    Modules under FSDP2 are copied as they are during a forward: with whole parameters, and without FSDP.
+    Modules under FSDP2 are copied as they are during a forward: with whole parameters, and without FSDP but for its
+    casts; or, with ``stored``, as they were before `fully_shard`.
     """
     faker = _Faker(mode, None if device is None else torch.device(device))
     memo: dict[int, Any] = {id(state): state for state in states(model)}
     copies: list[tuple[nn.Module, nn.Module]] = []
     for module in sharded_modules(model):
-        memo.update((id(held), whole) for held, whole in whole_parameters(module, faker.of_meta))
+        memo.update((id(held), whole) for held, whole in whole_parameters(module, faker.of_meta, stored=stored))
         kind: Any = plain_class(module)
         copies.append((module, kind.__new__(kind)))
         memo[id(module)] = copies[-1][1]
@@ -167,18 +170,20 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device | str
         if id(tensor) not in memo:
             memo[id(tensor)] = faker.like(tensor)
     try:
-        return _copied(model, copies, dict(memo))
+        return _copied(model, copies, dict(memo), stored=stored)
     except TypeError:  # what cannot be copied is shared: locks, files, modules
         for module in model.modules():
             for value in vars(module).values():
                 _share_what_cannot_be_copied(value, memo, 0)
-        return _copied(model, copies, memo)
+        return _copied(model, copies, memo, stored=stored)
 
 
-def _copied(model: nn.Module, copies: Sequence[tuple[nn.Module, nn.Module]], memo: dict[int, Any]) -> nn.Module:
+def _copied(
+    model: nn.Module, copies: Sequence[tuple[nn.Module, nn.Module]], memo: dict[int, Any], *, stored: bool
+) -> nn.Module:
     for module, fake_model in copies:
         fake_model.__setstate__(copy.deepcopy(vars(module), memo))
-        leave_casts(module, fake_model)
+        (leave_nothing if stored else leave_casts)(module, fake_model)
     return copy.deepcopy(model, memo)
 
 

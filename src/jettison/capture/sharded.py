@@ -45,13 +45,19 @@ def plain_class(module: Any) -> type:
     return found
 
 
+def managed_parameters(module: Any) -> Iterator[Any]:
+    """FSDP's own objects for the parameters that it manages in a module which `fully_shard` was called on."""
+    yield from _parameters(module)
+
+
 def whole_parameters(
-    module: Any, fake: Callable[[Tensor, torch.device], Tensor]
+    module: Any, fake: Callable[[Tensor, torch.device], Tensor], *, stored: bool = False
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
     """For every form in which a module of FSDP's holds a parameter, the whole one that its forward sees.
 
     Args:
         fake: makes a tensor without memory, for a device, like the given one, which is on ``meta``.
+        stored: in the type that it is stored in, not in that of the mixed precision policy.
 
     Raises:
         TraceError: a parameter gathers in a way of its own, as quantised ones do.
@@ -60,7 +66,7 @@ def whole_parameters(
         if hasattr(sharded._sharded_local_tensor, "fsdp_post_all_gather"):
             raise TraceError(f"{type(sharded._sharded_local_tensor).__name__} gathers in a way of its own under FSDP")
         dtype = sharded.sharded_param.dtype
-        if dtype.is_floating_point:
+        if dtype.is_floating_point and not stored:
             dtype = sharded.mp_policy.param_dtype or dtype
         whole = fake(torch.empty(sharded._orig_size, dtype=dtype, device="meta"), sharded.device)
         if sharded._unsharded_dtensor_spec is not None:  # tensor parallel inside
@@ -94,6 +100,17 @@ def leave_casts(module: Any, fake_model: nn.Module) -> None:
             fake_model._forward_pre_hooks[number] = Unwatched(before)
         if number in fake_model._forward_hooks:
             fake_model._forward_hooks[number] = Unwatched(after)
+
+
+def leave_nothing(module: Any, fake_model: nn.Module) -> None:
+    """Take FSDP's hooks off the copy of a module, and what says that it is sharded."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        vars(fake_model).pop(key, None)
+    for number in _hooks(module._get_fsdp_state()):
+        fake_model._forward_pre_hooks.pop(number, None)
+        fake_model._forward_hooks.pop(number, None)
 
 
 def precision_of(model: nn.Module) -> tuple[Any, ...]:

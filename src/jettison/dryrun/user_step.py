@@ -8,6 +8,7 @@ fake copies; what the function leaves in Python's state (a scaler's factors, lis
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from jettison.capture.fakes import fake_copy, roughly
+from jettison.capture.fakes import roughly
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.signature import as_signed, call_signature, global_signature, opaque_copy
@@ -25,6 +26,7 @@ from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
 from jettison.errors import UsageError
 from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
@@ -75,15 +77,15 @@ def observe(step: Step, models: Sequence[nn.Module], batch: Any, mode: FakeTenso
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
     """
-    with torch.random.fork_rng(devices=[]):
-        copies = [fake_copy(model, mode) for model in models]
+    copies = _copies(models, mode)
     uses = [ModelUse() for _ in models]
     waiting: list[set[int]] = [set() for _ in models]
     hooks = []
     for number, copy in enumerate(copies):
         before, after = _watchers(uses[number], waiting[number])
-        hooks.append(copy.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(copy.register_forward_hook(after))
+        inner = inside_of_ddp(copy)
+        hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(inner.register_forward_hook(after))
     try:
         with _on_fakes(step, copies, batch, mode):
             step(*copies, opaque_copy(batch))
@@ -98,6 +100,11 @@ def observe(step: Step, models: Sequence[nn.Module], batch: Any, mode: FakeTenso
     if all(len(left) == len(use.calls) for left, use in zip(waiting, uses, strict=True)):
         raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
     return uses
+
+
+def _copies(models: Sequence[nn.Module], mode: FakeTensorMode) -> list[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        return [imagined_copy(model, mode) for model in models]
 
 
 def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -130,8 +137,11 @@ def _apart(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> Iterator[None]:
-    """The step may run in here. Values that its own code asks for (``loss.item()``) are made up."""
+    """The step may run in here. Values that its own code asks for (``loss.item()``) are made up; what is warned of is
+    warned of when the step really runs.
+    """
     with (
+        warnings.catch_warnings(action="ignore"),
         leaving_nothing(modules, [step, *tree_leaves(batch)]),
         tracing(mode, values_known=True),
         torch.enable_grad(),
@@ -161,9 +171,8 @@ class UserStep:
         gradients_held: bool = False,
     ) -> None:
         self.step, self.batch, self.mode, self.gradients_held = step, batch, mode, gradients_held
-        with torch.random.fork_rng(devices=[]):
-            self.copies = [fake_copy(model, mode) for model in models]
-        self.modules: Sequence[nn.Module] = [self.copies[number] for number in planned]
+        self.copies = _copies(models, mode)
+        self.modules: Sequence[nn.Module] = [inside_of_ddp(self.copies[number]) for number in planned]
         self.optimizer: torch.optim.Optimizer | None = None
         self.switches = global_signature()
 

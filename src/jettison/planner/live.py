@@ -11,15 +11,13 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
-from jettison.capture.sharded import sharded_modules
 from jettison.dryrun.step import fake_optimizer
 from jettison.dryrun.user_step import Step
-from jettison.errors import UnsupportedModule
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
-from jettison.planner.own_step import auto_checkpoint_step
+from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
@@ -121,29 +119,23 @@ def auto_checkpoint(
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         PlanMismatch: the ranks of the group do not have the same plan; see `apply`.
         TraceError: the model cannot be recorded, or there is no scalar loss.
-        UnsupportedModule: the model is under FSDP2, compiled, scripted, planned already, or checkpoints by itself.
+        UnsupportedModule: the model is compiled, scripted, planned already, or checkpoints by itself.
         UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
     """
     budget_bytes = parse_bytes(memory_budget)
     how = check_of(check)
     check_model(model)
     check_optimizer(optimizer, model)
-    if sharded_modules(model):
-        raise UnsupportedModule(
-            "the model is under FSDP2, whose gathered parameters come and go in ways that no dry run counts yet; "
-            "use apply() with a policy or a plan"
-        )
-    if step is not None or models:
+    if step is not None or models or is_wrapped(model):
+        whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
         return auto_checkpoint_step(
-            step,
+            whole,
             models or (model,),
-            model,
             batch,
             budget_bytes,
             optimizer=optimizer,
             regions=regions,
             how=how,
-            loss_fn=loss_fn,
             gradients_held=gradients_held,
             group=group,
             progress=progress,

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.fakes import fake_mode
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_batch, loss_of
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_batch, call_model, loss_of
+from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import optimizer_over
 from jettison.dryrun.user_step import ModelCall, ModelUse, Step, UserStep, observe
 from jettison.errors import TraceError, UsageError
 from jettison.measure.device import elsewhere_bytes
-from jettison.parallel.agree import Agreement, Group, groups_for
+from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
+from jettison.parallel.imagined import gradients_stay, held_by_ddp, inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.apply import Applied, agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.parts import plan_parts
@@ -43,17 +46,56 @@ class _Part:
     trace: ModelTrace
 
 
-def auto_checkpoint_step(
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether what runs on this rank is more than the model: FSDP2 or DistributedDataParallel."""
+    return isinstance(model, DistributedDataParallel) or bool(sharded_modules(model))
+
+
+def checked_step(
     step: Step | None,
     models: Sequence[nn.Module],
     model: nn.Module,
+    *,
+    regions: Iterable[str] | None,
+    loss_fn: LossFn | None,
+    holds_output: bool,
+) -> Step:
+    """The step that was given, or a forward and a backward.
+
+    Raises:
+        UsageError: arguments that do not go together.
+    """
+    if models and not any(one is model for one in models):
+        raise UsageError("models= leaves out the model itself; expected all models of the step, in its order")
+    if regions is not None and len(models) > 1:
+        raise UsageError("got regions= with several models; mark blocks with jettison.checkpointable instead")
+    if step is None and models:
+        raise UsageError("got models= without step=; expected step(*models, batch) that runs forwards and backwards")
+    if step is not None and loss_fn is not None:
+        raise UsageError("got loss_fn= and step=; the step computes its loss itself: leave loss_fn= out")
+    if step is not None and not callable(step):
+        raise UsageError(f"step= is {step!r}; expected a function step(model, batch) that runs forwards and backwards")
+
+    def whole(model: nn.Module, batch: Any) -> Any:
+        output = call_model(model, batch)
+        loss = loss_of(output, loss_fn)
+        if not holds_output:
+            output = None
+        loss.backward()
+        return output
+
+    return step or whole
+
+
+def auto_checkpoint_step(
+    step: Step,
+    models: Sequence[nn.Module],
     batch: Any,
     budget_bytes: int,
     *,
     optimizer: torch.optim.Optimizer | None,
     regions: Iterable[str] | None,
     how: Check,
-    loss_fn: LossFn | None,
     gradients_held: bool | None,
     group: Group | None,
     progress: Progress,
@@ -61,22 +103,20 @@ def auto_checkpoint_step(
     """`auto_checkpoint` with ``step``; see there.
 
     Raises:
-        UsageError: arguments that do not go together, or a step that does not use what it is given.
+        UsageError: a step that does not use what it is given.
     """
-    step = _checked(step, models, model, regions=regions, loss_fn=loss_fn)
     for one in models:
         check_model(one)
-    groups = {ranks: None for one in models for ranks in groups_for(one, group)}
-    with Agreement(groups) as agreement:
+    with Agreement(_groups(models, group)) as agreement:
         progress("running the step on fake tensors")
         mode = fake_mode(allow_non_fake_inputs=True)
         held = any(p.grad is not None for one in models for p in one.parameters())
-        held = held if gradients_held is None else gradients_held
+        held = (held if gradients_held is None else gradients_held) or any(map(gradients_stay, models))
         uses = observe(step, models, batch, mode)
-        beside = elsewhere_bytes(nn.ModuleList(models), batch, optimizer)
+        beside = elsewhere_bytes(nn.ModuleList(models), batch, optimizer) + sum(map(held_by_ddp, models))
         progress("tracing")
         parts = [
-            _part(number, one, use, mode, regions, held=held, how=how, beside=beside)
+            _part(number, inside_of_ddp(one), use, mode, regions, held=held, how=how, beside=beside)
             for number, (one, use) in enumerate(zip(models, uses, strict=True))
             if use.calls
         ]
@@ -97,20 +137,13 @@ def auto_checkpoint_step(
         return agreed(_applied(parts, made, how), agreement)
 
 
-def _checked(
-    step: Step | None, models: Sequence[nn.Module], model: nn.Module, *, regions: Any, loss_fn: LossFn | None
-) -> Step:
-    if step is None:
-        raise UsageError("got models= without step=; expected step(*models, batch) that runs forwards and backwards")
-    if not callable(step):
-        raise UsageError(f"step= is {step!r}; expected a function step(model, batch) that runs forwards and backwards")
-    if not any(one is model for one in models):
-        raise UsageError("models= leaves out the model itself; expected all models of the step, in its order")
-    if loss_fn is not None:
-        raise UsageError("got loss_fn= and step=; the step computes its loss itself: leave loss_fn= out")
-    if regions is not None and len(models) > 1:
-        raise UsageError("got regions= with several models; mark blocks with jettison.checkpointable instead")
-    return step
+def _groups(models: Sequence[nn.Module], group: Group | None) -> list[tuple[int, ...]]:
+    """Ranks that run this step together."""
+    found = {ranks: None for one in models for ranks in groups_for(one, group)}
+    for one in models:
+        if isinstance(one, DistributedDataParallel) and group is None:
+            found[ranks_in(one.process_group)] = None
+    return [ranks for ranks in found if len(ranks) > 1 and not any(set(ranks) < set(other) for other in found)]
 
 
 def _part(

@@ -1,0 +1,159 @@
+"""Fake copies of models as their ranks run them: sharded over groups that send nothing, with torch's own FSDP2 on them.
+
+What FSDP2 allocates in a step (gathered parameters, whole gradients before they are scattered, copies for a collective)
+it allocates on fake tensors too, and so it is counted. One rank runs alone, since nobody is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from jettison.capture.fakes import fake_copy
+from jettison.capture.sharded import managed_parameters, sharded_modules
+from jettison.errors import UnsupportedModule
+
+_imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
+
+
+def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A fake copy that runs as the model does on this rank. Where it is sharded, its ranks call this together.
+
+    Raises:
+        UnsupportedModule: it is sharded in a way that cannot be repeated on a copy.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return ImaginedReplica(fake_copy(model.module, mode))
+    if not sharded_modules(model):
+        return fake_copy(model, mode)
+    copied = fake_copy(model, mode, stored=True)
+    _shard_alike(model, copied)
+    return copied
+
+
+def inside_of_ddp(model: nn.Module) -> nn.Module:
+    """The module that DistributedDataParallel, or its stand-in, runs; the model itself where it is neither."""
+    return model.module if isinstance(model, DistributedDataParallel | ImaginedReplica) else model
+
+
+def held_by_ddp(model: nn.Module) -> int:
+    """Bytes of the buckets in which DistributedDataParallel averages gradients, beside the gradients; 0 without it."""
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def gradients_stay(model: nn.Module) -> bool:
+    """Whether a model's gradients live in memory that is never freed, as views of DistributedDataParallel's buckets."""
+    return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
+
+
+class ImaginedReplica(nn.Module):
+    """What is left of DistributedDataParallel where nothing is sent: its reducer wants real tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing is averaged in any case."""
+        yield
+
+
+def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
+    """`fully_shard` on the copy what it was called on in the model, innermost first, with the same arguments."""
+    names = {module: name for name, module in model.named_modules()}
+    done: list[Any] = []
+    for module in reversed(sharded_modules(model)):
+        state = module._get_fsdp_state()
+        if any(state is other for other in done):
+            continue
+        done.append(state)
+        modules = [copied.get_submodule(names[m]) for m in state._modules]
+        placements, dtensor = {}, False
+        for sharded in managed_parameters(module):
+            info = sharded._module_info
+            parameter = copied.get_submodule(names[info.module]).get_parameter(info.param_name)
+            placements[parameter] = sharded.fsdp_placement
+            dtensor = dtensor or sharded.is_dtensor
+        groups = state._fsdp_param_groups
+        if len(groups) != 1:
+            if placements:
+                raise UnsupportedModule(
+                    f"{names[module] or 'the model'} is sharded by FSDP2 over several meshes at once, which no dry run "
+                    "repeats yet; use apply() with a policy or a plan"
+                )
+            continue  # its parameters are all managed by modules inside of it
+        (group,) = groups
+        own = {p for m in modules for p in m.parameters()}
+        shard: Any = fully_shard
+        shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=_imagined_mesh(group.mesh_info.mesh, rooted=dtensor),
+            reshard_after_forward=_reshards(state, group),
+            shard_placement_fn=placements.get,
+            mp_policy=state._mp_policy,
+            offload_policy=group.offload_policy,
+            ignored_params={p for p in own if p not in placements and not _is_sharded(p)},
+        )
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Whether a module inside has it already."""
+    return hasattr(parameter, "placements")
+
+
+def _reshards(state: Any, group: Any) -> bool | int | None:
+    """``reshard_after_forward`` as it was given."""
+    if state._auto_reshard_after_forward:
+        return None
+    after = group.post_forward_mesh_info
+    if after is None:
+        return False
+    return True if after == group.mesh_info else int(after.shard_mesh_size)
+
+
+def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
+    """The same mesh, over groups that send nothing.
+
+    Args:
+        rooted: parameters are distributed over other dims of the same root mesh already. All its ranks call this then,
+            else those of the mesh.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
+    if mesh in _imagined:
+        return _imagined[mesh]
+    names = mesh.mesh_dim_names
+    if rooted and names is not None:
+        root = mesh._get_root_mesh()
+        if root not in _imagined:
+            fake = (("fake", None),) * root.ndim
+            _imagined[root] = DeviceMesh(
+                root.device_type, root.mesh, mesh_dim_names=root.mesh_dim_names, backend_override=fake
+            )
+        found = _imagined[root] if mesh is root else _imagined[root][names]
+    else:
+        groups = [
+            distributed.new_group(
+                distributed.get_process_group_ranks(mesh.get_group(dim)), backend="fake", use_local_synchronization=True
+            )
+            for dim in range(mesh.ndim)
+        ]
+        found = DeviceMesh.from_group(
+            groups if mesh.ndim > 1 else groups[0], mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names
+        )
+    _imagined[mesh] = found
+    return found
