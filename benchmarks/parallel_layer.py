@@ -111,7 +111,7 @@ def _measure_row(row: Row, mesh: Any) -> dict[str, Any]:
     import torch
 
     from jettison.models.reference import causal_mask
-    from jettison.parallel.counted import CollectiveBytes, held_bytes, saved_bytes
+    from jettison.parallel.collective_counts import CollectiveBytes, held_bytes, saved_bytes
 
     model = _parallel(row, mesh)
     mask_ss = causal_mask(S, torch.empty(0, dtype=torch.bfloat16))

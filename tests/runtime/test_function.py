@@ -19,7 +19,7 @@ import jettison
 from jettison.errors import JettisonError, UnsupportedModule, UsageError
 from jettison.measure import compare_gradients, independent_copy, rng_digest, same_bits
 from jettison.measure.memory import AllocationCounter
-from jettison.runtime.checkpoint_function import regions_of
+from jettison.runtime.recompute_function import regions_of
 
 N, ROWS = 8, 16
 POLICIES = ("none", "selective-op", "full")

@@ -23,7 +23,7 @@ from jettison.report.search import SearchReport
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
 from jettison.search.branch_and_bound import REACH, Hunt, Room
 from jettison.search.evaluate import Bench, Question
-from jettison.search.planner_bound import planner_seconds
+from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits, search
 from jettison.search.space import Setup, Space, setup_run

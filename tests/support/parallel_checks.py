@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import jettison
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
-from jettison.parallel.counted import CollectiveBytes
+from jettison.parallel.collective_counts import CollectiveBytes
 from jettison.parallel.regions import Axis
 from support.rank_masks import fix_masks
 

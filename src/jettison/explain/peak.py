@@ -21,7 +21,7 @@ from jettison.formula.region import Region, layer_region
 from jettison.ledger.timeline import StageLoad, moments
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stages import StageRegion
-from jettison.predict.units import passes_of
+from jettison.predict.timeline_units import passes_of
 from jettison.solve.policy import attention_core
 from jettison.spec.model import Layer
 from jettison.spec.run import Mode, Recompute, Run

@@ -16,10 +16,10 @@ from jettison.capture.recording import Call, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
+from jettison.dryrun.around_blocks import dry_run_root
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.root import dry_run_root
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block
 from jettison.progress import Progress
 from jettison.solve.frontier import FrontierPoint, pareto_frontier

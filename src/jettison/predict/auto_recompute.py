@@ -20,7 +20,7 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import MIXED, RegionGroup, StageRegion
-from jettison.predict.units import units
+from jettison.predict.timeline_units import units
 from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import FrontierPoint, pareto_frontier, plain_point
 from jettison.solve.moves import minimum_budget

@@ -13,7 +13,7 @@ from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.stages import Chosen, Chunk, StageRegion, walk
-from jettison.predict.units import units
+from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Run

@@ -29,7 +29,7 @@ from jettison.capture.recording import RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.errors import TraceError
 from jettison.ledger.program import Source
-from jettison.runtime.states import without_idle_moves
+from jettison.runtime.random_states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
 
 

@@ -25,7 +25,7 @@ from jettison.predict.time import Estimate, estimate
 from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
 from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
-from jettison.search.planner_bound import planner_seconds
+from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import Candidate, Setup, setup_run
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Recompute, Run

@@ -63,7 +63,7 @@ def _described(model: str, request: RunRequest, budget: str | None, gpu: str | N
     if request.recompute not in (None, "auto"):
         raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
     from jettison.predict.auto_recompute import choose, layer_policies
-    from jettison.predict.units import passes_of
+    from jettison.predict.timeline_units import passes_of
 
     run = resolve(model_spec(model), replace(request, recompute="none")).run
     run = replace(run, recompute=Recompute(mode=Mode.AUTO))
