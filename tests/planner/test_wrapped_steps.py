@@ -1,0 +1,39 @@
+"""Budgets of models under FSDP2, HSDP, DDP and tensor parallelism: a rank's real bytes, its gradients to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from support.ranks import Launches
+from support.wrapped_steps import FOUR, TWO, four_ranks, two_ranks
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.getbasetemp(), two_ranks)
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.getbasetemp(), four_ranks)
+
+
+def holds(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["same"]
+        assert rank["said"] == []
+        assert rank["measured"] <= rank["budget"]
+        assert rank["measured"] == pytest.approx(rank["predicted"], abs=256)
+    assert len({rank["hash"] for rank in found}) == 1
+
+
+@pytest.mark.parametrize("how", TWO)
+def test_two_ranks_keep_a_budget(two: Launches, how: str) -> None:
+    holds([rank[how] for rank in two[2]])
+
+
+@pytest.mark.parametrize("how", FOUR)
+def test_four_ranks_keep_a_budget(four: Launches, how: str) -> None:
+    holds([rank[how] for rank in four[4]])

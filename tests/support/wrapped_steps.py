@@ -1,0 +1,182 @@
+"""One training step under every wrapper, with a plan and without: what ranks find. For `test_wrapped_steps`."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import jettison
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
+from jettison.train.dry_step import alive
+from jettison.train.phase_memory import MemoryMeter
+from support.toys import Mlp
+
+WIDTH, WORDS, ROWS, LENGTH = 32, 100, 8, 32
+TWO = (
+    "blocks",
+    "blocks mixed",
+    "blocks kept whole, accumulated",
+    "blocks offloaded",
+    "whole",
+    "two in one unit",
+    "ddp",
+    "ddp views",
+    "ddp accumulated without sync",
+    "tp",
+)
+FOUR = ("hsdp", "tp and fsdp")
+
+
+class Words(nn.Module):
+    """Tokens in, logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Mlp(WIDTH, 4 * WIDTH) for _ in range(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def wrapped(how: str) -> Any:
+    torch.manual_seed(0)
+    model, ranks = Words(), distributed.get_world_size()
+    if "ddp" in how:
+        return DistributedDataParallel(model, gradient_as_bucket_view="views" in how)
+    axes = init_device_mesh("cpu", (2, ranks // 2) if how == "hsdp" else (ranks // 2, 2), mesh_dim_names=("a", "b"))
+    if "tp" in how:
+        for layer in model.layers:
+            parallelize_module(layer, axes["b"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if how == "tp":
+        return model
+    mesh = axes if how == "hsdp" else axes["a"] if "tp" in how else init_device_mesh("cpu", (ranks,))
+    options: dict[str, Any] = {"mesh": mesh}
+    if "mixed" in how:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "kept whole" in how:
+        options["reshard_after_forward"] = False
+    if "offloaded" in how:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if how == "two in one unit":
+        for first in range(0, 6, 2):
+            fully_shard([model.layers[first], model.layers[first + 1]], **options)
+    elif how != "whole":
+        for layer in model.layers:
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    logits = model(ids).float()
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def once(model: Any, ids: Tensor) -> Tensor:
+    loss = loss_of(model, ids)
+    loss.backward()
+    return loss.detach()
+
+
+def accumulated(model: Any, ids: Tensor) -> None:
+    for part in ids.split(ROWS // 2):
+        (loss_of(model, part) / 2).backward()
+
+
+def without_sync(model: Any, ids: Tensor) -> None:
+    first, last = ids.split(ROWS // 2)
+    with model.no_sync():
+        loss_of(model, first).backward()
+    loss_of(model, last).backward()
+
+
+def step_of(how: str) -> Callable[..., Any]:
+    return without_sync if "without sync" in how else accumulated if "accumulated" in how else once
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: Any, optimizer: Any, step: Callable[..., Any], ids: Tensor) -> list[Tensor]:
+    found = []
+    for _ in range(2):
+        step(model, ids)
+        found += [whole(p.grad).clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(whole(p.detach()).clone() for p in model.parameters())]
+
+
+def peak(how: str, model: Any, optimizer: Any, step: Callable[..., Any], ids: Tensor) -> int:
+    """Of a step. DistributedDataParallel's buckets are there all along, and no operator makes them."""
+
+    def run() -> None:
+        result = step(model, ids)
+        optimizer.step()
+        del result
+        optimizer.zero_grad()
+
+    gc.collect()
+    if "ddp" in how:
+        buckets = sum(p.nbytes for p in model.parameters())
+        return measured_peak(run, static_tensors=static_tensors(model, ids, optimizer)).peak_bytes + buckets
+    meter = MemoryMeter(torch.device("cpu"), 1, lambda: [*alive([model], optimizer), ids], storages=True)
+    with meter.step() as peaks, meter.phase("step"):
+        run()
+    found = peaks()
+    assert found is not None
+    return found.peak_bytes
+
+
+def check(how: str) -> dict[str, Any]:
+    step, share = step_of(how), 0.8
+    same_batch = distributed.get_rank() // 2 if "tp" in how else distributed.get_rank()
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(same_batch))
+
+    def made() -> tuple[Any, Any]:
+        model = wrapped(how)
+        return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+    model, optimizer = made()
+    expected, plain = train(model, optimizer, step, ids), peak(how, model, optimizer, step, ids)
+    model, optimizer = made()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle = jettison.auto_checkpoint(model, ids, int(share * plain), optimizer=optimizer, step=step)
+        got = train(model, optimizer, step, ids)
+        measured = peak(how, model, optimizer, step, ids)
+    assert handle.plan is not None
+    return {
+        "same": all(map(torch.equal, got, expected)),
+        "plain": plain,
+        "budget": int(share * plain),
+        "predicted": handle.plan.predicted.peak_bytes,
+        "measured": measured,
+        "hash": handle.plan.hash,
+        "said": sorted({str(w.message)[:80] for w in said if "returned a view tensor" not in str(w.message)}),
+    }
+
+
+def two_ranks(_: Any) -> dict[str, Any]:
+    return {how: check(how) for how in TWO}
+
+
+def four_ranks(_: Any) -> dict[str, Any]:
+    return {how: check(how) for how in FOUR}
