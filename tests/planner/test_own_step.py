@@ -167,7 +167,7 @@ def test_a_step_of_ones_own_fits_and_trains_the_same(
     expected, plain = train(loop(step, frozen), ids), peak(loop(step, frozen), ids)
     own = loop(step, frozen)
     models, optimizer, _ = own
-    uses = observe(step, models, ids, fake_mode(allow_non_fake_inputs=True))
+    uses = observe(step, models, [ids], fake_mode(allow_non_fake_inputs=True))
     assert tuple(use.in_flight for use in uses) == in_flight
     budget = int(plain * share)
     several = models if len(models) > 1 else ()
@@ -182,6 +182,29 @@ def test_a_step_of_ones_own_fits_and_trains_the_same(
     assert measured == pytest.approx(handle.plan.predicted.peak_bytes, abs=256)
     handle.remove()
     assert not any("forward" in vars(module) for model in models for module in model.modules())
+
+
+def test_a_budget_holds_for_all_shapes_of_a_run() -> None:
+    """The largest batch is none of the longest rows."""
+    shapes = [(ROWS, LENGTH), (ROWS // 2, LENGTH + 16), (3, LENGTH // 2)]
+    batches = [batch()[:1, :1].expand(rows, length).contiguous() for rows, length in shapes]
+
+    def once(model: Any, ids: Tensor) -> None:
+        next_word(model(ids), ids).backward()
+
+    budget = int(0.7 * peak(loop(once, frozen=False), batches[0]))
+    others = [batches[0], batches[1].to("meta")]
+    for ids in batches:
+        expected = train(loop(once, frozen=False), ids, 1)
+        models, optimizer, _ = own = loop(once, frozen=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            handle = jettison.auto_checkpoint(
+                models[0], batches[2], budget, optimizer=optimizer, step=once, shapes=others
+            )
+            assert same(train(own, ids, 1), expected)
+            assert peak(own, ids) <= budget
+            assert [region.recordings for region in handle.report()] == [0] * len(handle.regions)
 
 
 def test_planning_a_step_leaves_nothing_behind() -> None:

@@ -52,15 +52,12 @@ class ModelUse:
 
     Args:
         in_flight: the most calls that are between forward and backward at a time.
+        adds_up: a forward begins when gradients of an earlier one are there.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
     in_flight: int = 0
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether a forward begins when gradients of an earlier one are there."""
-        return len(self.calls) > self.in_flight
+    adds_up: bool = False
 
     @property
     def kinds(self) -> list[ModelCall]:
@@ -71,15 +68,26 @@ class ModelUse:
         return list(found.values())
 
 
-def observe(step: Step, models: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
-    """Run a step on fake copies and see how it calls each model. Nothing real is computed with, nothing stays behind.
+def observe(step: Step, models: Sequence[nn.Module], batches: Sequence[Any], mode: FakeTensorMode) -> list[ModelUse]:
+    """Run a step on fake copies, once for each batch, and see how it calls each model. Nothing real is computed with,
+    nothing stays behind.
 
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
     """
     copies = _copies(models, mode)
     uses = [ModelUse() for _ in models]
-    waiting: list[set[int]] = [set() for _ in models]
+    for batch in batches:
+        for use, found in zip(uses, _observed(step, copies, batch, mode), strict=True):
+            use.calls += found.calls
+            use.in_flight = max(use.in_flight, found.in_flight)
+            use.adds_up = use.adds_up or len(found.calls) > found.in_flight
+    return uses
+
+
+def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
+    uses = [ModelUse() for _ in copies]
+    waiting: list[set[int]] = [set() for _ in copies]
     hooks = []
     for number, copy in enumerate(copies):
         before, after = _watchers(uses[number], waiting[number])
@@ -92,6 +100,8 @@ def observe(step: Step, models: Sequence[nn.Module], batch: Any, mode: FakeTenso
     finally:
         for hook in hooks:
             hook.remove()
+        for copy in copies:
+            copy.zero_grad(set_to_none=True)
     if not any(use.calls for use in uses):
         raise UsageError(
             "step= never called the model with gradients; expected step(model, batch) to call the model that it is "
@@ -151,12 +161,12 @@ def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTe
 
 
 class UserStep:
-    """See `jettison.dryrun.step.DryStep`.
+    """See `jettison.dryrun.step.DryStep`. Of several batches each has a step; what is said is the most of any.
 
     Args:
         models: the step's, in the order in which it takes them.
         planned: which of them run under plans, by number.
-        optimizer: made by `jettison.dryrun.step.fake_optimizer`, over the copies.
+        batches: the largest last.
         gradients_held: parameters have gradients when the step begins.
     """
 
@@ -165,37 +175,43 @@ class UserStep:
         step: Step,
         models: Sequence[nn.Module],
         planned: Sequence[int],
-        batch: Any,
+        batches: Sequence[Any],
         mode: FakeTensorMode,
         *,
         gradients_held: bool = False,
     ) -> None:
-        self.step, self.batch, self.mode, self.gradients_held = step, batch, mode, gradients_held
+        self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
         self.copies = _copies(models, mode)
         self.modules: Sequence[nn.Module] = [inside_of_ddp(self.copies[number]) for number in planned]
         self.optimizer: torch.optim.Optimizer | None = None
         self.switches = global_signature()
 
     def alive(self) -> Iterable[Tensor]:
-        """Parameters, buffers, gradients, the optimizer's state, and the batch."""
-        if self.gradients_held:
-            for parameter in (p for copy in self.copies for p in copy.parameters() if p.requires_grad):
-                parameter.grad = torch.empty_like(parameter)
+        """Parameters, buffers, gradients, the optimizer's state, and the largest batch."""
+        self._hold_gradients()
         found = [t for copy in self.copies for t in static_tensors(copy, (), self.optimizer)]
-        return [*found, *(t for t in tree_leaves(self.batch) if isinstance(t, Tensor))]
+        return [*found, *(t for t in tree_leaves(self.batches[-1]) if isinstance(t, Tensor))]
 
     @contextlib.contextmanager
     def around(self, trace: ModelTrace) -> Iterator[None]:
         """Under the switches that were on when planning was asked for, not under those of a call inside of the step:
         leaving the step's own autocast has to empty its cache.
         """
-        with as_signed(self.switches), _on_fakes(self.step, self.copies, self.batch, trace.mode):
+        with as_signed(self.switches), _on_fakes(self.step, self.copies, self.batches, trace.mode):
             yield
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """The step; its forwards and backwards alternate, and both peaks are that of them all."""
         counter.reset_peak()
-        with torch.enable_grad():
-            result = self.step(*self.copies, opaque_copy(self.batch))
+        for batch in self.batches[:-1]:  # it is there for its own step only
+            self.step(*self.copies, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, opaque_copy(batch)))
+            for copy in self.copies:
+                copy.zero_grad(set_to_none=not self.gradients_held)
+        result = self.step(*self.copies, opaque_copy(self.batches[-1]))
         torch.clear_autocast_cache()
         return counter.peak_bytes, counter.peak_bytes, result
+
+    def _hold_gradients(self) -> None:
+        if self.gradients_held:
+            for parameter in (p for copy in self.copies for p in copy.parameters() if p.requires_grad):
+                parameter.grad = torch.empty_like(parameter)

@@ -88,6 +88,7 @@ def auto_checkpoint(
     gradients_held: bool | None = None,
     step: Step | None = None,
     models: Sequence[nn.Module] = (),
+    shapes: Sequence[Any] = (),
     group: Group | None = None,
     progress: Progress = silent,
 ) -> Applied:
@@ -113,6 +114,8 @@ def auto_checkpoint(
             copies without memory. What it returns is taken to be held while the optimizer steps.
         models: all models that the step runs, where there are several, ``model`` among them: ``step(*models, batch)``.
             Those that are called with gradients are planned together.
+        shapes: other batches that the run has (lengths, padding buckets, the last rows of an epoch), with or without
+            values (``meta``). The budget holds for each of them; what is planned for the largest is followed by all.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -126,12 +129,12 @@ def auto_checkpoint(
     how = check_of(check)
     check_model(model)
     check_optimizer(optimizer, model)
-    if step is not None or models or is_wrapped(model):
+    if step is not None or models or shapes or is_wrapped(model):
         whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
         return auto_checkpoint_step(
             whole,
             models or (model,),
-            batch,
+            [batch, *shapes],
             budget_bytes,
             optimizer=optimizer,
             regions=regions,

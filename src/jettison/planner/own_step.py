@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
-from jettison.capture.fakes import fake_mode
+from jettison.capture.fakes import fake_batch, fake_mode
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_batch, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
+from jettison.capture.trees import tree_leaves, tree_map
 from jettison.dryrun.step import optimizer_over
 from jettison.dryrun.user_step import ModelCall, ModelUse, Step, UserStep, observe
 from jettison.errors import TraceError, UsageError
@@ -32,8 +33,8 @@ from jettison.progress import Progress
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan
 
-MOST_KINDS = 8
-"""Calls of one model with other arguments in the same step that are recorded ahead; further ones when they come."""
+MOST_KINDS = 32
+"""Calls of one model with other arguments that are recorded ahead; further ones are when they come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +66,12 @@ def checked_step(
     Raises:
         UsageError: arguments that do not go together.
     """
+    if step is None and models:
+        raise UsageError("got models= without step=; expected step(*models, batch) that runs forwards and backwards")
     if models and not any(one is model for one in models):
         raise UsageError("models= leaves out the model itself; expected all models of the step, in its order")
     if regions is not None and len(models) > 1:
         raise UsageError("got regions= with several models; mark blocks with jettison.checkpointable instead")
-    if step is None and models:
-        raise UsageError("got models= without step=; expected step(*models, batch) that runs forwards and backwards")
     if step is not None and loss_fn is not None:
         raise UsageError("got loss_fn= and step=; the step computes its loss itself: leave loss_fn= out")
     if step is not None and not callable(step):
@@ -90,7 +91,7 @@ def checked_step(
 def auto_checkpoint_step(
     step: Step,
     models: Sequence[nn.Module],
-    batch: Any,
+    batches: Sequence[Any],
     budget_bytes: int,
     *,
     optimizer: torch.optim.Optimizer | None,
@@ -112,8 +113,10 @@ def auto_checkpoint_step(
         mode = fake_mode(allow_non_fake_inputs=True)
         held = any(p.grad is not None for one in models for p in one.parameters())
         held = (held if gradients_held is None else gradients_held) or any(map(gradients_stay, models))
-        uses = observe(step, models, batch, mode)
-        beside = elsewhere_bytes(nn.ModuleList(models), batch, optimizer) + sum(map(held_by_ddp, models))
+        batches = [_without_meta(batch, models, mode) for batch in batches]
+        uses = observe(step, models, batches, mode)
+        batches = sorted(batches, key=_nbytes)
+        beside = elsewhere_bytes(nn.ModuleList(models), batches[-1], optimizer) + sum(map(held_by_ddp, models))
         progress("tracing")
         parts = [
             _part(number, inside_of_ddp(one), use, mode, regions, held=held, how=how, beside=beside)
@@ -123,7 +126,7 @@ def auto_checkpoint_step(
 
         def make() -> list[Plan]:
             planned = [part.number for part in parts]
-            dry_step = UserStep(step, models, planned, batch, mode, gradients_held=held)
+            dry_step = UserStep(step, models, planned, batches, mode, gradients_held=held)
             if optimizer is not None:
                 dry_step.optimizer = optimizer_over(optimizer, models, dry_step.copies, mode)
             traces, in_flight = [part.trace for part in parts], [part.use.in_flight for part in parts]
@@ -135,6 +138,18 @@ def auto_checkpoint_step(
 
         made = agreement.first(make, tell)
         return agreed(_applied(parts, made, how), agreement)
+
+
+def _nbytes(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _without_meta(batch: Any, models: Sequence[nn.Module], mode: FakeTensorMode) -> Any:
+    """Tensors without values as if they were where the models are."""
+    device = next((p.device for model in models for p in model.parameters()), None)
+    return tree_map(
+        lambda leaf: fake_batch(leaf, mode, device) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, batch
+    )
 
 
 def _groups(models: Sequence[nn.Module], group: Group | None) -> list[tuple[int, ...]]:
