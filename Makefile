@@ -15,6 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch,hf,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[integrations]" || echo "without other people's trainers: their tests are skipped"
 	touch $@
 
 demo: setup

@@ -30,7 +30,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("search", "explain", "parallel", "measure"),
     ("dryrun", "models", "calibrate"),
     ("planner",),
-    ("train", "report"),
+    ("train", "report", "integrations"),
     ("verbs",),
     ("demo",),
     ("cli",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jettison.capture.op_traits import anchor_of, is_nondeterministic
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.region_tracer import trace_region
+from jettison.capture.tracer import trace_model
 from jettison.ledger.program import Anchor, Op, Source
 from jettison.runtime.value_reads import reads_hold
 
@@ -370,3 +372,33 @@ def test_values_at_module_boundaries_can_be_held() -> None:
         last: ("scale", 1, True),
     }
     assert all(buffers[b].keepable for b in found) and not buffers[out].keepable
+
+
+class Made(OrderedDict[str, Any]):
+    """Makes what it is asked for, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+ACTIVATIONS = Made(tanh=nn.Tanh, relu=nn.ReLU)
+ACTIVATIONS.move_to_end("tanh")
+
+
+class Asks(nn.Module):
+    """Makes its activation in each forward, and one more entry for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ACTIVATIONS["gelu"] = nn.GELU
+        y: Tensor = ACTIVATIONS["tanh"](self.linear(x))
+        return y.sum()
+
+
+def test_a_table_that_makes_what_it_is_asked_for_is_left_as_it_was() -> None:
+    trace_model(Asks(), (torch.randn(2, 4),))
+    assert list(ACTIVATIONS) == ["relu", "tanh"]
+    assert [OrderedDict.__getitem__(ACTIVATIONS, key) for key in ("relu", "tanh")] == [nn.ReLU, nn.Tanh]

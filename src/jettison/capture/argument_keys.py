@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from jettison.capture.python_state import slots_of
-from jettison.capture.snapshots import PLAIN
+from jettison.capture.snapshots import PLAIN, entries_of
 from jettison.capture.tensor_subclasses import plain, wrapping
 
 DEEPEST = 8
@@ -46,7 +46,7 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
     if isinstance(value, list | tuple | deque):
         return type(value), inner(*value)
     if isinstance(value, dict):
-        return type(value), tuple([(inner(k), inner(v)) for k, v in value.items()])
+        return type(value), tuple([(inner(k), inner(v)) for k, v in entries_of(value)])
     if isinstance(value, set | frozenset):
         return type(value), frozenset(inner(*value))
     if isinstance(value, functools.partial):

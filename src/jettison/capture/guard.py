@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from jettison.capture.function_state import function_reach, globals_of
 from jettison.capture.python_state import HOOK_TABLES, is_ours
+from jettison.capture.snapshots import entries_of
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000
@@ -106,7 +107,7 @@ class ModuleGuard:
         if id(table) in self._seen:
             return
         self._seen.add(id(table))
-        for key, value in table.items():
+        for key, value in entries_of(table):
             if key not in _PRIVATE:
                 self._value(table, key, value, depth)
 

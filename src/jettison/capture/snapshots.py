@@ -136,7 +136,13 @@ def is_array(value: Any) -> bool:
 def copy_of(table: Table) -> Any:
     if is_array(table):
         return copy.copy(table)
-    return dict(table) if isinstance(table, dict) else tuple(table)
+    return dict(entries_of(table)) if isinstance(table, dict) else tuple(table)
+
+
+def entries_of(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Keys and values in order, as they lie there: a class of one's own may make another value at each lookup."""
+    kind: Any = OrderedDict if isinstance(table, OrderedDict) else dict
+    return [(key, dict.__getitem__(table, key)) for key in kind.__iter__(table)]
 
 
 def is_unchanged(table: Table, before: Any) -> bool:
@@ -146,7 +152,8 @@ def is_unchanged(table: Table, before: Any) -> bool:
         return False
     if isinstance(table, dict):
         return all(
-            a is c and (b is d or is_equal(b, d)) for (a, b), (c, d) in zip(table.items(), before.items(), strict=True)
+            a is c and (b is d or is_equal(b, d))
+            for (a, b), (c, d) in zip(entries_of(table), before.items(), strict=True)
         )
     if isinstance(table, set):
         return table == set(before)
@@ -163,7 +170,11 @@ def put_table_back(table: Table, before: Any) -> None:
         return
     kind: Any = next(kind for kind in _TABLES if isinstance(table, kind))  # whatever the user's class makes of it
     kind.clear(table)
-    (kind.update if issubclass(kind, dict | set) else kind.extend)(table, before)
+    if issubclass(kind, dict):
+        for key, value in before.items():
+            kind.__setitem__(table, key, value)
+    else:
+        (kind.update if kind is set else kind.extend)(table, before)
 
 
 _TABLES = (OrderedDict, dict, list, set, deque, bytearray)

@@ -1,0 +1,104 @@
+"""Lightning's Trainer: a callback that plans when the first batch comes.
+
+What runs under the plan is the module's ``training_step``, loss included, whatever it calls inside.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from jettison.errors import UnsupportedModule
+from jettison.planner.apply import Applied
+from jettison.planner.live import auto_checkpoint
+
+
+class AutoCheckpoint(Callback):
+    """Make a `lightning.Trainer` train under ``memory_budget``: ``Trainer(callbacks=[AutoCheckpoint("8GiB")])``.
+
+    ``applied`` is there once the first batch was.
+
+    Args:
+        memory_budget: as in `jettison.auto_checkpoint`.
+        options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
+    """
+
+    def __init__(self, memory_budget: str | int, **options: Any) -> None:
+        self.memory_budget, self.options = memory_budget, options
+        self.applied: Applied | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning's hook.
+
+        Raises:
+            UnsupportedModule: the module runs backward by itself.
+        """
+        if not pl_module.automatic_optimization:
+            raise UnsupportedModule(
+                f"{type(pl_module).__name__} optimizes by hand, so that its training_step has no one backward; use "
+                "jettison.auto_checkpoint(module, batch, budget, step=...) with a function that runs its forwards and "
+                "backwards"
+            )
+        pl_module.training_step = _First(self, trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning's hook."""
+        if self.applied is not None:
+            self.applied.remove()
+        vars(pl_module).pop("training_step", None)
+
+
+class _First:
+    """Stands for ``training_step`` until it is called."""
+
+    def __init__(self, callback: AutoCheckpoint, trainer: Any, module: Any) -> None:
+        self.callback, self.trainer, self.module = callback, trainer, module
+
+    def __call__(self, *batch: Any) -> Any:
+        callback, module = self.callback, self.module
+        del module.training_step
+        step, optimizers = TrainingStep(module), self.trainer.optimizers
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are trying to `self.log")  # a copy has no trainer
+            callback.applied = auto_checkpoint(
+                step,
+                batch,
+                callback.memory_budget,
+                optimizer=optimizers[0] if len(optimizers) == 1 else None,
+                loss_fn=_loss_of,
+                holds_output=False,
+                gradients_held=True,  # Lightning frees them between a forward and its backward
+                **callback.options,
+            )
+        module.training_step = _Following(step)
+        return step(*batch)
+
+
+class _Following:
+    """Stands for ``training_step`` from then on; not a module, which a module would take for a part of it."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self.step = step
+
+    def __call__(self, *batch: Any) -> Any:
+        return self.step(*batch)
+
+
+class TrainingStep(nn.Module):
+    """A Lightning module, called by its ``training_step``."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *batch: Any) -> Any:
+        """The loss, or what has it."""
+        return type(self.module).training_step(self.module, *batch)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output
+    return loss

@@ -1,0 +1,281 @@
+"""Other people's training loops on their real libraries: with a budget and without, the same losses and parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import jettison
+from jettison.errors import UnsupportedModule
+from jettison.integrations.transformers import TrainerPlan, auto_checkpoint_trainer
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
+from support.toys import Mlp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WORDS, LAYERS, STEPS = 290, 6, 3
+NAMES = ("<unk>", "<pad>", "<s>", "</s>")
+
+
+def llama(seed: int = 0) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    ids = {"pad_token_id": WORDS + 1, "bos_token_id": WORDS + 2, "eos_token_id": WORDS + 3}
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS + 4, **shape, **ids))
+    return model
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """The same rows whenever they are asked for."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, WORDS, (64,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def text(start: int, length: int) -> str:
+    return " ".join(f"w{(7 * start + 13 * i) % WORDS}" for i in range(length))
+
+
+def tokenizer() -> Any:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = [*(f"w{i}" for i in range(WORDS)), *NAMES]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=NAMES[0])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    named = dict(zip(("unk_token", "pad_token", "bos_token", "eos_token"), NAMES, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **named)
+
+
+def measured(base: Any) -> Any:
+    """A trainer that measures its steps; not those on fake tensors."""
+
+    class Measured(base):  # type: ignore[misc]
+        def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            own = super().training_step
+            if isinstance(next(model.parameters()), FakeTensor):
+                return own(model, inputs, *args, **kwargs)
+            reference = getattr(self, "ref_model", None)
+            alive = [*static_tensors(model, inputs, self.optimizer), *(reference.parameters() if reference else ())]
+            found: list[Any] = []
+            step = measured_peak(lambda: found.append(own(model, inputs, *args, **kwargs)), static_tensors=alive)
+            self.peaks = [*getattr(self, "peaks", []), step.peak_bytes]
+            return found[0]
+
+    return Measured
+
+
+def arguments(kind: Any, folder: Path, **more: Any) -> Any:
+    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1, "use_cpu": True}
+    return kind(str(folder), per_device_train_batch_size=8, max_steps=STEPS, seed=3, **quiet, **more)
+
+
+def plain_trainer(folder: Path, **more: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    made = arguments(transformers.TrainingArguments, folder, **more)
+    return measured(transformers.Trainer)(llama(), made, train_dataset=Rows())
+
+
+def sft(folder: Path) -> Any:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [text(i, 60) for i in range(64)]})
+    made = arguments(trl.SFTConfig, folder, max_length=64, gradient_checkpointing=False, bf16=False)
+    return measured(trl.SFTTrainer)(llama(), made, train_dataset=rows, processing_class=tokenizer())
+
+
+def dpo(folder: Path) -> Any:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    columns = {"prompt": (0, 10), "chosen": (1, 40), "rejected": (2, 40)}
+    rows = {name: [text(i + shift, length) for i in range(64)] for name, (shift, length) in columns.items()}
+    made = arguments(trl.DPOConfig, folder, max_length=64, gradient_checkpointing=False, bf16=False)
+    data = datasets.Dataset.from_dict(rows)
+    return measured(trl.DPOTrainer)(
+        llama(), ref_model=llama(1), args=made, train_dataset=data, processing_class=tokenizer()
+    )
+
+
+def accumulating(folder: Path) -> Any:
+    return plain_trainer(folder, gradient_accumulation_steps=2)
+
+
+def in_bf16(folder: Path) -> Any:
+    return plain_trainer(folder, bf16=True)
+
+
+def trained(trainer: Any) -> tuple[list[float], list[Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, of what is deprecated
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, [p.detach().clone() for p in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("make", [plain_trainer, accumulating, in_bf16, sft, dpo])
+def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, planned = make(tmp_path / "plain"), make(tmp_path / "planned")
+    losses, parameters = trained(plain)
+    budget = int(0.88 * max(plain.peaks))
+    handle = auto_checkpoint_trainer(planned, budget)
+    again, same = trained(planned)
+    assert len(losses) == STEPS
+    assert again == losses
+    assert all(map(torch.equal, same, parameters))
+    assert handle.applied is not None
+    assert handle.applied.plan is not None
+    assert max(planned.peaks) <= budget
+    assert max(planned.peaks) == pytest.approx(handle.applied.plan.predicted.peak_bytes, rel=0.03)
+    handle.remove()
+    assert "training_step" not in vars(planned)
+    assert not any("forward" in vars(module) for module in llama().modules())
+
+
+def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = plain_trainer(tmp_path, gradient_checkpointing=True)
+    with pytest.raises(UnsupportedModule, match="gradient_checkpointing=False"):
+        auto_checkpoint_trainer(trainer, "1GiB")
+
+
+def test_a_plan_can_be_taken_back_before_it_is_made(tmp_path: Path) -> None:
+    trainer = plain_trainer(tmp_path)
+    TrainerPlan(trainer, "1GiB", {}).remove()
+    assert "training_step" not in vars(trainer)
+
+
+# PEFT and Accelerate: they need nothing but `auto_checkpoint` ----------------------------------------------------------
+
+
+def tuned(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    some = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, modules_to_save=["lm_head"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # what transformers has renamed
+        found: nn.Module = peft.get_peft_model(model, some)
+    return found
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_what_accelerate_and_peft_make_keeps_a_budget(lora: bool, prepared: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    ids = torch.randint(0, WORDS, (8, 64), generator=torch.Generator().manual_seed(7))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def run(budget: int | None) -> tuple[list[float], list[Tensor], int, Any]:
+        model: Any = tuned(llama()) if lora else llama()
+        optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+        accelerator = accelerate.Accelerator(cpu=True) if prepared else None
+        if accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        handle = None
+        if budget is not None:
+            handle = jettison.auto_checkpoint(model, batch, budget, optimizer=optimizer, holds_output=False)
+        losses, peaks = [], []
+        torch.manual_seed(9)
+
+        def step() -> None:
+            loss = model(**batch).loss
+            accelerator.backward(loss) if accelerator is not None else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+        for _ in range(STEPS):
+            peaks.append(measured_peak(step, static_tensors=static_tensors(model, batch, optimizer)).peak_bytes)
+        return losses, [p.detach().clone() for p in model.parameters()], max(peaks), handle
+
+    losses, parameters, peak, _ = run(None)
+    again, same, lower, handle = run(int(0.88 * peak))
+    assert again == losses
+    assert all(map(torch.equal, same, parameters))
+    assert lower <= int(0.88 * peak)
+    assert lower == pytest.approx(handle.plan.predicted.peak_bytes, abs=256)
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+class Numbers(Dataset[tuple[Tensor, int]]):
+    """Rows and classes."""
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(16, generator=torch.Generator().manual_seed(index)), index % 4
+
+
+def lightning_run(folder: Path, callbacks: list[Any], **more: Any) -> tuple[list[float], list[Tensor], int]:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(16, 64), *(Mlp(64, 256, 0.1) for _ in range(8)), nn.Linear(64, 4))
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            rows, classes = batch
+            loss = functional.cross_entropy(self.model(rows), classes)
+            self.log("loss", loss)
+            return {"loss": loss}
+
+        def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+            self.losses.append(outputs["loss"].detach())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    torch.manual_seed(0)
+    module = Module()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = lightning.Trainer(
+            max_steps=STEPS,
+            accelerator="cpu",
+            enable_model_summary=False,
+            callbacks=callbacks,
+            default_root_dir=folder,
+            **quiet,
+            **more,
+        )
+        loader = DataLoader(Numbers(), batch_size=128, shuffle=True)
+        torch.manual_seed(1)
+        peak = measured_peak(lambda: trainer.fit(module, loader), static_tensors=list(module.parameters())).peak_bytes
+    assert "training_step" not in vars(module)
+    return [float(loss) for loss in module.losses], [p.detach().clone() for p in module.parameters()], peak
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate_grad_batches": 2}])
+def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from jettison.integrations.lightning import AutoCheckpoint
+
+    losses, parameters, plain = lightning_run(tmp_path, [], **more)
+    callback = AutoCheckpoint(int(0.9 * plain))
+    again, same, peak = lightning_run(tmp_path, [callback], **more)
+    assert again == losses
+    assert all(map(torch.equal, same, parameters))
+    assert callback.applied is not None
+    assert callback.applied.plan is not None
+    assert peak <= int(0.9 * plain)
