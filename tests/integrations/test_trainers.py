@@ -160,7 +160,7 @@ def test_a_plan_can_be_taken_back_before_it_is_made(tmp_path: Path) -> None:
     assert "training_step" not in vars(trainer)
 
 
-# PEFT and Accelerate: they need nothing but `auto_checkpoint` ----------------------------------------------------------
+# PEFT and Accelerate: they need nothing but `auto_checkpoint` ---------------------------------------------------------
 
 
 def tuned(model: nn.Module) -> nn.Module:

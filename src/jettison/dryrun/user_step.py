@@ -8,6 +8,7 @@ fake copies; what the function leaves in Python's state (a scaler's factors, lis
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -89,9 +90,9 @@ def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTen
     uses = [ModelUse() for _ in copies]
     waiting: list[set[int]] = [set() for _ in copies]
     hooks = []
-    for number, copy in enumerate(copies):
+    for number, copied in enumerate(copies):
         before, after = _watchers(uses[number], waiting[number])
-        inner = inside_of_ddp(copy)
+        inner = inside_of_ddp(copied)
         hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(after))
     try:
@@ -100,8 +101,8 @@ def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTen
     finally:
         for hook in hooks:
             hook.remove()
-        for copy in copies:
-            copy.zero_grad(set_to_none=True)
+        for copied in copies:
+            copied.zero_grad(set_to_none=True)
     if not any(use.calls for use in uses):
         raise UsageError(
             "step= never called the model with gradients; expected step(model, batch) to call the model that it is "
@@ -189,7 +190,7 @@ class UserStep:
     def alive(self) -> Iterable[Tensor]:
         """Parameters, buffers, gradients, the optimizer's state, and the largest batch."""
         self._hold_gradients()
-        found = [t for copy in self.copies for t in static_tensors(copy, (), self.optimizer)]
+        found = [t for model in self.copies for t in static_tensors(model, (), self.optimizer)]
         return [*found, *(t for t in tree_leaves(self.batches[-1]) if isinstance(t, Tensor))]
 
     @contextlib.contextmanager
@@ -204,14 +205,14 @@ class UserStep:
         """The step; its forwards and backwards alternate, and both peaks are that of them all."""
         counter.reset_peak()
         for batch in self.batches[:-1]:  # it is there for its own step only
-            self.step(*self.copies, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, opaque_copy(batch)))
-            for copy in self.copies:
-                copy.zero_grad(set_to_none=not self.gradients_held)
+            self.step(*self.copies, copy.deepcopy(batch))
+            for model in self.copies:
+                model.zero_grad(set_to_none=not self.gradients_held)
         result = self.step(*self.copies, opaque_copy(self.batches[-1]))
         torch.clear_autocast_cache()
         return counter.peak_bytes, counter.peak_bytes, result
 
     def _hold_gradients(self) -> None:
         if self.gradients_held:
-            for parameter in (p for copy in self.copies for p in copy.parameters() if p.requires_grad):
+            for parameter in (p for model in self.copies for p in model.parameters() if p.requires_grad):
                 parameter.grad = torch.empty_like(parameter)

@@ -90,6 +90,7 @@ class AllocationCounter(TorchDispatchMode):
     kernels. `static_tensors` exist before the step and count from the start. A storage first met as an operator's input
     (made outside the dispatcher, or before the counter was entered) counts from that moment.
 
+    While it is `blind` nothing is: a recording that happens inside of a step is made of fake tensors, and no memory.
     `device` restricts the count to one device type; by default all are counted. `granularity_bytes` rounds each storage
     up; by default as the allocator of that device does.
     """
@@ -110,6 +111,7 @@ class AllocationCounter(TorchDispatchMode):
         usual = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
         self._granularity_bytes = usual if granularity_bytes is None else granularity_bytes
         self._device = device
+        self.blind = False
         self._live_bytes = 0
         self._peak_bytes = 0
         self._mark_peak_bytes = 0
@@ -210,7 +212,7 @@ class AllocationCounter(TorchDispatchMode):
             return func(*args)
         if desugars(types):
             return NotImplemented
-        if infers_shapes():
+        if self.blind or infers_shapes():
             return func(*args, **kwargs)
         if self._withheld is not None:
             self._settle()

@@ -18,7 +18,7 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_batch, cal
 from jettison.capture.sharded import sharded_modules
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
-from jettison.capture.trees import tree_leaves, tree_map
+from jettison.capture.trees import tree_leaves
 from jettison.dryrun.step import optimizer_over
 from jettison.dryrun.user_step import ModelCall, ModelUse, Step, UserStep, observe
 from jettison.errors import TraceError, UsageError
@@ -145,11 +145,11 @@ def _nbytes(batch: Any) -> int:
 
 
 def _without_meta(batch: Any, models: Sequence[nn.Module], mode: FakeTensorMode) -> Any:
-    """Tensors without values as if they were where the models are."""
+    """A batch of tensors without values, as if they were where the models are; those that share memory still do."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
+        return batch
     device = next((p.device for model in models for p in model.parameters()), None)
-    return tree_map(
-        lambda leaf: fake_batch(leaf, mode, device) if isinstance(leaf, Tensor) and leaf.is_meta else leaf, batch
-    )
+    return fake_batch(batch, mode, device)
 
 
 def _groups(models: Sequence[nn.Module], group: Group | None) -> list[tuple[int, ...]]:

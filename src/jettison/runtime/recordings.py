@@ -8,11 +8,13 @@ when they move is a run compared with the recording, call by call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.guard import ModuleGuard, Setting, same_values
 from jettison.capture.recording import Place, RegionTrace
@@ -45,6 +47,20 @@ class Prepared:
     verdict: Verdict | None = None  # of one without a recipe: whether its Python may run again
     told: bool = False  # the user knows that there is none
     graph: Print | None = None  # of the first run, which was checked call by call
+
+
+@contextlib.contextmanager
+def _uncounted() -> Iterator[None]:
+    """Who counts bytes of the step that is running sees nothing: a recording takes none."""
+    counters = [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "blind")]
+    before = [counter.blind for counter in counters]
+    for counter in counters:
+        counter.blind = True
+    try:
+        yield
+    finally:
+        for counter, was in zip(counters, before, strict=True):
+            counter.blind = was
 
 
 class Recordings:
@@ -209,10 +225,8 @@ class Recordings:
         if len(self.prepared) >= MOST_PREPARED:
             del self.prepared[next(iter(self.prepared))]
         try:
-            if self.blocks is not None:
-                trace = trace_root(self.module, args, kwargs, self.blocks)
-            else:
-                trace = trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
+            with _uncounted():
+                trace = self._trace(args, kwargs, own)
             if trace.problem:
                 return self._fall_back(key, trace.problem)
             inside = self.late_inside.get(trace.program.form(), frozenset())
@@ -231,6 +245,11 @@ class Recordings:
             raise
         except (TraceError, ValueError) as error:
             return self._fall_back(key, str(error))
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[..., Any]) -> RegionTrace:
+        if self.blocks is not None:
+            return trace_root(self.module, args, kwargs, self.blocks)
+        return trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
 
     def _acquit(self, key: Any, trace: RegionTrace) -> None:
         outdated = self._outdated.pop(key, None)
