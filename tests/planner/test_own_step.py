@@ -225,6 +225,55 @@ def test_planning_a_step_leaves_nothing_behind() -> None:
     assert len(step.losses) == 4
 
 
+class Expert(nn.Module):
+    """Rows go where their values send them: a block without a program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(Mlp(WIDTH, 4 * WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (shares.argmax(-1) == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * shares[rows, number : number + 1])
+        return x + out
+
+
+class Mixture(nn.Module):
+    """Experts in a row; the loss is the loop's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Expert() for _ in range(BLOCKS)), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_blocks_without_a_program_are_treated_as_the_plan_says() -> None:
+    def once(model: Any, x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    torch.manual_seed(0)
+    model, x = Mixture(), torch.randn(256, WIDTH)
+    plain = measured_peak(lambda: once(model, x), static_tensors=static_tensors(model, (x,))).peak_bytes
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="cannot be recorded") as said:
+        handle = jettison.auto_checkpoint(model, x, int(0.85 * plain), step=once)
+        once(model, x)
+    assert not [w for w in said if "runs other ops" in str(w.message)]
+    assert handle.plan is not None
+    planned = {entry.layer: entry.option for entry in handle.plan.layers}
+    assert set(planned.values()) == {"none", "full"}
+    assert {region.name: region.policy.word for region in handle.regions[:-1]} == planned
+
+
 def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:
     models, optimizer, _ = loop(contrastive, frozen=False)
     with pytest.raises(Infeasible) as error:

@@ -184,7 +184,13 @@ def apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan, how: Check) -> 
     programs = {c.name: traced.program(c) for c in traced.calls}
     digests = {name: program.digest() for name, program in programs.items()}
     plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
-    policies = {entry.layer: exactly(programs[entry.layer], frozenset(entry.kept)) for entry in plan.layers}
+    opaque = {c.name for c in traced.calls if traced.classes[c.class_key].opaque}
+    policies = {
+        entry.layer: policy_named(entry.option)
+        if entry.layer in opaque
+        else exactly(programs[entry.layer], frozenset(entry.kept))
+        for entry in plan.layers
+    }
     root = exactly(traced.root.program, frozenset(plan.root.kept))
     segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     return Applied(regions=install(model, traced, policies, root, segments, how=how), plan=plan)

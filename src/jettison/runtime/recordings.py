@@ -95,7 +95,7 @@ class Recordings:
         self.linked: frozenset[int] = frozenset()  # inputs that the region before computes again
         self.handed: frozenset[int] = frozenset()  # outputs that this one computes again for the next
         self._forgotten, self._changed = forgotten, changed
-        self._planned: dict[Any, str] = {}  # forms of programs, by signature
+        self._planned: dict[Any, Program] = {}  # by signature
         self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
@@ -117,7 +117,7 @@ class Recordings:
         if trace.late_inside:
             self.late_inside[trace.form] = trace.late_inside
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
-        self._planned[key] = trace.program.form()
+        self._planned[key] = trace.program
         self._store(key, trace).checked = checked
 
     def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
@@ -234,7 +234,7 @@ class Recordings:
                 return self._fall_back(key, WRITTEN_LATER, Verdict(again=False, why=WRITTEN_LATER))
             trace.anchor(self.late, inside)
             self._acquit(key, trace)
-            if trace.program.form() != self._planned.get(key, trace.program.form()):
+            if not self._is_as_planned(key, trace.program):
                 self._changed()
             return self._store(key, trace)
         except RecordingLeft as error:  # this time only: a hook that has what it wanted, a batch that was refused
@@ -250,6 +250,16 @@ class Recordings:
         if self.blocks is not None:
             return trace_root(self.module, args, kwargs, self.blocks)
         return trace_region(self.module, args, kwargs, shared=self.shared, copy=self.fake_model, runs=(own,))
+
+    def _is_as_planned(self, key: Any, now: Program) -> bool:
+        """Whether a program has the ops that were planned with. What was traced around blocks may end in a loss
+        that is computed after its forward.
+        """
+        planned = self._planned.get(key)
+        if planned is None or planned.form() == now.form():
+            return True
+        count = len(now.ops)
+        return self.blocks is not None and [op.name for op in planned.ops[:count]] == [op.name for op in now.ops]
 
     def _acquit(self, key: Any, trace: RegionTrace) -> None:
         outdated = self._outdated.pop(key, None)

@@ -188,7 +188,7 @@ def _token_map(file: Path, dtype: str) -> Any:
 def _hub_tokens(section: DataSection) -> Any:
     """All documents of a data set in one row, each ended by the tokenizer's end of text, or by an empty line."""
     try:
-        from datasets import load_dataset  # type: ignore[import-not-found]
+        from datasets import load_dataset
     except ImportError as error:
         raise UsageError('data.kind "huggingface" needs datasets: pip install datasets') from error
     documents = load_dataset(section.name, section.subset, split=section.split)
