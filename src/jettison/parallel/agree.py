@@ -136,6 +136,14 @@ class Agreement:
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
 
+    def least(self, number: int) -> int:
+        """The smallest that any rank of the first group has.
+
+        Raises:
+            PlanMismatch: a rank did not come in time.
+        """
+        return self.rounds[0].least(number) if self.rounds else number
+
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it.
 
@@ -195,6 +203,20 @@ class _Round:
             verdict = _absent([self.ranks[0]], self) if heard is None else heard
         if verdict:
             raise PlanMismatch(verdict)
+
+    def least(self, number: int) -> int:
+        """Every rank says its own; the leader looks through them, and says which is the smallest."""
+        self.store.set(f"{self.key}/number/{self.rank}", str(number))
+        if self.leads:
+            said = {rank: self._get(f"number/{rank}", self.timeout_seconds) for rank in self.ranks}
+            absent = [rank for rank, text in said.items() if text is None]
+            if absent:
+                raise PlanMismatch(_absent(absent, self))
+            self.store.set(f"{self.key}/least", str(min(int(text) for text in said.values() if text is not None)))
+        found = self._get("least", self.timeout_seconds * 1.1 + 1)
+        if found is None:
+            raise PlanMismatch(_absent([self.ranks[0]], self))
+        return int(found)
 
     def hand_out(self, text: str) -> None:
         self.store.set(f"{self.key}/text", json.dumps({"text": text}))

@@ -32,11 +32,13 @@ class Applied:
 
     Args:
         plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
+        budget: where the budget comes from, in words, if it was not given in bytes.
     """
 
     regions: list[PlannedForward]
     plan: Plan | None = None
     plans: tuple[Plan, ...] = ()
+    budget: str = ""
 
     def remove(self) -> None:
         """Every module runs its own forward again."""

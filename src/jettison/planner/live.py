@@ -17,6 +17,7 @@ from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
+from jettison.planner.budget import budget_of
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
@@ -101,7 +102,8 @@ def auto_checkpoint(
 
     Args:
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
-        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes; ``"auto"``, what the device has left for
+            this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest counts.
         holds_output: the loop still holds the model's output (logits and all) while it runs backward and the
             optimizer, as ``out = model(**batch); out.loss.backward()`` does. False for
             ``model(**batch).loss.backward()``, which frees it.
@@ -125,17 +127,19 @@ def auto_checkpoint(
         UnsupportedModule: the model is compiled, scripted, planned already, or checkpoints by itself.
         UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
     """
-    budget_bytes = parse_bytes(memory_budget)
     how = check_of(check)
     check_model(model)
     check_optimizer(optimizer, model)
+    budget = budget_of(memory_budget, models or (model,), batch, optimizer)
+    if budget.words:
+        progress(f"budget {budget.words}")
     if step is not None or models or shapes or is_wrapped(model):
         whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
         return auto_checkpoint_step(
             whole,
             models or (model,),
             [batch, *shapes],
-            budget_bytes,
+            budget,
             optimizer=optimizer,
             regions=regions,
             how=how,
@@ -144,6 +148,7 @@ def auto_checkpoint(
             progress=progress,
         )
     with Agreement(groups_for(model, group)) as agreement:
+        budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         progress("tracing")
         now = any(p.grad is not None for p in model.parameters())
         loop = Loop(
@@ -165,4 +170,4 @@ def auto_checkpoint(
             applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how)
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
-        return agreed(applied, agreement)
+        return agreed(replace(applied, budget=budget.words), agreement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
 from jettison.parallel.imagined import gradients_stay, held_by_ddp, inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.apply import Applied, agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
+from jettison.planner.budget import Budget
 from jettison.planner.parts import plan_parts
 from jettison.planner.readiness import check_model
 from jettison.progress import Progress
@@ -92,7 +93,7 @@ def auto_checkpoint_step(
     step: Step,
     models: Sequence[nn.Module],
     batches: Sequence[Any],
-    budget_bytes: int,
+    budget: Budget,
     *,
     optimizer: torch.optim.Optimizer | None,
     regions: Iterable[str] | None,
@@ -109,6 +110,7 @@ def auto_checkpoint_step(
     for one in models:
         check_model(one)
     with Agreement(_groups(models, group)) as agreement:
+        budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         progress("running the step on fake tensors")
         mode = fake_mode(allow_non_fake_inputs=True)
         held = any(p.grad is not None for one in models for p in one.parameters())
@@ -137,7 +139,7 @@ def auto_checkpoint_step(
             return json.dumps([[plan.to_json() for plan in plans], likes])
 
         made = agreement.first(make, tell)
-        return agreed(_applied(parts, made, how), agreement)
+        return agreed(replace(_applied(parts, made, how), budget=budget.words), agreement)
 
 
 def _nbytes(batch: Any) -> int:

@@ -1,0 +1,98 @@
+"""Budgets as people have them: bytes, all that the device has left, or a share of that."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from jettison.errors import UsageError
+from jettison.measure.memory import static_tensors, unique_bytes
+from jettison.parse_units import parse_bytes
+from jettison.predict.allowance import FRAGMENTS
+from jettison.units import format_bytes, format_percent
+
+MEMINFO: Final = Path("/proc/meminfo")
+GROUP: Final = Path("/sys/fs/cgroup")
+"""Where Linux says what a machine has left, and a container."""
+HOST_MARGIN: Final = Fraction(1, 20)
+"""Of a host's memory, which other processes use too: judgement."""
+_SHARE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Bytes, and where they come from; empty words where they were given."""
+
+    nbytes: int
+    words: str = ""
+
+
+def budget_of(
+    asked: str | int, models: Sequence[nn.Module], batch: Any = (), optimizer: torch.optim.Optimizer | None = None
+) -> Budget:
+    """What was asked for, in bytes.
+
+    ``"auto"`` is all that the device has for this process, what the models already take included, less a margin: of
+    memory that the caching allocator reserves and cannot use (`predict.allowance`), or that other processes of a host
+    take. ``"90%"`` is that share of the same memory, without a margin.
+
+    Raises:
+        UsageError: no such quantity; or a share of more than 100 %.
+    """
+    share = _SHARE.fullmatch(asked) if isinstance(asked, str) else None
+    if asked != "auto" and share is None:
+        return Budget(nbytes=parse_bytes(asked))
+    tensors = [t for model in models for t in static_tensors(model)] + list(_others(batch, optimizer))
+    device = next((t.device for t in tensors if t.device.type == "cuda"), None)
+    if device is not None:
+        left, where, margin = _left_on(device), f"{torch.cuda.get_device_name(device)}", FRAGMENTS[1]
+    else:
+        left, where, margin = _left_on_host() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
+    part = 1 - margin if share is None else Fraction(share[1]) / 100
+    if not 0 < part <= 1:
+        raise UsageError(f"got {asked!r} as a budget; expected a share above 0 % and up to 100 %, bytes, or 'auto'")
+    nbytes = int(left * part)
+    words = f"{format_bytes(nbytes)}: {format_percent(float(part))} of the {format_bytes(left)} that {where} has left"
+    return Budget(nbytes=nbytes, words=f"{words} for this process")
+
+
+def _others(batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterable[Tensor]:
+    return static_tensors(nn.Module(), batch, optimizer)
+
+
+def _left_on(device: torch.device) -> int:
+    """Free bytes, and those that this process's allocator has already."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device))
+
+
+def _left_on_host() -> int:
+    """What Linux can give out without swapping, or the container's limit if that is less; the part of each rank of a host
+    that torchrun started several on.
+
+    Raises:
+        UsageError: nobody says.
+    """
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(MEMINFO), re.MULTILINE)
+    if found is None:
+        raise UsageError(f"{MEMINFO} does not say how much memory is available; give the budget in bytes, as in '8GiB'")
+    left = int(found[1]) * 1024
+    most, used = _read(GROUP / "memory.max").strip(), _read(GROUP / "memory.current").strip()
+    if most.isdigit() and used.isdigit():
+        left = min(left, max(0, int(most) - int(used)))
+    return left // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
