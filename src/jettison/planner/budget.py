@@ -75,8 +75,8 @@ def _left_on(device: torch.device) -> int:
 
 
 def _left_on_host() -> int:
-    """What Linux can give out without swapping, or the container's limit if that is less; the part of each rank of a host
-    that torchrun started several on.
+    """What Linux can give without swapping, or the container's limit if that is less; where torchrun started several
+    ranks on a host, the part of each.
 
     Raises:
         UsageError: nobody says.
