@@ -14,7 +14,7 @@ from torch.nn import functional
 import jettison
 from jettison.capture.fakes import fake_mode
 from jettison.dryrun.user_step import observe
-from jettison.errors import Infeasible, UsageError
+from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from support.toys import Mlp
@@ -297,6 +297,22 @@ def closure(model: nn.Module) -> Callable[..., Any]:
     return lambda _model, ids: next_word(model(ids), ids).backward()
 
 
+def with_its_optimizer(model: Any, ids: Tensor) -> None:
+    next_word(model(ids), ids).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def freeing(model: Any, ids: Tensor) -> None:
+    torch.optim.SGD(model.parameters(), 0.1).zero_grad()
+    next_word(model(ids), ids).backward()
+
+
+def in_numpy(model: Any, ids: Tensor) -> Any:
+    loss = next_word(model(ids), ids)
+    loss.backward()
+    return loss.detach().numpy()
+
+
 def without_backward(model: Any, ids: Tensor) -> Any:
     return model(ids).sum()
 
@@ -306,6 +322,10 @@ def without_backward(model: Any, ids: Tensor) -> Any:
     [
         ({"step": "contrastive"}, "expected a function step"),
         ({"step": without_backward}, "ran no backward"),
+        ({"step": with_its_optimizer}, "runs the step of SGD"),
+        ({"step": freeing}, r"calls zero_grad\(\) of SGD"),
+        ({"step": contrastive, "shapes": 3}, "shapes= is a int; expected a list"),
+        ({"step": preferred, "models": nn.Linear(2, 2)}, "models= is a Linear; expected a list"),
         ({"step": contrastive, "loss_fn": torch.sum}, "leave loss_fn= out"),
         ({"models": [Words()]}, "models= without step="),
         ({"step": preferred, "models": [Words(), Words()]}, "leaves out the model itself"),
@@ -316,8 +336,63 @@ def test_arguments_that_do_not_go_together_are_refused(arguments: dict[str, Any]
         jettison.auto_checkpoint(Words(), batch(), "20MiB", **arguments)
 
 
+def test_a_step_that_looks_at_values_is_refused_in_words() -> None:
+    with pytest.raises(TraceError, match=r"without values .RuntimeError: .numpy.. is not supported"):
+        jettison.auto_checkpoint(Words(), batch(), "20MiB", step=in_numpy)
+
+
+def test_models_that_share_modules_are_refused() -> None:
+    model = Words()
+    with pytest.raises(UsageError, match="Words, which shares modules with Words"):
+        jettison.auto_checkpoint(model, batch(), "20MiB", step=both_train, models=(model, model))
+
+
+def test_checks_of_numbers_and_prints_do_not_end_a_step() -> None:
+    """What nobody knows before a step runs is taken to be finite."""
+    printed: list[str] = []
+
+    def careful(model: Any, ids: Tensor) -> None:
+        loss = next_word(model(ids), ids)
+        if torch.isnan(loss) or not torch.isfinite(loss).all():
+            raise ValueError("the loss is not finite")
+        loss.backward()
+        printed.append(f"{loss.detach():.3f}")
+        if any(bool(torch.isinf(p.grad).any()) for p in model.parameters()):
+            raise ValueError("a gradient is not finite")
+
+    model = Words()
+    jettison.auto_checkpoint(model, batch(), "20MiB", step=careful)
+    assert printed == []
+    careful(model, batch())
+    assert len(printed) == 1
+
+
+def test_a_step_that_takes_its_batches_itself_is_refused() -> None:
+    rows = iter(torch.utils.data.DataLoader(batch(), batch_size=2))
+
+    def taking(model: Any, _: Any) -> None:
+        ids = next(rows)
+        next_word(model(ids), ids).backward()
+
+    with pytest.raises(UnsupportedModule, match="takes from a generator that outlives it"):
+        jettison.auto_checkpoint(Words(), batch()[:2], "20MiB", step=taking)
+
+
+def test_shapes_cost_nothing_that_is_not_there() -> None:
+    def once(model: Any, x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Mlp(WIDTH, WIDTH) for _ in range(3))), torch.randn(64, WIDTH)
+    with pytest.raises(Infeasible) as alone:
+        jettison.auto_checkpoint(model, x, 1000, step=once)
+    with pytest.raises(Infeasible) as beside:
+        jettison.auto_checkpoint(model, x, 1000, step=once, shapes=[torch.randn(rows, WIDTH) for rows in range(32, 64)])
+    assert beside.value.minimum_budget_bytes == alone.value.minimum_budget_bytes
+
+
 def test_a_step_that_trains_a_model_from_a_closure_is_refused() -> None:
     model = Words()
-    with pytest.raises(UsageError, match="never called the model"):
+    with pytest.raises(UsageError, match="never ran the model"):
         jettison.auto_checkpoint(model, batch(), "20MiB", step=closure(model))
     assert all(p.grad is None for p in model.parameters())

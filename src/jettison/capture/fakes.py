@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -106,6 +107,8 @@ class StepFakeMode(FakeTensorMode):
         if func in _CUDNN_RNN:
             raise UnsupportedOperatorException(func)
         out = super().dispatch(func, types, args, kwargs)
+        if self.guesses and isinstance(out, FakeTensor) and out.dtype is torch.bool:
+            _note_truth(func, args, out)
         if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
             return (_contiguous_like(out[0]), *out[1:])
         if func in _LEAVES_TERMS and out.dim() == 0:
@@ -363,6 +366,29 @@ def _on_its_terms(loss: Tensor, prediction: Tensor, target: Tensor) -> Tensor:
     return loss.new_empty(torch.broadcast_shapes(prediction.shape, target.shape)).as_strided((), ())
 
 
+_TRUTH = "_jettison_truth"
+_LOGIC: dict[str, Any] = {"aten::any": any, "aten::all": all, "aten::mul": all, "aten::bitwise_and": all}
+_LOGIC |= {"aten::logical_and": all, "aten::logical_or": any, "aten::bitwise_or": any, "aten::clone": all}
+_NOTS = ("aten::logical_not", "aten::bitwise_not")
+
+
+def _note_truth(func: Any, args: tuple[Any, ...], out: Tensor) -> None:
+    """A check for NaN and infinity is one of numbers that are made up, and finite."""
+    name, given = func._schema.name, [a for a in args if isinstance(a, Tensor | float)]
+    known = None
+    if name in ("aten::ne", "aten::eq") and len(given) == 2:
+        if given[0] is given[1] or (isinstance(given[1], float) and math.isinf(given[1])):
+            known = (given[0] is given[1]) is (name == "aten::eq")
+    elif name in ("aten::isnan", "aten::isinf", "aten::isfinite"):
+        known = name == "aten::isfinite"
+    elif name in _LOGIC or name in _NOTS:
+        truths = [getattr(a, _TRUTH, None) for a in given if isinstance(a, Tensor)]
+        if truths and None not in truths:
+            known = not truths[0] if name in _NOTS else _LOGIC[name](truths)
+    if known is not None:
+        setattr(out, _TRUTH, known)
+
+
 def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
     """What an op returns that hangs on values; None where nobody knows."""
     if func is _SELECT:
@@ -376,6 +402,8 @@ def _by_values(func: Any, args: tuple[Any, ...], guesses: bool) -> Any:
         return args[0].new_empty((args[0].dim(), args[0].numel()), dtype=torch.int64).t()
     if func is _EQUAL:
         return True
+    if func is _NUMBER and (known := getattr(args[0], _TRUTH, None)) is not None:
+        return known
     if func is _BINCOUNT:
         weights = args[1] if len(args) > 1 else None
         dtype = torch.int64 if weights is None else torch.promote_types(weights.dtype, torch.float32)

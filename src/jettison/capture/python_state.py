@@ -334,7 +334,13 @@ def slots_of(cls: type) -> tuple[str, ...]:
     )
 
 
-_MODELS_OWN = ("torch.optim", "torch.amp.grad_scaler", "torch.quasirandom", "torch._library.custom_ops")
+_MODELS_OWN = (
+    "torch.optim",
+    "torch.amp.grad_scaler",
+    "torch.utils.data",
+    "torch.quasirandom",
+    "torch._library.custom_ops",
+)
 
 
 def is_ours(value: Any) -> bool:

@@ -20,6 +20,7 @@ from jettison.capture.stub import forwards, stub_outputs
 from jettison.capture.trees import tree_leaves
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.errors import UnsupportedModule
 from jettison.ledger.program import Source
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.runtime.install import install
@@ -128,6 +129,21 @@ class _Levels:
         self.counter.reset_peak()
 
 
+def _next_of(calls: Iterator[int]) -> int:
+    """The call that is made.
+
+    Raises:
+        UnsupportedModule: the forward made fewer.
+    """
+    call = next(calls, None)
+    if call is None:
+        raise UnsupportedModule(
+            "the model calls its blocks once more in backward, as torch.utils.checkpoint does; take that out first: "
+            "Jettison would recompute inside what is recomputed"
+        )
+    return call
+
+
 @contextlib.contextmanager
 def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator[None]:
     calls = iter(range(len(trace.calls)))
@@ -137,7 +153,7 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator
     root.in_dry_run = True
 
     def stub(*args: Any, **kwargs: Any) -> Any:
-        call = next(calls)
+        call = _next_of(calls)
         region = trace.classes[trace.calls[call].class_key].trace
         leaves, (_, described, _) = call_signature(args, kwargs)
         if len(described) != len(trace.calls[call].signature[0][1]):
@@ -164,7 +180,7 @@ def _over_blocks(
     current: list[int] = []
 
     def before(_module: Any, args: Any, kwargs: Any) -> None:
-        call = next(calls)
+        call = _next_of(calls)
         current.append(call)
         levels.forward(call)
         if call == 0:  # when the gradient of the first block's input is there, the blocks' backward is over

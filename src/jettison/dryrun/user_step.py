@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jettison.capture.fakes import roughly
 from jettison.capture.isolation import leaving_nothing
@@ -25,7 +26,7 @@ from jettison.capture.signature import as_signed, call_signature, global_signatu
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
-from jettison.errors import UsageError
+from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, static_tensors
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 
@@ -96,8 +97,15 @@ def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTen
         hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(after))
     try:
-        with _on_fakes(step, copies, batch, mode):
+        with _on_fakes(step, copies, batch, mode), _without_optimizers():
             step(*copies, opaque_copy(batch))
+    except (JettisonError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of anybody's code
+        raise TraceError(
+            f"step= failed on tensors without values ({type(error).__name__}: {error}). If it runs by itself: what "
+            "looks at values (numpy(), printing a tensor, a check of the loss) belongs behind it, on what it returns"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -105,8 +113,9 @@ def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTen
             copied.zero_grad(set_to_none=True)
     if not any(use.calls for use in uses):
         raise UsageError(
-            "step= never called the model with gradients; expected step(model, batch) to call the model that it is "
-            "given: planning runs it on a copy without memory, not on what it finds elsewhere (a closure, self.model)"
+            "step= never ran the model's own forward with gradients; expected step(model, batch) to call model(...). "
+            "Planning runs it on a copy without memory: not on what it finds elsewhere (a closure, self.model), nor on "
+            "other methods alone (model.encode)"
         )
     if all(len(left) == len(use.calls) for left, use in zip(waiting, uses, strict=True)):
         raise UsageError("step= ran no backward of the model's output; expected forwards and backwards of one step")
@@ -147,12 +156,54 @@ def _apart(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
+def _without_optimizers() -> Iterator[None]:
+    """A step has forwards and backwards; its optimizer is the loop's.
+
+    Raises:
+        UsageError: an optimizer steps, or frees gradients.
+    """
+
+    def steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        raise UsageError(
+            f"step= runs the step of {type(optimizer).__name__}; expected forwards and backwards alone. Leave it to "
+            "the loop and give optimizer=, whose step is dry-run after them"
+        )
+
+    def frees(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            f"step= calls zero_grad() of {type(optimizer).__name__}, which has the real model's parameters; call "
+            "model.zero_grad() there, or leave it to the loop"
+        )
+
+    own = torch.optim.Optimizer.zero_grad
+    hook = register_optimizer_step_pre_hook(steps)
+    torch.optim.Optimizer.zero_grad = frees
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.zero_grad = own
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _printable() -> Iterator[None]:
+    """A number without a value can be printed, as 1."""
+    own = FakeTensor.__format__
+    FakeTensor.__format__ = lambda fake, how: format(1.0, how) if fake.dim() == 0 else own(fake, how)
+    try:
+        yield
+    finally:
+        FakeTensor.__format__ = own
+
+
+@contextlib.contextmanager
 def _on_fakes(step: Step, modules: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> Iterator[None]:
     """The step may run in here. Values that its own code asks for (``loss.item()``) are made up; what is warned of is
     warned of when the step really runs.
     """
     with (
         warnings.catch_warnings(action="ignore"),
+        _printable(),
         leaving_nothing(modules, [step, *tree_leaves(batch)]),
         tracing(mode, values_known=True),
         torch.enable_grad(),
@@ -203,11 +254,18 @@ class UserStep:
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """The step; its forwards and backwards alternate, and both peaks are that of them all."""
+        largest = [leaf for leaf in tree_leaves(self.batches[-1]) if isinstance(leaf, Tensor)]
+        counter.forget(largest)
         counter.reset_peak()
-        for batch in self.batches[:-1]:  # it is there for its own step only
-            self.step(*self.copies, copy.deepcopy(batch))
+        for batch in self.batches[:-1]:  # each is there for its own step only
+            counter.blind = True
+            given = copy.deepcopy(batch)
+            counter.blind = False
+            self.step(*self.copies, given)
+            counter.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
             for model in self.copies:
                 model.zero_grad(set_to_none=not self.gradients_held)
+        counter.register(largest)
         result = self.step(*self.copies, opaque_copy(self.batches[-1]))
         torch.clear_autocast_cache()
         return counter.peak_bytes, counter.peak_bytes, result

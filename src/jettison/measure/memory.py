@@ -146,6 +146,17 @@ class AllocationCounter(TorchDispatchMode):
             self._meet(tensor, "static", _NO_NODE)
         self._raise_peak(self._live_bytes)
 
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """These are gone, although somebody who watches the run still holds them."""
+        self._settle()
+        for tensor in tensors:
+            try:
+                entry = self._storages.pop(plain(tensor).untyped_storage()._cdata, None)
+            except (NotImplementedError, RuntimeError):  # a sparse one has none
+                continue
+            if entry is not None:
+                self._change(entry, -entry.bytes)
+
     def reset_peak(self) -> None:
         """Forget the past: the peak becomes what is alive now."""
         self._settle()

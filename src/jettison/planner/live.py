@@ -13,6 +13,7 @@ from torch import nn
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.dryrun.step import fake_optimizer
 from jettison.dryrun.user_step import Step
+from jettison.errors import UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
@@ -130,6 +131,7 @@ def auto_checkpoint(
     how = check_of(check)
     check_model(model)
     check_optimizer(optimizer, model)
+    models, shapes = _sequence("models", models), _sequence("shapes", shapes)
     budget = budget_of(memory_budget, models or (model,), batch, optimizer)
     if budget.words:
         progress(f"budget {budget.words}")
@@ -171,3 +173,16 @@ def auto_checkpoint(
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
         return agreed(replace(applied, budget=budget.words), agreement)
+
+
+def _sequence(name: str, given: Any) -> tuple[Any, ...]:
+    """Several of something.
+
+    Raises:
+        UsageError: it is one of them, or none.
+    """
+    if given is None:
+        return ()
+    if isinstance(given, nn.Module | torch.Tensor | dict | str) or not isinstance(given, Iterable):
+        raise UsageError(f"{name}= is a {type(given).__name__}; expected a list of them, even of one")
+    return tuple(given)

@@ -21,7 +21,7 @@ from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
 from jettison.dryrun.step import optimizer_over
 from jettison.dryrun.user_step import ModelCall, ModelUse, Step, UserStep, observe
-from jettison.errors import TraceError, UsageError
+from jettison.errors import TraceError, UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
 from jettison.parallel.imagined import gradients_stay, held_by_ddp, inside_of_ddp
@@ -29,7 +29,7 @@ from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.apply import Applied, agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.budget import Budget
 from jettison.planner.parts import plan_parts
-from jettison.planner.readiness import check_model
+from jettison.planner.readiness import check_model, check_states
 from jettison.progress import Progress
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan
@@ -67,6 +67,15 @@ def checked_step(
     Raises:
         UsageError: arguments that do not go together.
     """
+    for number, one in enumerate(models):
+        if not isinstance(one, nn.Module):
+            raise UsageError(f"models= has a {type(one).__name__}; expected modules, as in models=(policy, reference)")
+        inside = [other for other in models[:number] if set(one.modules()) & set(other.modules())]
+        if inside:
+            raise UsageError(
+                f"models= has {type(one).__name__}, which shares modules with {type(inside[0]).__name__}; give the "
+                "outermost module once"
+            )
     if step is None and models:
         raise UsageError("got models= without step=; expected step(*models, batch) that runs forwards and backwards")
     if models and not any(one is model for one in models):
@@ -109,6 +118,12 @@ def auto_checkpoint_step(
     """
     for one in models:
         check_model(one)
+        check_states(one)
+        if any(p.is_meta for p in one.parameters()):
+            raise UnsupportedModule(
+                f"{type(one).__name__} is on meta, and a step is dry-run where its models are; move it to its device "
+                "first (to_empty), or plan without step="
+            )
     with Agreement(_groups(models, group)) as agreement:
         budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         progress("running the step on fake tensors")

@@ -88,7 +88,7 @@ def traced(
         TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
         UsageError: weights have no size yet, or only some of them have values.
     """
-    _check_states(model)
+    check_states(model)
     states = [tensor for _, tensor in _states(model)]
     given = [leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
     model_device = next((t.device for t in states if not t.is_meta), None)
@@ -103,7 +103,12 @@ def traced(
     return trace_model(model, batch, loss_fn=loss_fn, regions=regions, mode=mode, loop=loop)
 
 
-def _check_states(model: nn.Module) -> None:
+def check_states(model: nn.Module) -> None:
+    """Whether its tensors have sizes, and are all on meta or none.
+
+    Raises:
+        UsageError: they have not.
+    """
     for name, tensor in _states(model):
         if is_lazy(tensor):
             raise UsageError(
