@@ -17,27 +17,16 @@ from jettison.dryrun.user_step import observe
 from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
-from support.toys import Mlp
+from jettison.parallel.agree import summary
+from support.toys import Mlp, Words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, WORDS, ROWS, LENGTH, BLOCKS = 32, 100, 8, 32, 6
 
 
-class Words(nn.Module):
-    """Tokens in, logits out: the loss is the loop's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Mlp(WIDTH, 4 * WIDTH, 0.1) for _ in range(BLOCKS))
-
-    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
-        x = self.embed(ids) * scale
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x)
-        return logits
+def words() -> Words:
+    return Words(WORDS, WIDTH, BLOCKS, 0.1)
 
 
 def next_word(logits: Tensor, ids: Tensor) -> Tensor:
@@ -107,7 +96,7 @@ Loop = tuple[list[nn.Module], torch.optim.Optimizer, Callable[..., Any]]
 
 def loop(step: Callable[..., Any], frozen: bool) -> Loop:
     torch.manual_seed(0)
-    models: list[nn.Module] = [Words(), Words()] if step in (preferred, both_train) else [Words()]
+    models: list[nn.Module] = [words(), words()] if step in (preferred, both_train) else [words()]
     for other in models[1:] if frozen else []:
         other.requires_grad_(False)
     parameters = [p for model in models for p in model.parameters() if p.requires_grad]
@@ -175,6 +164,7 @@ def test_a_step_of_ones_own_fits_and_trains_the_same(
         warnings.simplefilter("error")
         handle = jettison.auto_checkpoint(models[0], ids, budget, optimizer=optimizer, step=step, models=several)
         assert len(handle.plans) == sum(n > 0 for n in in_flight)
+        assert len(summary(handle.regions).digests) == len(handle.regions)  # ranks compare each region of each model
         assert same(train(own, ids), expected)
         measured = peak(own, ids)
     assert handle.plan is not None
@@ -327,22 +317,22 @@ def without_backward(model: Any, ids: Tensor) -> Any:
         ({"step": contrastive, "shapes": 3}, "shapes= is a int; expected a list"),
         ({"step": preferred, "models": nn.Linear(2, 2)}, "models= is a Linear; expected a list"),
         ({"step": contrastive, "loss_fn": torch.sum}, "leave loss_fn= out"),
-        ({"models": [Words()]}, "models= without step="),
-        ({"step": preferred, "models": [Words(), Words()]}, "leaves out the model itself"),
+        ({"models": [words()]}, "models= without step="),
+        ({"step": preferred, "models": [words(), words()]}, "leaves out the model itself"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        jettison.auto_checkpoint(Words(), batch(), "20MiB", **arguments)
+        jettison.auto_checkpoint(words(), batch(), "20MiB", **arguments)
 
 
 def test_a_step_that_looks_at_values_is_refused_in_words() -> None:
     with pytest.raises(TraceError, match=r"without values .RuntimeError: .numpy.. is not supported"):
-        jettison.auto_checkpoint(Words(), batch(), "20MiB", step=in_numpy)
+        jettison.auto_checkpoint(words(), batch(), "20MiB", step=in_numpy)
 
 
 def test_models_that_share_modules_are_refused() -> None:
-    model = Words()
+    model = words()
     with pytest.raises(UsageError, match="Words, which shares modules with Words"):
         jettison.auto_checkpoint(model, batch(), "20MiB", step=both_train, models=(model, model))
 
@@ -360,7 +350,7 @@ def test_checks_of_numbers_and_prints_do_not_end_a_step() -> None:
         if any(bool(torch.isinf(p.grad).any()) for p in model.parameters()):
             raise ValueError("a gradient is not finite")
 
-    model = Words()
+    model = words()
     jettison.auto_checkpoint(model, batch(), "20MiB", step=careful)
     assert printed == []
     careful(model, batch())
@@ -375,7 +365,7 @@ def test_a_step_that_takes_its_batches_itself_is_refused() -> None:
         next_word(model(ids), ids).backward()
 
     with pytest.raises(UnsupportedModule, match="takes from a generator that outlives it"):
-        jettison.auto_checkpoint(Words(), batch()[:2], "20MiB", step=taking)
+        jettison.auto_checkpoint(words(), batch()[:2], "20MiB", step=taking)
 
 
 def test_shapes_cost_nothing_that_is_not_there() -> None:
@@ -392,7 +382,7 @@ def test_shapes_cost_nothing_that_is_not_there() -> None:
 
 
 def test_a_step_that_trains_a_model_from_a_closure_is_refused() -> None:
-    model = Words()
+    model = words()
     with pytest.raises(UsageError, match="never ran the model"):
         jettison.auto_checkpoint(model, batch(), "20MiB", step=closure(model))
     assert all(p.grad is None for p in model.parameters())

@@ -37,6 +37,22 @@ class Headed(nn.Module):
         return self.head(x).square().mean()
 
 
+class Words(nn.Module):
+    """Tokens in, logits out: the loss is the loop's."""
+
+    def __init__(self, words: int, width: int, blocks: int, rate: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.layers = nn.ModuleList(Mlp(width, 4 * width, rate) for _ in range(blocks))
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.embed(ids) * scale
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class Mlp(nn.Module):
     """Two linear layers beside a residual: enough to drop and to compute again. ``inner`` may be overridden."""
 

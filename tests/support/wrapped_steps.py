@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
-from support.toys import Mlp
+from support.toys import Words
 
 WIDTH, WORDS, ROWS, LENGTH = 32, 100, 8, 32
 TWO = (
@@ -39,25 +39,9 @@ TWO = (
 FOUR = ("hsdp", "tp and fsdp")
 
 
-class Words(nn.Module):
-    """Tokens in, logits out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Mlp(WIDTH, 4 * WIDTH) for _ in range(6))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
 def wrapped(how: str) -> Any:
     torch.manual_seed(0)
-    model, ranks = Words(), distributed.get_world_size()
+    model, ranks = Words(WORDS, WIDTH, 6), distributed.get_world_size()
     if "ddp" in how:
         return DistributedDataParallel(model, gradient_as_bucket_view="views" in how)
     axes = init_device_mesh("cpu", (2, ranks // 2) if how == "hsdp" else (ranks // 2, 2), mesh_dim_names=("a", "b"))

@@ -27,7 +27,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from jettison.capture.sharded import leave_casts, leave_nothing, plain_class, sharded_modules, states, whole_parameters
+from jettison.capture.sharded import (
+    leave_casts,
+    leave_unsharded,
+    plain_class,
+    sharded_modules,
+    states,
+    whole_parameters,
+)
 from jettison.capture.tensor_subclasses import plain, wrapping
 from jettison.capture.trees import tree_map
 from jettison.errors import TraceError
@@ -186,7 +193,7 @@ def _copied(
 ) -> nn.Module:
     for module, fake_model in copies:
         fake_model.__setstate__(copy.deepcopy(vars(module), memo))
-        (leave_nothing if stored else leave_casts)(module, fake_model)
+        (leave_unsharded if stored else leave_casts)(module, fake_model)
     return copy.deepcopy(model, memo)
 
 

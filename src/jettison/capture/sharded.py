@@ -36,18 +36,13 @@ def sharded_modules(model: nn.Module) -> list[nn.Module]:
 def sharded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters under FSDP as the optimizer knows them, whatever the modules hold at this moment."""
     for module in sharded_modules(model):
-        yield from (sharded.sharded_param for sharded in _parameters(module))
+        yield from (sharded.sharded_param for sharded in managed_parameters(module))
 
 
 def plain_class(module: Any) -> type:
     """The class of a module before `fully_shard` changed it."""
     found: type = type(module).__mro__[type(module)._orig_cls_mro_index]
     return found
-
-
-def managed_parameters(module: Any) -> Iterator[Any]:
-    """FSDP's own objects for the parameters that it manages in a module which `fully_shard` was called on."""
-    yield from _parameters(module)
 
 
 def whole_parameters(
@@ -62,7 +57,7 @@ def whole_parameters(
     Raises:
         TraceError: a parameter gathers in a way of its own, as quantised ones do.
     """
-    for sharded in _parameters(module):
+    for sharded in managed_parameters(module):
         if hasattr(sharded._sharded_local_tensor, "fsdp_post_all_gather"):
             raise TraceError(f"{type(sharded._sharded_local_tensor).__name__} gathers in a way of its own under FSDP")
         dtype = sharded.sharded_param.dtype
@@ -102,7 +97,7 @@ def leave_casts(module: Any, fake_model: nn.Module) -> None:
             fake_model._forward_hooks[number] = Unwatched(after)
 
 
-def leave_nothing(module: Any, fake_model: nn.Module) -> None:
+def leave_unsharded(module: Any, fake_model: nn.Module) -> None:
     """Take FSDP's hooks off the copy of a module, and what says that it is sharded."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
@@ -157,7 +152,7 @@ _managers: Any = WeakTensorKeyDictionary()
 
 def _manager(model: nn.Module, parameter: Tensor) -> Any:
     for module in sharded_modules(model):
-        for sharded in _parameters(module):
+        for sharded in managed_parameters(module):
             if any(getattr(sharded, form, None) is parameter for form in _FORMS):
                 return weakref.ref(module), weakref.ref(sharded)
     return None
@@ -207,7 +202,8 @@ def _recorders() -> list[Any]:
     return [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "paused")]
 
 
-def _parameters(module: Any) -> Iterator[Any]:
+def managed_parameters(module: Any) -> Iterator[Any]:
+    """FSDP's own objects for the parameters that it manages in a module which `fully_shard` was called on."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         yield from group.fsdp_params
 

@@ -258,9 +258,8 @@ class UserStep:
         counter.forget(largest)
         counter.reset_peak()
         for batch in self.batches[:-1]:  # each is there for its own step only
-            counter.blind = True
-            given = copy.deepcopy(batch)
-            counter.blind = False
+            with counter.looking_away():
+                given = copy.deepcopy(batch)
             self.step(*self.copies, given)
             counter.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
             for model in self.copies:

@@ -146,6 +146,15 @@ class AllocationCounter(TorchDispatchMode):
             self._meet(tensor, "static", _NO_NODE)
         self._raise_peak(self._live_bytes)
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Nothing is counted: what runs here is none of the step's."""
+        before, self.blind = self.blind, True
+        try:
+            yield
+        finally:
+            self.blind = before
+
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """These are gone, although somebody who watches the run still holds them."""
         self._settle()

@@ -78,7 +78,12 @@ class Summary:
 
 def summary(regions: Sequence[PlannedForward], plan: Any = None) -> Summary:
     """A digest by region of what its backward computes again, in order; and of the plan, where there is one."""
-    found = {region.name: _digest(list(_repeated(region))) for region in regions}
+    found: dict[str, str] = {}
+    for region in regions:
+        name = region.name
+        while name in found:  # of another model of the same step
+            name += "'"
+        found[name] = _digest(list(_repeated(region)))
     return Summary(regions, found if plan is None else found | {PLAN: plan.hash})
 
 

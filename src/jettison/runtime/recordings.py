@@ -9,7 +9,7 @@ when they move is a run compared with the recording, call by call.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +49,13 @@ class Prepared:
     graph: Print | None = None  # of the first run, which was checked call by call
 
 
-@contextlib.contextmanager
-def _uncounted() -> Iterator[None]:
+def _uncounted() -> contextlib.ExitStack:
     """Who counts bytes of the step that is running sees nothing: a recording takes none."""
-    counters = [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "blind")]
-    before = [counter.blind for counter in counters]
-    for counter in counters:
-        counter.blind = True
-    try:
-        yield
-    finally:
-        for counter, was in zip(counters, before, strict=True):
-            counter.blind = was
+    stack = contextlib.ExitStack()
+    for mode in _get_current_dispatch_mode_stack():
+        if hasattr(mode, "looking_away"):
+            stack.enter_context(mode.looking_away())
+    return stack
 
 
 class Recordings:
