@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import LossFn
+from jettison.capture.streams import Streams
 from jettison.errors import UsageError
+from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
@@ -30,20 +32,46 @@ class Built:
     Args:
         call: what the model is called with for token rows [b, s + 1]: positional arguments, or keywords.
         spec: None where only the code knows what it is.
+        weights: parameters are on ``meta``, and are made by this; None: they are there.
+        whole_since: why they are there, where they should not be.
     """
 
     model: nn.Module
     call: Callable[[torch.Tensor], Any]
     loss_fn: LossFn | None = None
     spec: ModelSpec | None = None
+    weights: Deferred | None = None
+    whole_since: str = ""
 
 
 def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
-    """The whole model, its weights drawn from torch's default generators, on the device.
+    """The model, its weights drawn from torch's default generators on the device: now, or once it is cut.
 
     Raises:
         UsageError: the section says what there is not.
     """
+    if (section.build or ("whole" if section.factory else "sharded")) == "whole":
+        return _whole(section, seq, device)
+    before = Streams.now()
+    made: list[Built] = []
+
+    def make() -> nn.Module:
+        made.append(_whole(section, seq, device))
+        return made[0].model
+
+    try:
+        weights = deferred(make)
+    except Exception as error:  # a constructor does what it wants; built whole, it says what is wrong with it, if it is
+        if section.build is not None and isinstance(error, NotDeferrable):
+            raise UsageError(
+                f"model.build: the model cannot be built without its weights: {error}; expected build = \"whole\""
+            ) from error
+        before.restore()
+        return replace(_whole(section, seq, device), whole_since=str(error) or type(error).__name__)
+    return replace(made[0], weights=weights)
+
+
+def _whole(section: ModelSection, seq: int, device: torch.device) -> Built:
     if section.factory is not None:
         return _from_factory(section.factory, device)
     if (section.code or ("reference" if section.architecture else "huggingface")) == "reference":

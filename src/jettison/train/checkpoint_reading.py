@@ -28,10 +28,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jettison.errors import UsageError
+from jettison.parallel.parameters import put_whole
 from jettison.train.checkpoint_state import digest_of
 from jettison.train.ranks import World, agreed
 
@@ -197,13 +196,7 @@ def _read_grouped(
     whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
     _read(whole, path, description, world)
     for name, tensor in tensors.items():
-        values = whole[name].view(tensor.shape)
-        if isinstance(tensor, DTensor):
-            sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                values = values.narrow(dim, start, size)
-            tensor = tensor.to_local()
-        tensor.copy_(values)
+        put_whole(tensor, whole[name])
 
 
 def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: Path, world: World) -> None:

@@ -39,7 +39,7 @@ class LoopStep:
             rows: of one micro-batch, as the engine gets them.
         """
         self.mode: FakeTensorMode = fake_mode(allow_non_fake_inputs=True)
-        self.modules: Sequence[nn.Module] = [fake_copy(part, self.mode) for part in engine.parts]
+        self.modules: Sequence[nn.Module] = [fake_copy(part, self.mode, rows.device) for part in engine.parts]
         self._imagined = places.imagined()
         for module in self.modules:
             self._imagined.shard(module)

@@ -36,6 +36,9 @@ class ModelSection:
         code: "reference" (``parallel/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
             first for an architecture, the second for presets and configs.
         attention: eager or sdpa; as the model's code has it where left out.
+        build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
+            time; "whole": every rank makes all of them, and lets go of what it does not keep. The weights are the same,
+            to the bit. Left out: sharded where that is possible; a factory's model whole.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -55,6 +58,7 @@ class ModelSection:
     tied: bool | None = None
     code: Literal["reference", "huggingface"] | None = None
     attention: Literal["eager", "sdpa"] | None = None
+    build: Literal["sharded", "whole"] | None = None
 
     def __post_init__(self) -> None:
         ways = ("architecture", "preset", "config", "factory")

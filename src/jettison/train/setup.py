@@ -22,6 +22,7 @@ from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.fill import fill
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
@@ -101,6 +102,8 @@ def prepare(
     say("building the model")
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
+    if built.whole_since and world.size > 1:
+        warn(f"every rank builds the whole model before it keeps its share: {built.whole_since}")
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
     model = described_model(recipe.model, built.model)
     work = _work(recipe, layout, accumulation, built, batches)
@@ -113,6 +116,7 @@ def prepare(
         dry_step = world.together(lambda: LoopStep(engine, places, recipe.optimizer, example, accumulation))
     for part in engine.parts:
         places.shard(part)
+    world.together(lambda: fill(engine, built, world.device))
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
     parts = [replace(part, mode=None if dry_step is None else dry_step.mode) for part in calls]
     with engine.context():
@@ -219,8 +223,7 @@ def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, 
     if built.spec is not None:
         flops = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
     elif peak is not None:
-        device = next(built.model.parameters()).device
-        batch = built.call(batches.rows(0, 0).to(device))
+        batch = built.call(batches.rows(0, 0))
         flops = traced_flops(built, batch, micro_batches=accumulation * layout.dp)
     return StepWork(model_flops=flops, devices=layout.world, peak_flops_per_second=peak)
 
