@@ -2,18 +2,17 @@
 
 NOTE [ Weights later ]
 The constructor runs on fake tensors while a dispatch mode writes down every operator that makes or changes one. The
-model then has parameters on ``meta``, which can be cut and sharded at no cost. `Deferred.fill` runs the operators again,
-for real and in their order, so that every random number is the one that the constructor would have drawn: the weights
-are those of the model built whole, to the bit. What nobody asks for is drawn and let go of; what is asked for is handed
-over as soon as nothing changes it any more. So one tensor is alive at a time, for all constructors that finish a
-parameter before they go on to the next.
+model then has parameters on ``meta``, which can be cut and sharded at no cost. `Deferred.fill` runs the operators
+again, for real and in their order, so that every random number is the one that the constructor would have drawn: the
+weights are those of the model built whole, to the bit. What nobody asks for is drawn and let go of; what is asked for
+is handed over as soon as nothing changes it any more. So one tensor is alive at a time, for all constructors that
+finish a parameter before they go on to the next.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -39,7 +38,18 @@ _EMPTY: Final = frozenset(
     }
 )
 _OVERWRITES: Final = frozenset(
-    {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
+    {
+        "normal_",
+        "uniform_",
+        "zero_",
+        "fill_",
+        "copy_",
+        "random_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+    }
 )
 """Operators whose result does not hang on what was there before."""
 _REFUSED: Final = frozenset({"set_", "resize_", "resize_as_"})
@@ -125,7 +135,7 @@ class _Program:
 
         Of those whose result is not needed, the ones that move the stream of a later one are run.
         """
-        live = set(wanted)
+        live: set[int] = set(wanted)
         ends: dict[int, set[int]] = {}
         lasts: dict[int, int] = {}
         drawn_later = False
@@ -138,7 +148,8 @@ class _Program:
             last = {storage for storage in touched & set(wanted) if storage not in lasts}
             lasts |= dict.fromkeys(last, number)
             ends[number] = (touched - live) | last
-            live = (live - op.overwrites) | op.reads
+            live -= op.overwrites
+            live |= op.reads
         return ends, lasts
 
     def _run(self, op: _Op, held: dict[int, torch.UntypedStorage]) -> None:
@@ -158,7 +169,8 @@ class _Program:
         for place, tensor in zip(op.made, tree_leaves(out), strict=True):
             if place is None:
                 continue
-            if (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()) != (place.size, place.stride, place.offset):
+            laid_out = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            if laid_out != (place.size, place.stride, place.offset):
                 raise NotDeferrable(f"{op.func} lays its result out in another way than it does on fake tensors")
             held[place.storage] = tensor.untyped_storage()
 
@@ -174,13 +186,13 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.mode = mode
         self._numbers: dict[int, int] = {}
-        self._seen: list[weakref.ref[Tensor]] = []
         self.program = _Program(ops=[], storages=[])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return self.value(args[0]).item()
+            with _disable_current_modes():
+                return self.value(args[0]).item()
         leaves, spec = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         before = [self.place(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
@@ -229,9 +241,9 @@ class _Recorder(TorchDispatchMode):
             NotDeferrable: somebody does.
         """
         gc.collect()
-        left = [tensor for tensor in (seen() for seen in self._seen) if tensor is not None]
-        if left:
-            raise NotDeferrable(f"a tensor of shape {list(left[0].shape)} is held outside of the model's modules")
+        for storage in self.program.storages:
+            if torch._C._storage_Use_Count(storage.handle._cdata) > 1:
+                raise NotDeferrable(f"a tensor of {storage.nbytes} bytes is held outside of the model's modules")
 
     def _note(self, func: Any, leaves: list[Any], spec: Any, changed: list[Tensor], outs: list[Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
@@ -239,7 +251,6 @@ class _Recorder(TorchDispatchMode):
             raise NotDeferrable(f"it calls {name}")
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             raise NotDeferrable("it draws from a generator of its own")
-        self._seen += [weakref.ref(out) for out in outs if isinstance(out, FakeTensor)]
         places = {leaf.storage: leaf for leaf in leaves if isinstance(leaf, _Place)}
         made = [self._met(out) for out in outs]
         if func in _EMPTY:

@@ -62,12 +62,13 @@ def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
     try:
         weights = deferred(make)
     except Exception as error:  # a constructor does what it wants; built whole, it says what is wrong with it, if it is
-        if section.build is not None and isinstance(error, NotDeferrable):
+        why = str(error) if isinstance(error, NotDeferrable) else f"{type(error).__name__}: {error}"
+        if section.build is not None and not isinstance(error, UsageError):
             raise UsageError(
-                f"model.build: the model cannot be built without its weights: {error}; expected build = \"whole\""
+                f'model.build: the model cannot be built without its weights: {why}; expected build = "whole"'
             ) from error
         before.restore()
-        return replace(_whole(section, seq, device), whole_since=str(error) or type(error).__name__)
+        return replace(_whole(section, seq, device), whole_since=why)
     return replace(made[0], weights=weights)
 
 
@@ -104,7 +105,9 @@ def _from_factory(target: str, device: torch.device) -> Built:
         got = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"{target} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
     model, _, loss_fn = (*parts, None, None)[:3]
-    return Built(model=model.to(device).train(), call=shifted_within, loss_fn=loss_fn)
+    if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    return Built(model=model.train(), call=shifted_within, loss_fn=loss_fn)
 
 
 def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
