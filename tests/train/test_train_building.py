@@ -1,4 +1,4 @@
-"""Models that are built without weights: what a rank allocates meanwhile, and weights as of a whole build, to the bit."""
+"""Models that are built without weights: what a rank allocates meanwhile; weights to the bit those of a whole build."""
 
 from __future__ import annotations
 

@@ -38,18 +38,7 @@ _EMPTY: Final = frozenset(
     }
 )
 _OVERWRITES: Final = frozenset(
-    {
-        "normal_",
-        "uniform_",
-        "zero_",
-        "fill_",
-        "copy_",
-        "random_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-    }
+    ["copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_"]
 )
 """Operators whose result does not hang on what was there before."""
 _REFUSED: Final = frozenset({"set_", "resize_", "resize_as_"})
@@ -147,7 +136,7 @@ class _Program:
             touched = op.reads | op.writes
             last = {storage for storage in touched & set(wanted) if storage not in lasts}
             lasts |= dict.fromkeys(last, number)
-            ends[number] = (touched - live) | last
+            ends[number] = {storage for storage in touched if storage not in live} | last
             live -= op.overwrites
             live |= op.reads
         return ends, lasts

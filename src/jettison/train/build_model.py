@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,26 @@ from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
+from jettison.models.llama_names import hub_name, reference_config
+from jettison.models.pretrained import WeightsFolder, open_weights
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.models.request import call_factory
 from jettison.spec.huggingface_config import parse_config, read_config
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS, preset
 from jettison.train.recipe import ModelSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights in files.
+
+    Args:
+        names: what the folder calls each tensor, by its name in the model.
+    """
+
+    folder: WeightsFolder
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +48,7 @@ class Built:
         spec: None where only the code knows what it is.
         weights: parameters are on ``meta``, and are made by this; None: they are there.
         whole_since: why they are there, where they should not be.
+        pretrained: what they are read from, instead.
     """
 
     model: nn.Module
@@ -42,14 +57,24 @@ class Built:
     spec: ModelSpec | None = None
     weights: Deferred | None = None
     whole_since: str = ""
+    pretrained: Pretrained | None = None
 
 
 def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
     """The model, its weights drawn from torch's default generators on the device: now, or once it is cut.
 
     Raises:
-        UsageError: the section says what there is not.
+        UsageError: the section says what there is not, or its weights are not those of its model.
     """
+    if section.pretrained is None:
+        return _built(section, seq, device)
+    folder = open_weights(Path(section.pretrained))
+    made = _built(section, seq, device)
+    rename = hub_name if isinstance(made.model, Llama) else str
+    return replace(made, pretrained=Pretrained(folder=folder, names=folder.names_for(made.model, rename)))
+
+
+def _built(section: ModelSection, seq: int, device: torch.device) -> Built:
     if (section.build or ("whole" if section.factory else "sharded")) == "whole":
         return _whole(section, seq, device)
     before = Streams.now()
@@ -112,6 +137,11 @@ def _from_factory(target: str, device: torch.device) -> Built:
 
 def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
     """Our own code, which has one form of each architecture."""
+    if section.pretrained is not None:
+        path = Path(section.pretrained)
+        sizes = reference_config(read_hub_config(path))
+        with device:
+            return Built(model=Llama(sizes).train(), call=shifted_before, spec=read_config(path))
     values = _sizes(section, seq)
     spec = parse_config(values, name=str(section.architecture))
     fixed: dict[str, Any] = {"tied": False, "attention": "sdpa"}
@@ -149,8 +179,8 @@ def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
 
 def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
     """A configuration as transformers has it, and what it comes to."""
-    if section.config is not None:
-        path = Path(section.config)
+    if section.config is not None or section.pretrained is not None:
+        path = Path(section.config or section.pretrained or "")
         return read_hub_config(path), read_config(path)
     if section.preset is not None:
         spec = preset(section.preset)

@@ -22,19 +22,20 @@ _STRICT: Final = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSection:
-    """What is trained: exactly one of ``architecture`` (with its sizes), ``preset``, ``config`` and ``factory``.
+    """What is trained: one of ``architecture`` (with its sizes), ``preset``, ``config``, ``pretrained``, ``factory``.
 
     Args:
         architecture: a GPT (learned positions, GELU) or a Llama of the sizes given here.
         preset: a published model by name, with random weights.
         config: a Hugging Face config.json, or its folder; random weights.
+        pretrained: a folder with a Hugging Face config.json and its weights as safetensors, from which training goes on.
         factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
         kv_heads: of a Llama: as many as heads.
         ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
         tied: one weight for the token embedding and the head: a GPT has one, a Llama two.
         positions: the longest sequence: that of the batch.
         code: "reference" (``parallel/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
-            first for an architecture, the second for presets and configs.
+            first for an architecture, the second for all others; the first also knows weights of Llamas.
         attention: eager or sdpa; as the model's code has it where left out.
         build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
             time; "whole": every rank makes all of them, and lets go of what it does not keep. The weights are the same,
@@ -46,6 +47,7 @@ class ModelSection:
     architecture: Literal["gpt", "llama"] | None = None
     preset: str | None = None
     config: str | None = None
+    pretrained: str | None = None
     factory: str | None = None
     layers: int = 4
     hidden: int = 128
@@ -61,7 +63,7 @@ class ModelSection:
     build: Literal["sharded", "whole"] | None = None
 
     def __post_init__(self) -> None:
-        ways = ("architecture", "preset", "config", "factory")
+        ways = ("architecture", "preset", "config", "pretrained", "factory")
         given = [way for way in ways if getattr(self, way) is not None]
         if len(given) != 1:
             raise UsageError(f"got {' and '.join(given) or 'none'} of {', '.join(ways)}; expected exactly one")

@@ -116,7 +116,7 @@ def prepare(
         dry_step = world.together(lambda: LoopStep(engine, places, recipe.optimizer, example, accumulation))
     for part in engine.parts:
         places.shard(part)
-    world.together(lambda: fill(engine, built, world.device))
+    fill(engine, built, world, say)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
     parts = [replace(part, mode=None if dry_step is None else dry_step.mode) for part in calls]
     with engine.context():
