@@ -96,10 +96,8 @@ class WeightsFolder:
     def _require_same(self, name: str, other: str) -> None:
         """Two names of what is one parameter in the model."""
         with ExitStack() as opened:
-            parts = [
-                _slice(opened.enter_context(safe_open(file, "pt")), n) for n in (name, other) for file in self.files
-            ]
-            one, two = (part for part in parts if part is not None)
+            files = [opened.enter_context(safe_open(file, framework="pt")) for file in self.files]
+            one, two = (next(file for file in files if n in set(file.keys())).get_slice(n) for n in (name, other))
             alike = self.tensors[name] == self.tensors[other] and all(
                 torch.equal(one[start : start + _ROWS], two[start : start + _ROWS])
                 for start in range(0, self.tensors[name].size[0], _ROWS)
@@ -153,7 +151,7 @@ def _files(path: Path) -> list[Path]:
     if pickles:
         raise UsageError(
             f"model.pretrained: {path} has {pickles[0]}, a pickle, which runs code when it is read, and no "
-            "safetensors; expected safetensors. Convert it where you trust it: from_pretrained(...).save_pretrained(...)"
+            "safetensors; expected safetensors. Convert it where you trust it: from_pretrained, then save_pretrained"
         )
     raise UsageError(f"model.pretrained: {path} has neither {SINGLE} nor {INDEX}")
 
@@ -186,10 +184,6 @@ def _saved(model: nn.Module) -> Sequence[tuple[list[str], Tensor]]:
         if name in state:
             groups.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(groups.values())
-
-
-def _slice(opened: Any, name: str) -> Any:
-    return opened.get_slice(name) if name in opened.keys() else None  # noqa: SIM118 - it is no mapping
 
 
 def _said(what: str, names: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ class ModelSection:
         architecture: a GPT (learned positions, GELU) or a Llama of the sizes given here.
         preset: a published model by name, with random weights.
         config: a Hugging Face config.json, or its folder; random weights.
-        pretrained: a folder with a Hugging Face config.json and its weights as safetensors, from which training goes on.
+        pretrained: a folder with a Hugging Face config.json and weights as safetensors, from which training goes on.
         factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
         kv_heads: of a Llama: as many as heads.
         ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
