@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,7 @@ from jettison.progress import Progress, silent
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch
+from jettison.train.export_run import export_session
 from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
 from jettison.train.log import SCHEMA, RunLog
 from jettison.train.optim import clip, set_rate, total_norm
@@ -49,6 +50,7 @@ def train(
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
         SaveFailed: a checkpoint could not be written, and the recipe says to stop then.
+        ExportFailed: the weights could not be written at the end.
         RankLost: another rank has gone, or hangs.
         NotFinite: a loss or gradient is not, and the recipe says to stop then.
     """
@@ -59,11 +61,14 @@ def train(
         same_everywhere(recipe, world)
         session = prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
         seconds = parse_seconds(recipe.timeout)
-        held.enter_context(waiting_for(seconds))
-        watch = held.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
+        stepping = held.enter_context(ExitStack())
+        stepping.enter_context(waiting_for(seconds))
+        watch = stepping.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
         run = _Run(session, watch, stop, say, warn)
         try:
-            return run.to_the_end()
+            result = run.to_the_end()
+            stepping.close()
+            return result if result.stopped else replace(result, export=export_session(session, say))
         except IndexError as error:
             raise out_of_range(error, session) from error
         except RuntimeError as error:

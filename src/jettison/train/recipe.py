@@ -278,6 +278,29 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSection:
+    """Where the weights go at the end of a run, as a folder that transformers' ``from_pretrained`` loads.
+
+    Args:
+        folder: without one, nowhere.
+        max_file: files hold at most so many bytes ("5GB"), or one tensor that has more.
+        dtype: "fp32", "bf16" or "fp16"; as they are trained where left out.
+        overwrite: replace what is there, once the new one is whole.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    folder: str | None = None
+    max_file: str = "5GB"
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if parse_bytes(self.max_file) < 1:
+            raise UsageError(f"got max_file {self.max_file}; expected 1B or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogSection:
     """What is written down.
 
@@ -337,6 +360,7 @@ class TrainRecipe:
     layout: LayoutSection = field(default_factory=LayoutSection)
     plan: PlanSection = field(default_factory=PlanSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    export: ExportSection = field(default_factory=ExportSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:

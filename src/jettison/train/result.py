@@ -23,6 +23,7 @@ class TrainResult:
         step_seconds: the median over steps whose memory was not measured by a profiler.
         first_step_peaks: of this process's first step, in which the optimizer's state is made (or was just read).
         later_peaks: of its last step, where that was measured.
+        export: the folder of the weights, if they were written.
     """
 
     steps: int
@@ -42,6 +43,7 @@ class TrainResult:
     log: str
     checkpoint: str | None
     skipped_steps: int = 0
+    export: str | None = None
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.train/1``."""
@@ -57,6 +59,7 @@ class TrainResult:
         how = f"stopped by {self.stopped} after" if self.stopped else "done:"
         if self.steps == self.resumed_step and self.stopped is None:
             yield f"nothing left to do: the checkpoint is of step {self.steps}, the last one"
+            yield from self._exported()
             return
         yield f"{how} {self.steps} steps{after}"
         if self.skipped_steps:
@@ -81,3 +84,8 @@ class TrainResult:
             under = f", under a budget of {self.budget}" if self.budget else ""
             yield f"predicted peak: {format_bytes(self.predicted_peak_bytes)}{under}"
         yield f"log: {self.log}" + (f", checkpoints: {self.checkpoint}" if self.checkpoint else "")
+        yield from self._exported()
+
+    def _exported(self) -> Iterator[str]:
+        if self.export:
+            yield f"weights for from_pretrained: {self.export}"

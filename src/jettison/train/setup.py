@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
+from jettison.models.hub_form import HubForm, hub_form
 from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.build_model import Built, build
@@ -22,6 +23,7 @@ from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.export import require_place
 from jettison.train.fill import fill
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
@@ -49,6 +51,7 @@ class Session:
     model: Mapping[str, Any]
     engine: Engine
     optimizer: torch.optim.Optimizer
+    hub: HubForm | None
     planned: Planned | None
     work: StepWork
     meter: MemoryMeter
@@ -106,6 +109,7 @@ def prepare(
         warn(f"every rank builds the whole model before it keeps its share: {built.whole_since}")
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
     model = described_model(recipe.model, built.model)
+    hub = world.together(lambda: _hub_form(recipe, built, world))
     work = _work(recipe, layout, accumulation, built, batches)
     places = Places.of(layout, world, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
@@ -136,6 +140,7 @@ def prepare(
         model=model,
         engine=engine,
         optimizer=optimizer,
+        hub=hub,
         planned=planned,
         work=work,
         meter=MemoryMeter(
@@ -165,6 +170,17 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
     if layout.pp > 1 and recipe.precision == "bf16-autocast":
         raise UsageError('precision: got "bf16-autocast" with layout.pp; expected "bf16" or "fp32"')
     return layout, recipe.batch.accumulation(layout.dp)
+
+
+def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
+    """How the weights will be written; tried before they are trained."""
+    if recipe.export.folder is None:
+        return None
+    if world.leads:
+        require_place(recipe.export)
+    path = recipe.model.pretrained or recipe.model.config
+    source = None if path is None else Path(path) if Path(path).is_dir() else Path(path).parent
+    return hub_form(built.model, source=source, positions=recipe.batch.seq)
 
 
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
