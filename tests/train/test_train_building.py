@@ -93,7 +93,7 @@ def digest(values: Tensor) -> str:
     return hashlib.sha256(values.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-class _OfReal(AllocationCounter):
+class OfReal(AllocationCounter):
     """Without fake tensors, which say that they are on the CPU, and hold nothing."""
 
     def _meet(self, tensor: Tensor, operator: str, node: int) -> None:
@@ -112,7 +112,7 @@ def on_ranks(args: dict[str, str]) -> dict[str, Any]:
             session = open_until_all_are_read.enter_context(ready(recipe(folder / name, model, layout)))
             out["digests"][name] = digests(session)
     for build_as in ("sharded", "whole"):
-        counter = _OfReal(device="cpu")
+        counter = OfReal(device="cpu")
         with counter, ready(recipe(folder, replace(WIDE, build=build_as), LayoutSection(zero=3))) as session:
             held = [p.to_local() if isinstance(p, DTensor) else p for p in session.parameters]
             out[build_as] = [unique_bytes(held), counter.peak_bytes]
@@ -177,7 +177,7 @@ def test_seventy_billion_parameters_on_sixty_four_ranks() -> None:
     dist.init_process_group("fake", rank=13, world_size=64, store=fake.FakeStore())
     try:
         world = World(rank=13, size=64, device=torch.device("cpu"), control=dist.group.WORLD)
-        counter = _OfReal(device="cpu")
+        counter = OfReal(device="cpu")
         started = time.monotonic()
         with counter:
             built = build(ModelSection(preset="llama3-70b"), seq=8192, device=world.device)

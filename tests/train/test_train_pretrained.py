@@ -17,10 +17,12 @@ if not torch.distributed.is_available():
 
 import transformers
 from safetensors.torch import load_file, save_file
-from test_train_building import digest, digests, ready
+from test_train_building import OfReal, digest, digests, ready
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from jettison.errors import UsageError
+from jettison.measure.memory import unique_bytes
 from jettison.train.export_run import export_session
 from jettison.train.recipe import (
     BatchSection,
@@ -266,8 +268,12 @@ def on_ranks(args: dict[str, str]) -> dict[str, Any]:
                 code = "reference" if layout.pp > 1 else None
                 made = recipe(folder / family / name, folder / family / "in", layout)
                 made = replace(made, model=replace(made.model, code=code))
-                session = open_until_all_are_read.enter_context(ready(made))
+                counter = OfReal(device="cpu")
+                with counter:
+                    session = open_until_all_are_read.enter_context(ready(made))
+                held = [p.to_local() if isinstance(p, DTensor) else p for p in session.parameters]
                 out[f"{family} {name}"] = digests(session)
+                out.setdefault("peaks", {})[f"{family} {name}"] = [unique_bytes(held), counter.peak_bytes]
                 export_session(session, print)
     return out
 
@@ -297,6 +303,14 @@ def test_ranks_read_and_write_the_same_weights(found: Path, family: str, name: s
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[n], t) for n, t in expected.items())
     assert torch.equal(logits(out), logits(source))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS["llama"] if name != "ddp"])  # whose buckets are gradients
+def test_a_rank_reads_its_share(found: Path, name: str) -> None:
+    """And holds no more than a part of one tensor beside it: the largest has 64 KiB."""
+    for rank in json.loads((found / "digests.json").read_text()):
+        share, peak = rank["peaks"][f"llama {name}"]
+        assert share < peak <= share + 65536 + 4096
 
 
 def regrouped(tensors: dict[str, Tensor]) -> list[Tensor]:

@@ -301,6 +301,30 @@ class ExportSection:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSection:
+    """The loss on another text, at the end of a run and in between.
+
+    Args:
+        data: that text, as ``[data]`` says it; without one nothing is evaluated.
+        every: steps between two evaluations; 0: only at the end.
+        batches: global batches of the text, from its start; all that it has where left out.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    data: DataSection | None = None
+    every: int = 0
+    batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise UsageError(f"got every {self.every}; expected 0 or more")
+        _positive(self, "batches")
+        if self.data is None and (self.every or self.batches):
+            raise UsageError("got no data; expected a section [eval.data] that names a text")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LogSection:
     """What is written down.
 
@@ -361,6 +385,7 @@ class TrainRecipe:
     plan: PlanSection = field(default_factory=PlanSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     export: ExportSection = field(default_factory=ExportSection)
+    eval: EvalSection = field(default_factory=EvalSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,8 @@ class TrainResult:
         first_step_peaks: of this process's first step, in which the optimizer's state is made (or was just read).
         later_peaks: of its last step, where that was measured.
         export: the folder of the weights, if they were written.
+        eval_loss, eval_perplexity: of the last evaluation in this process.
+        eval_peak_bytes: of its first one.
     """
 
     steps: int
@@ -44,6 +46,9 @@ class TrainResult:
     checkpoint: str | None
     skipped_steps: int = 0
     export: str | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+    eval_peak_bytes: int | None = None
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.train/1``."""
@@ -66,6 +71,8 @@ class TrainResult:
             yield f"{self.skipped_steps} of them skipped: the loss or the gradient was not finite"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"loss from {self.first_loss:.6f} to {self.last_loss:.6f}"
+        if self.eval_loss is not None:
+            yield f"evaluation: loss {self.eval_loss:.6f}, perplexity {self.eval_perplexity:.3f}"
         if self.step_seconds is not None:
             speed = f"{format_seconds(self.step_seconds)} a step, {self.tokens_per_second:,.0f} tokens/s"
             used = [

@@ -23,6 +23,7 @@ from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.evaluation import EvaluationSet, evaluation_set
 from jettison.train.export import require_place
 from jettison.train.fill import fill
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
@@ -52,6 +53,7 @@ class Session:
     engine: Engine
     optimizer: torch.optim.Optimizer
     hub: HubForm | None
+    evaluation: EvaluationSet | None
     planned: Planned | None
     work: StepWork
     meter: MemoryMeter
@@ -62,6 +64,11 @@ class Session:
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained on this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
+
+    def eval_meter(self) -> MemoryMeter:
+        """For evaluations: the first is measured on a CPU, if steps are."""
+        steps = min(1, self.recipe.log.memory_steps)
+        return _meter(self.world, steps, self.engine, self.optimizer)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds."""
@@ -108,6 +115,7 @@ def prepare(
     if built.whole_since and world.size > 1:
         warn(f"every rank builds the whole model before it keeps its share: {built.whole_since}")
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
+    evaluation = evaluation_set(recipe, vocabulary(built), world)
     model = described_model(recipe.model, built.model)
     hub = world.together(lambda: _hub_form(recipe, built, world))
     work = _work(recipe, layout, accumulation, built, batches)
@@ -117,7 +125,7 @@ def prepare(
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
     if recipe.plan.budget is not None:
-        dry_step = world.together(lambda: LoopStep(engine, places, recipe.optimizer, example, accumulation))
+        dry_step = world.together(lambda: _dry_step(recipe, engine, places, example, accumulation))
     for part in engine.parts:
         places.shard(part)
     fill(engine, built, world, say)
@@ -141,15 +149,18 @@ def prepare(
         engine=engine,
         optimizer=optimizer,
         hub=hub,
+        evaluation=evaluation,
         planned=planned,
         work=work,
-        meter=MemoryMeter(
-            world.device, recipe.log.memory_steps, lambda: alive(engine.parts, optimizer), storages=world.size > 1
-        ),
+        meter=_meter(world, recipe.log.memory_steps, engine, optimizer),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
     )
     _resume(session, must_resume=must_resume, say=say)
     return session
+
+
+def _meter(world: World, steps_on_cpu: int, engine: Engine, optimizer: torch.optim.Optimizer) -> MemoryMeter:
+    return MemoryMeter(world.device, steps_on_cpu, lambda: alive(engine.parts, optimizer), storages=world.size > 1)
 
 
 def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractContextManager[None]:
@@ -170,6 +181,13 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
     if layout.pp > 1 and recipe.precision == "bf16-autocast":
         raise UsageError('precision: got "bf16-autocast" with layout.pp; expected "bf16" or "fp32"')
     return layout, recipe.batch.accumulation(layout.dp)
+
+
+def _dry_step(
+    recipe: TrainRecipe, engine: Engine, places: Places, example: torch.Tensor, accumulation: int
+) -> LoopStep:
+    evaluates = recipe.eval.data is not None
+    return LoopStep(engine, places, recipe.optimizer, example, accumulation, evaluates=evaluates)
 
 
 def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
