@@ -21,6 +21,7 @@ from test_train_building import OfReal, digest, digests, ready
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from jettison.cli.main import run
 from jettison.errors import UsageError
 from jettison.measure.memory import unique_bytes
 from jettison.train.export_run import export_session
@@ -136,6 +137,25 @@ def test_a_run_goes_on_from_pretrained_weights_as_a_loop_by_hand_does(tmp_path: 
     )
     assert only.document() == {"schema": "jettison.export/1", "step": 2, "export": str(tmp_path / "later")}
     assert torch.equal(logits(tmp_path / "later"), logits(tmp_path / "out"))
+
+
+def test_the_command_writes_a_runs_newest_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(LLAMA, tmp_path / "in")
+    text = (
+        f'steps = 2\n[model]\npretrained = "{source}"\n[batch]\nglobal_batch = 2\nmicro_batch = 2\nseq = 16\n'
+        f'[checkpoint]\nfolder = "{tmp_path / "ck"}"\nevery = 1\n[log]\nfolder = "{tmp_path / "log"}"\n'
+    )
+    (tmp_path / "r.toml").write_text(text)
+    words = ["train", str(tmp_path / "r.toml"), "--export", str(tmp_path / "out")]
+    assert run(words) == 2
+    assert "--resume: there is no checkpoint in" in capsys.readouterr().err
+    assert run([*words[:2], "--steps", "1"]) == 0
+    capsys.readouterr()
+    assert run(words) == 0
+    assert capsys.readouterr().out.strip() == f"the weights of step 1: {tmp_path / 'out'}"
+    assert not torch.equal(logits(tmp_path / "out"), logits(source))
+    assert run(words) == 2
+    assert "is there already" in capsys.readouterr().err
 
 
 def test_random_models_are_written_too(tmp_path: Path) -> None:
