@@ -293,11 +293,11 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:
     """The ops that backward computes again, by name; how else a region is treated where it has no program."""
-    yield region.link.is_alone
+    yield region.way.link.is_alone
     for prepared in region.recordings.prepared.values():
         recipe = prepared.recipe
         if recipe is None:
-            yield region.policy.word
+            yield region.way.policy.word
         else:
             names = [recipe.trace.program.ops[i].name for i in recipe.recomputed_ops]
             yield [name for name in names if name not in PADDING]

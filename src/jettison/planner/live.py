@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,20 +11,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace
-from jettison.dryrun.step import fake_optimizer
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.dryrun.user_step import Step
 from jettison.errors import UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
-from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
+from jettison.planner.apply import (
+    Applied,
+    agreed,
+    apply_candidate,
+    apply_from_another_rank,
+    expect_loop,
+    follow_batches,
+    likeness,
+)
+from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import budget_of
+from jettison.planner.described import OneModel
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.progress import Progress, silent
+from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
@@ -148,8 +159,11 @@ def auto_checkpoint(
             gradients_held=gradients_held,
             group=group,
             progress=progress,
+            plain=step is None,
         )
-    with Agreement(groups_for(model, group)) as agreement:
+    groups = groups_for(model, group)
+    began = time.perf_counter()
+    with Agreement(groups) as agreement:
         budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         progress("tracing")
         now = any(p.grad is not None for p in model.parameters())
@@ -159,12 +173,16 @@ def auto_checkpoint(
             check=how,
             elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
         )
-        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+        one = OneModel(
+            model=model,
+            traced=traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop),
+            optimizer=optimizer,
+            progress=progress,
+        )
+        traced = one.traced
 
         def make() -> Applied:
-            mirrored = fake_optimizer(optimizer, model, traced) if optimizer is not None else None
-            planner = make_planner(traced, optimizer=mirrored, progress=progress)
-            return apply_candidate(model, planner, planner.plan(budget_bytes), budget_bytes, how)
+            return apply_candidate(model, one.planner, one.planner.plan(budget_bytes), budget_bytes, how)
 
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
@@ -172,7 +190,25 @@ def auto_checkpoint(
             applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how)
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
-        return agreed(replace(applied, budget=budget.words), agreement)
+        applied = agreed(replace(applied, budget=budget.words), agreement)
+    if not groups:
+        names = list(dict.fromkeys(call.name for call in traced.calls))
+        seconds = time.perf_counter() - began
+
+        def describe(batch: Any) -> OneModel:
+            again = traced_forward(model, batch, loss_fn=loss_fn, regions=names, loop=loop)
+            return OneModel(model=model, traced=again, optimizer=optimizer, progress=progress)
+
+        plans = BatchPlans(
+            regions=[applied.regions],
+            describe=describe,
+            shape_of=lambda batch: BatchShape.of(*as_call(batch)),
+            budget_bytes=budget_bytes,
+            planning_seconds=seconds,
+            progress=progress,
+        )
+        follow_batches(applied, plans, one.calls[0], one.traces, by_itself=True)
+    return applied
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:

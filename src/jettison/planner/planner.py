@@ -257,6 +257,22 @@ def exactly(program: Program, kept: frozenset[int]) -> Exactly:
     return Exactly(program.digest(), kept, share, program.form())
 
 
+def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
+    """A plan that was made for this trace, as policies. What stands in for opaque blocks in a dry run is left out."""
+    names = list(dict.fromkeys(c.name for c in traced.calls))
+    programs = {c.name: traced.program(c) for c in traced.calls}
+    opaque = {c.name for c in traced.calls if traced.classes[c.class_key].opaque}
+    policies = {
+        entry.layer: policy_named(entry.option)
+        if entry.layer in opaque
+        else exactly(programs[entry.layer], frozenset(entry.kept))
+        for entry in plan.layers
+    }
+    root = exactly(traced.root.program, frozenset(plan.root.kept))
+    segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
+    return ModulePolicy(trace=traced, policies=policies, root=root, segments=segments)
+
+
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     """One layer's entry."""
     policy = PolicyWord(point.key) if point.key in ("none", "full") else policy_word(program, point.kept)

@@ -89,6 +89,11 @@ class Predicted:
     step_seconds: float = 0.0
     overhead_fraction: float = 0.0
 
+    @property
+    def added_seconds(self) -> float:
+        """Of a step, spent on computing again."""
+        return self.step_seconds * self.overhead_fraction / (1.0 + self.overhead_fraction)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverReport:
