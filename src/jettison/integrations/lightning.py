@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from jettison.errors import UnsupportedModule
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
 

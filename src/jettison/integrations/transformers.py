@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from jettison.errors import UnsupportedModule
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
 _REFERENCES = ("ref_model", "reward_model", "value_model")

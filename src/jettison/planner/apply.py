@@ -4,97 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from jettison.capture.model_trace import LossFn, ModelTrace, as_batch, as_call
+from jettison.capture.model_trace import LossFn, ModelTrace, as_call
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
-from jettison.planner.batches import BatchPlans, ShapeReport
+from jettison.planner.handle import Applied
 from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
 from jettison.runtime.assumptions import Assumptions
-from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"]
-
-
-@dataclass(kw_only=True)
-class Applied:
-    """A plan at work on a model. `remove()` gives the model back as it was.
-
-    Args:
-        plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
-        budget: where the budget comes from, in words, if it was not given in bytes.
-        batches: plans by batch, where other batches than the first are planned for when they come.
-    """
-
-    regions: list[PlannedForward]
-    plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()
-    budget: str = ""
-    batches: BatchPlans | None = None
-
-    def remove(self) -> None:
-        """Every module runs its own forward again."""
-        for region in reversed(self.regions):
-            region.remove()
-
-    def report(self) -> list[RegionReport]:
-        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
-        return [region.report() for region in self.regions]
-
-    def expect(self, batch: Any) -> None:
-        """The next step is on this batch. Where no plan covers it, one is made now; without effect on ranks that share
-        parameters, which would have to do it together.
-
-        Only for loops that gave ``step=``: without it the model sees its batch by itself.
-        """
-        if self.batches is not None:
-            self.batches.meet(batch)
-
-    def shapes(self) -> list[ShapeReport]:
-        """Batches that came, by shape (padding buckets), with the plan that each runs under; most frequent first."""
-        return self.batches.report() if self.batches is not None else []
-
-    def plan_text(self) -> str:
-        """The plan as JSON; empty where a policy was applied."""
-        return "" if self.plan is None else self.plan.to_json()
-
-    def live(self) -> dict[str, Live]:
-        """What is between its forward and its backward now, by region."""
-        return {region.name: region.live() for region in self.regions}
-
-    def __enter__(self) -> Applied:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
-def follow_batches(
-    applied: Applied, plans: BatchPlans, shapes: Iterable[BatchShape], traces: Sequence[ModelTrace], *, by_itself: bool
-) -> None:
-    """From now on a batch that no plan covers is planned for when it comes.
-
-    Args:
-        shapes: that what is applied was planned for.
-        by_itself: the model's own arguments are the batch.
-    """
-    assert applied.plan is not None
-    plans.begin(shapes, traces, applied.plans or (applied.plan,))
-    applied.batches = plans
-    if by_itself:
-        applied.regions[-1].arrives = lambda args, kwargs: plans.meet(as_batch(args, kwargs))
 
 
 def likeness(traced: ModelTrace) -> str:

@@ -120,9 +120,9 @@ class BatchPlans:
         self._follow(seen.treatment)
         self._pay_rent(shape, seen, seen.treatment, batch)
 
-    def lower(self, nbytes: int) -> None:
-        """A step took so much more than was planned: whatever comes is planned for with that taken off."""
-        self.budget_bytes -= nbytes
+    def restrict(self, budget_bytes: int) -> None:
+        """Whatever comes has to fit this budget: no plan is known to cover anything."""
+        self.budget_bytes = budget_bytes
         self.covers.clear()
         for seen in self._seen.values():
             seen.treatment, seen.rent_seconds = None, 0.0

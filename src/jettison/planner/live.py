@@ -17,18 +17,11 @@ from jettison.errors import UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
-from jettison.planner.apply import (
-    Applied,
-    agreed,
-    apply_candidate,
-    apply_from_another_rank,
-    expect_loop,
-    follow_batches,
-    likeness,
-)
+from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
-from jettison.planner.budget import budget_of
+from jettison.planner.budget import budget_of, of_reserved
 from jettison.planner.described import OneModel
+from jettison.planner.handle import Applied, follow_loop
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
@@ -102,6 +95,7 @@ def auto_checkpoint(
     step: Step | None = None,
     models: Sequence[nn.Module] = (),
     shapes: Sequence[Any] = (),
+    reserved: bool = False,
     group: Group | None = None,
     progress: Progress = silent,
 ) -> Applied:
@@ -130,6 +124,9 @@ def auto_checkpoint(
             Those that are called with gradients are planned together.
         shapes: other batches that the run has (lengths, padding buckets, the last rows of an epoch), with or without
             values (``meta``). The budget holds for each of them; what is planned for the largest is followed by all.
+        reserved: hold the budget against what the caching allocator reserves on a CUDA device, not against what its
+            tensors take. An allowance for fragments is taken off first; what they really are is looked at in every
+            step, and planned for.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -144,6 +141,8 @@ def auto_checkpoint(
     check_optimizer(optimizer, model)
     models, shapes = _sequence("models", models), _sequence("shapes", shapes)
     budget = budget_of(memory_budget, models or (model,), batch, optimizer)
+    if reserved:
+        budget = of_reserved(budget, model)
     if budget.words:
         progress(f"budget {budget.words}")
     if step is not None or models or shapes or is_wrapped(model):
@@ -191,7 +190,9 @@ def auto_checkpoint(
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
         applied = agreed(replace(applied, budget=budget.words), agreement)
+    plans = None
     if not groups:
+        assert applied.plan is not None
         names = list(dict.fromkeys(call.name for call in traced.calls))
         seconds = time.perf_counter() - began
 
@@ -207,7 +208,8 @@ def auto_checkpoint(
             planning_seconds=seconds,
             progress=progress,
         )
-        follow_batches(applied, plans, one.calls[0], one.traces, by_itself=True)
+        plans.begin(one.calls[0], one.traces, [applied.plan])
+    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=True)
     return applied
 
 

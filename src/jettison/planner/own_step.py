@@ -20,18 +20,11 @@ from jettison.errors import UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
 from jettison.parallel.imagined import gradients_stay, held_by_ddp
-from jettison.planner.apply import (
-    Applied,
-    agreed,
-    apply_from_another_rank,
-    apply_plan,
-    expect_loop,
-    follow_batches,
-    likeness,
-)
+from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget
 from jettison.planner.described import OwnStep, Part, describe_step, nbytes_of
+from jettison.planner.handle import Applied, follow_loop
 from jettison.planner.readiness import check_model, check_states
 from jettison.progress import Progress
 from jettison.runtime.batch_shape import BatchShape
@@ -138,6 +131,7 @@ def auto_checkpoint_step(
 
         made = agreement.first(lambda: one.plans(budget_bytes), tell)
         applied = agreed(replace(_applied(one.parts, made, how), budget=budget.words), agreement)
+    plans = None
     if not any(groups_for(one, group) for one in models):
         blocks = {part.number: part.blocks for part in one.parts}
 
@@ -152,8 +146,9 @@ def auto_checkpoint_step(
             planning_seconds=time.perf_counter() - began,
             progress=progress,
         )
-        by_itself = plain and not any(map(sharded_modules, models))
-        follow_batches(applied, plans, map(plans.shape_of, batches), one.traces, by_itself=by_itself)
+        plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
+    by_itself = plain and not any(map(sharded_modules, models))
+    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=by_itself)
     return applied
 
 

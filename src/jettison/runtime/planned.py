@@ -45,6 +45,16 @@ class Watched(Protocol):
         """Modules inside of blocks are other ones."""
 
 
+class CallListener(Protocol):
+    """Is told of a region's calls with gradients."""
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before anything of it ran; another plan may be followed from here on."""
+
+    def ends(self) -> None:
+        """The forward has returned."""
+
+
 class PlannedForward:
     """Callable put in the place of ``module.forward``. ``remove()`` puts the old one back."""
 
@@ -86,7 +96,7 @@ class PlannedForward:
         self.quiet = False  # falls back without a warning
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
-        self.arrives: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None  # told of each call, before it
+        self.listener: CallListener | None = None
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
@@ -211,8 +221,8 @@ class PlannedForward:
             )
         if are_hooks_foreign():
             return self._run_plainly(args, kwargs)
-        if self.arrives is not None:
-            self.arrives(args, kwargs)
+        if self.listener is not None:
+            self.listener.begins(args, kwargs)
         leaves, signature = call_signature(args, kwargs)
         self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:
@@ -226,6 +236,8 @@ class PlannedForward:
             self.refuse_fake("returns", leaves)
         if self.assumptions is not None:
             self.assumptions.forward_ends(returned)
+        if self.listener is not None:
+            self.listener.ends()
         return output
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
