@@ -13,7 +13,7 @@ from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.dryrun.user_step import Step
-from jettison.errors import UsageError
+from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
@@ -74,11 +74,51 @@ def plan(
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         UsageError: the budget cannot be read.
     """
-    budget_bytes = parse_bytes(memory_budget)
+    (found,) = sweep(
+        traced, [memory_budget], optimizer=optimizer, measure=measure, hardware=hardware, gradients_held=gradients_held
+    )
+    if isinstance(found, Infeasible):
+        raise found
+    return found
+
+
+def sweep(
+    traced: ModelTrace,
+    memory_budgets: Iterable[str | int],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    measure: bool = True,
+    hardware: Hardware | None = None,
+    gradients_held: bool = False,
+    progress: Progress = silent,
+) -> list[Plan | Infeasible]:
+    """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
+
+    What plans are chosen from is made once, and every choice is dry-run once. A budget that none fits is answered by
+    the error that `plan` would raise. Arguments are those of `plan`.
+
+    Raises:
+        UsageError: a budget cannot be read, or there is none.
+    """
+    budgets = [parse_bytes(budget) for budget in memory_budgets]
+    if not budgets:
+        raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
     loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
-    planner = make_planner(replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware)
-    return planner.as_plan(planner.plan(budget_bytes), budget_bytes)
+    planner = make_planner(
+        replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware, progress=progress
+    )
+    found: list[Plan | Infeasible] = []
+    for number, budget_bytes in enumerate(budgets, 1):
+        progress(f"budget {number} of {len(budgets)}")
+        try:
+            found.append(planner.as_plan(planner.plan(budget_bytes), budget_bytes))
+        except Infeasible as error:
+            found.append(error)
+    return found
+
+
+plan.sweep = sweep  # type: ignore[attr-defined]
 
 
 def auto_checkpoint(
