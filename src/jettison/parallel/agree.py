@@ -141,6 +141,18 @@ class Agreement:
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
 
+    def done(self) -> None:
+        """Wait until all ranks of every group have come so far. An agreement says this or `check`, not both.
+
+        Raises:
+            PlanMismatch: one failed, or did not come in time.
+        """
+        self._said = True
+        for each in self.rounds:
+            each.say({PLAN: "done"})
+        for each in self.rounds:
+            each.wait()
+
     def least(self, number: int) -> int:
         """The smallest that any rank of the first group has.
 

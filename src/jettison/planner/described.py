@@ -16,9 +16,10 @@ from jettison.capture.model_trace import Loop, ModelTrace, as_batch, as_call, lo
 from jettison.capture.signature import as_signed
 from jettison.capture.tracer import trace_model
 from jettison.capture.trees import tree_leaves
+from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
-from jettison.dryrun.user_step import ModelCall, ModelUse, Step, UserStep, observe
+from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError
 from jettison.parallel.imagined import inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
@@ -117,7 +118,8 @@ class OwnStep:
     """See `Described`."""
 
     step: Step
-    models: Sequence[nn.Module]
+    modules: Sequence[nn.Module]
+    copies: Copies
     batches: Sequence[Any]
     parts: Sequence[Part]
     optimizer: torch.optim.Optimizer | None
@@ -140,9 +142,9 @@ class OwnStep:
         """Over copies of the models."""
         planned = [part.number for part in self.parts]
         held = self.loop.gradients_held
-        dry_step = UserStep(self.step, self.models, planned, self.batches, self.mode, gradients_held=held)
+        dry_step = UserStep(self.step, self.copies, planned, self.batches, self.mode, gradients_held=held)
         if self.optimizer is not None:
-            dry_step.optimizer = optimizer_over(self.optimizer, self.models, dry_step.copies, self.mode)
+            dry_step.optimizer = optimizer_over(self.optimizer, self.modules, dry_step.all, self.mode)
         return dry_step
 
     def plans(self, budget_bytes: int) -> list[Plan]:
@@ -157,7 +159,7 @@ class OwnStep:
 
 def describe_step(
     step: Step,
-    models: Sequence[nn.Module],
+    models: Sequence[nn.Module | Scheduled],
     batches: Sequence[Any],
     optimizer: torch.optim.Optimizer | None,
     blocks: Mapping[int, Sequence[str]],
@@ -173,16 +175,18 @@ def describe_step(
     progress("running the step on fake tensors")
     mode = fake_mode(allow_non_fake_inputs=True)
     batches = [_without_meta(batch, models, mode) for batch in batches]
-    uses = observe(step, models, batches, mode)
+    copies = copies_of(models, mode)
+    uses = observe(step, copies, batches, mode)
     progress("tracing")
     parts = [
         _part(number, inside_of_ddp(one), use, mode, blocks.get(number, regions), loop)
-        for number, (one, use) in enumerate(zip(models, uses, strict=True))
+        for number, (one, use) in enumerate(zip(modules_of(models), uses, strict=True))
         if use.calls
     ]
     return OwnStep(
         step=step,
-        models=models,
+        modules=modules_of(models),
+        copies=copies,
         batches=sorted(batches, key=nbytes_of),
         parts=parts,
         optimizer=optimizer,
@@ -196,11 +200,11 @@ def nbytes_of(batch: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def _without_meta(batch: Any, models: Sequence[nn.Module], mode: FakeTensorMode) -> Any:
+def _without_meta(batch: Any, models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode) -> Any:
     """A batch of tensors without values, as if they were where the models are; those that share memory still do."""
     if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
         return batch
-    device = next((p.device for model in models for p in model.parameters()), None)
+    device = next((p.device for model in modules_of(models) for p in model.parameters()), None)
     return fake_batch(batch, mode, device)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
+from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
@@ -122,7 +123,7 @@ plan.sweep = sweep  # type: ignore[attr-defined]
 
 
 def auto_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Scheduled,
     batch: Any,
     memory_budget: str | int,
     *,
@@ -147,6 +148,8 @@ def auto_checkpoint(
     Call it under the same autocast and train/eval state as training.
 
     Args:
+        model: a module; or, with ``step``, a schedule of `torch.distributed.pipelining` over this rank's stages, whose
+            modules are planned together.
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes; ``"auto"``, what the device has left for
             this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest counts.
@@ -177,15 +180,17 @@ def auto_checkpoint(
         UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
     """
     how = check_of(check)
-    check_model(model)
-    check_optimizer(optimizer, model)
     models, shapes = _sequence("models", models), _sequence("shapes", shapes)
-    budget = budget_of(memory_budget, models or (model,), batch, optimizer)
+    modules = modules_of([model])
+    for one in modules:
+        check_model(one)
+    check_optimizer(optimizer, nn.ModuleList(modules))
+    budget = budget_of(memory_budget, modules_of(models or [model]), batch, optimizer)
     if reserved:
-        budget = of_reserved(budget, model)
+        budget = of_reserved(budget, nn.ModuleList(modules))
     if budget.words:
         progress(f"budget {budget.words}")
-    if step is not None or models or shapes or is_wrapped(model):
+    if not isinstance(model, nn.Module) or step is not None or models or shapes or is_wrapped(model):
         whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
         return auto_checkpoint_step(
             whole,

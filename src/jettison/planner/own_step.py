@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
+from jettison.dryrun.imagined_pipeline import Scheduled, modules_of, stages_of
 from jettison.dryrun.user_step import Step
-from jettison.errors import UnsupportedModule, UsageError
+from jettison.errors import PlanMismatch, UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
 from jettison.parallel.imagined import gradients_stay, held_by_ddp
@@ -40,8 +41,8 @@ def is_wrapped(model: nn.Module) -> bool:
 
 def checked_step(
     step: Step | None,
-    models: Sequence[nn.Module],
-    model: nn.Module,
+    models: Sequence[nn.Module | Scheduled],
+    model: nn.Module | Scheduled,
     *,
     regions: Iterable[str] | None,
     loss_fn: LossFn | None,
@@ -52,20 +53,27 @@ def checked_step(
     Raises:
         UsageError: arguments that do not go together.
     """
-    for number, one in enumerate(models):
-        if not isinstance(one, nn.Module):
+    for one in models:
+        if not isinstance(one, nn.Module | Scheduled):
             raise UsageError(f"models= has a {type(one).__name__}; expected modules, as in models=(policy, reference)")
-        inside = [other for other in models[:number] if set(one.modules()) & set(other.modules())]
+    modules = modules_of(models)
+    for number, one in enumerate(modules):
+        inside = [other for other in modules[:number] if set(one.modules()) & set(other.modules())]
         if inside:
             raise UsageError(
                 f"models= has {type(one).__name__}, which shares modules with {type(inside[0]).__name__}; give the "
                 "outermost module once"
             )
+    if step is None and not isinstance(model, nn.Module):
+        raise UsageError(
+            f"got a {type(model).__name__} without step=; expected step(schedule, batch) that calls schedule.step(...) "
+            "as this rank's loop does"
+        )
     if step is None and models:
         raise UsageError("got models= without step=; expected step(*models, batch) that runs forwards and backwards")
     if models and not any(one is model for one in models):
         raise UsageError("models= leaves out the model itself; expected all models of the step, in its order")
-    if regions is not None and len(models) > 1:
+    if regions is not None and len(modules) > 1:
         raise UsageError("got regions= with several models; mark blocks with jettison.checkpointable instead")
     if step is not None and loss_fn is not None:
         raise UsageError("got loss_fn= and step=; the step computes its loss itself: leave loss_fn= out")
@@ -85,7 +93,7 @@ def checked_step(
 
 def auto_checkpoint_step(
     step: Step,
-    models: Sequence[nn.Module],
+    models: Sequence[nn.Module | Scheduled],
     batches: Sequence[Any],
     budget: Budget,
     *,
@@ -105,7 +113,8 @@ def auto_checkpoint_step(
     Raises:
         UsageError: a step that does not use what it is given.
     """
-    for one in models:
+    modules = modules_of(models)
+    for one in modules:
         check_model(one)
         check_states(one)
         if any(p.is_meta for p in one.parameters()):
@@ -113,15 +122,17 @@ def auto_checkpoint_step(
                 f"{type(one).__name__} is on meta, and a step is dry-run where its models are; move it to its device "
                 "first (to_empty), or plan without step="
             )
-    groups = _groups(models, group)
+    pipelines = _pipelines(models)
+    if pipelines and len(batches) > 1:
+        raise UsageError("got shapes= with a pipeline; its stages exchange tensors of one shape: give one batch")
+    groups = _groups(modules, group)
     began = time.perf_counter()
-    with Agreement(groups) as agreement:
+    with Agreement(pipelines) as stages, Agreement(groups) as agreement:
         budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
-        held = any(p.grad is not None for one in models for p in one.parameters())
-        held = (held if gradients_held is None else gradients_held) or any(map(gradients_stay, models))
-        beside = elsewhere_bytes(nn.ModuleList(models), max(batches, key=nbytes_of), optimizer) + sum(
-            map(held_by_ddp, models)
-        )
+        held = any(p.grad is not None for one in modules for p in one.parameters())
+        held = (held if gradients_held is None else gradients_held) or any(map(gradients_stay, modules))
+        beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
+        beside += sum(map(held_by_ddp, modules))
         loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside)
         one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress)
 
@@ -131,8 +142,13 @@ def auto_checkpoint_step(
 
         made = agreement.first(lambda: one.plans(budget_bytes), tell)
         applied = agreed(replace(_applied(one.parts, made, how), budget=budget.words), agreement)
+        try:
+            stages.done()
+        except PlanMismatch:
+            applied.remove()
+            raise
     plans = None
-    if not any(groups_for(one, group) for one in models):
+    if not pipelines and not any(groups_for(one, group) for one in modules):
         blocks = {part.number: part.blocks for part in one.parts}
 
         def describe(batch: Any) -> OwnStep:
@@ -147,7 +163,7 @@ def auto_checkpoint_step(
             progress=progress,
         )
         plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
-    by_itself = plain and not any(map(sharded_modules, models))
+    by_itself = plain and not any(map(sharded_modules, modules))
     follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=by_itself)
     return applied
 
@@ -170,6 +186,12 @@ def _shape(batch: Any) -> BatchShape:
 def _call_shape(batch: Any) -> BatchShape:
     """Of what is given to the model itself."""
     return BatchShape.of(*as_call(batch))
+
+
+def _pipelines(models: Sequence[nn.Module | Scheduled]) -> list[tuple[int, ...]]:
+    """Ranks that run the stages of one pipeline."""
+    found = [stages_of(one)[0].group for one in models if not isinstance(one, nn.Module)]
+    return [ranks_in(group or distributed.group.WORLD) for group in found]
 
 
 def _groups(models: Sequence[nn.Module], group: Group | None) -> list[tuple[int, ...]]:
