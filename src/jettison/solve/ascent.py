@@ -1,8 +1,8 @@
 """Multipliers for `bound.relax` where HiGHS is not installed: subgradient ascent, as of Held & Karp (1971).
 
 Any multipliers give a bound (bound.py), so these need not be the best ones: what they miss is paid in labels, and told
-by the certificate. The path that is the cheapest at some prices says by how much it breaks each budget; prices move along
-that, by Polyak's step towards the cheapest path known that breaks none.
+by the certificate. The path that is the cheapest at some prices says by how much it breaks each budget; prices move
+along that, by Polyak's step towards the cheapest path known that breaks none.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ class Plan:
         from pydantic import ValidationError  # making and running a plan needs none of it
 
         try:
-            stated: _Header = _adapter(_Header).validate_json(text, strict=True)
-            plan: Plan = _adapter(cls).validate_json(text, strict=True)
+            stated: _Header = _header_adapter().validate_json(text, strict=True)
+            plan: Plan = _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             raise _not_a_plan(error) from error
         if plan.hash != stated.hash:
@@ -214,7 +214,14 @@ def _not_a_plan(error: ValidationError) -> UsageError:
 
 
 @cache
-def _adapter(kind: Any) -> Any:
+def _adapter() -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(Plan)
+
+
+@cache
+def _header_adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(_Header)
