@@ -85,7 +85,8 @@ class Block(nn.Module):
         self, hidden: int, attention: nn.Module, mlp: nn.Module, *, side_by_side: bool = False, window: int = 0
     ) -> None:
         super().__init__()
-        self.norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-6), nn.RMSNorm(hidden, eps=1e-6)
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.mlp_norm = nn.Identity() if side_by_side else nn.RMSNorm(hidden, eps=1e-6)
         self.attention, self.mlp, self.side_by_side, self.window = attention, mlp, side_by_side, window
 
     def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -132,7 +133,8 @@ class EncoderBlock(nn.Module):
         self.attention = Attention(h, size.heads, size.heads, dropout=dropout)
         self.cross = Attention(h, size.heads, size.heads, dropout=dropout) if cross else None
         self.mlp, self.dropout = Mlp(h, 4 * h, dropout), nn.Dropout(dropout)
-        self.norm, self.mlp_norm, self.cross_norm = nn.LayerNorm(h), nn.LayerNorm(h), nn.LayerNorm(h)
+        self.norm, self.mlp_norm = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.cross_norm = nn.LayerNorm(h) if cross else nn.Identity()
 
     def forward(self, x_bsh: Tensor, mask: Tensor, memory_bsh: Tensor | None = None) -> Tensor:
         """The residual stream after the block."""

@@ -70,7 +70,7 @@ class Kind:
 
 FP32 = torch.float32
 KINDS = (
-    Kind(family="llama", kernel="flash", tiny=True),
+    Kind(family="llama", kernel="flash"),
     Kind(family="gpt", kernel="flash", dropout=0.1),
     Kind(family="llama-repeated", kernel="memory-efficient"),
     Kind(family="llama-repeated", kernel="math", dtype=FP32),

@@ -72,14 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = _device(options.device)
     if device is None:
         print(
-            "gpu kit: no CUDA device here; nothing was measured. --device cpu --tiny tries its logic", file=sys.stderr
+            "gpu kit: no CUDA device here; nothing was measured (its logic: --device cpu --tiny)", file=sys.stderr
         )
         return 2
     setting = Setting(
         device=device, tiny=options.tiny, rounds=options.rounds or (2 if options.tiny else 8), compiles=options.compile
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    faulthandler.dump_traceback_later(options.seconds + GRACE_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(options.seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
     try:
         logs = run_sections(options, setting)
     finally:

@@ -107,4 +107,9 @@ def _fitting(setting: Setting, size: Size) -> int:
         del model, batch
         torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(setting.device)
-    return max(1, 1 + int((SHARE * free - peaks[0]) // max(1, (peaks[1] - peaks[0]) // 2)))
+    return layers_in(int(SHARE * free), peaks[0], peaks[1])
+
+
+def layers_in(room_bytes: int, of_one: int, of_three: int) -> int:
+    """Layers of which a plain step takes no more than so much, by the peaks of one layer's and of three; at least 1."""
+    return max(1, 1 + (room_bytes - of_one) // max(1, (of_three - of_one) // 2))
