@@ -1,1 +1,1 @@
-"""What is measured on a GPU: `python3 -m benchmarks.gpu.kit`, or `make gpu`. Needs torch and numpy, nothing else."""
+"""What is measured on a GPU: `python3 -m benchmarks.gpu.kit`, or `make gpu`. Needs torch, nothing else."""

@@ -16,7 +16,7 @@ from benchmarks.gpu.setting import Setting, name_of, why_no_compiler
 from jettison.units import format_bytes
 
 PACKAGES = ("numpy", "triton", "pydantic", "highspy", "transformers")
-"""Only the first is needed; the others are named because a run may differ where they are there."""
+"""None of them is needed; they are named because a run may differ where they are there."""
 
 
 def run(setting: Setting, log: Log, *, quick: bool) -> None:

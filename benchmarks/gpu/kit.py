@@ -71,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     device = _device(options.device)
     if device is None:
-        print(
-            "gpu kit: no CUDA device here; nothing was measured (its logic: --device cpu --tiny)", file=sys.stderr
-        )
+        print("gpu kit: no CUDA device here; nothing was measured (its logic: --device cpu --tiny)", file=sys.stderr)
         return 2
     setting = Setting(
         device=device, tiny=options.tiny, rounds=options.rounds or (2 if options.tiny else 8), compiles=options.compile

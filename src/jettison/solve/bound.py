@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from jettison.solve.ascent import ascend
 from jettison.solve.moves import Move, Walk
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
@@ -95,6 +94,7 @@ def best_multipliers(budgeted: BudgetedWalk) -> Sequence[float] | Floats:
     """The duals of the linear relaxation; zeros where the solver finds none, which is a valid choice, too."""
     try:
         import highspy
+        import numpy as np
     except ImportError:
         return ascend(budgeted)
     walk = budgeted.walk
@@ -129,6 +129,8 @@ def _quiet(highspy: Any) -> Any:
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:
     """Columns: every move, then the prefix at positions 1 .. R. Rows: R paths, R prefixes, R budgets, and the loss."""
+    import numpy as np
+
     walk, count = budgeted.walk, budgeted.walk.count
     moves = [m for group in budgeted.moves for m in group]
     prefix_row, budget_row = count, 2 * count
