@@ -24,13 +24,18 @@ from typing import Protocol
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products may otherwise differ from run to run
 
-import torch
+try:
+    import torch
+except ImportError:
+    print(f"gpu kit: {sys.executable} has no torch; say which has, as in: make gpu PYTHON=python3.12", file=sys.stderr)
+    raise SystemExit(2) from None
 
 from benchmarks.gpu import calibration, environment, gradients, layer_22b, llama, overhead, predictions
 from benchmarks.gpu.cases import Log, Status, slug
 from benchmarks.gpu.setting import Setting, name_of
 
 RESULTS = Path(__file__).parents[1] / "results"
+TRIALS = Path("out") / "gpu-kit"
 LIMIT_SECONDS = 465.0
 """Of the eight minutes; importing torch is before them."""
 GRACE_SECONDS = 90.0
@@ -76,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = Setting(
         device=device, tiny=options.tiny, rounds=options.rounds or (2 if options.tiny else 8), compiles=options.compile
     )
+    options.out = options.out or (TRIALS if device.type == "cpu" else RESULTS)
     options.out.mkdir(parents=True, exist_ok=True)
     faulthandler.dump_traceback_later(options.seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
     try:
@@ -151,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="a CUDA device by default")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--seconds", type=float, default=LIMIT_SECONDS, help="after which no case begins")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for documents and pages")
+    parser.add_argument("--out", type=Path, help=f"folder for documents and pages; {RESULTS.name}/, of a CPU {TRIALS}")
     parser.add_argument("--tiny", action="store_true", help="sizes that a CPU runs in seconds")
     parser.add_argument("--quick", action="store_true", help="a few cases of each section")
     parser.add_argument("--rounds", type=int, help="of everything that is timed")
