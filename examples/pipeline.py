@@ -7,6 +7,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
 import jettison
 
 
@@ -44,9 +45,8 @@ def main(budget=None):
     def step(schedule, ids):
         schedule.step(*[ids] * (rank == 0), target=ids if rank == ranks - 1 else None, return_outputs=False)
 
-    numbers = torch.Generator().manual_seed(0)
     for number in range(3):
-        ids = torch.randint(0, 512, (16, 128), generator=numbers)
+        ids = torch.randint(0, 512, (16, 128))  # the same on all ranks
         if number == 0 and budget:
             jettison.auto_checkpoint(schedule, ids, budget, optimizer=optimizer, step=step)
         step(schedule, ids)
