@@ -16,9 +16,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 
+from jettison.dryrun.imagined_pipeline import SendingStage, send_nothing
 from jettison.errors import UsageError
 from jettison.ledger.schedule import in_flight, order
 from jettison.measure.memory import unique_bytes
@@ -244,46 +244,17 @@ class Pipeline:
         return stage.logits(self._batch.micro_batch, self._dtype(stage))
 
 
-class _SendingStage(PipelineStage):
-    """A stage that holds on to what it sends, since torch's schedules wait for sends at the end of a step.
-
-    1F1B without virtual stages waits for each before the next, but keeps one of the first ones all along.
-    """
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.sent: list[Tensor] = []
-        self.waits = False
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._noted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._noted(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _noted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if not (self.waits and self.sent):
-            self.sent += [op.tensor for op in ops]
-        return ops
-
-
 class _ImaginedPipeline(Pipeline):
     """Over fake copies of stages on fake tensors, and groups that send nothing."""
 
-    stage_class = _SendingStage
+    stage_class = SendingStage
 
     def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
         """As for real; but what stages would ask each other they know."""
         made, schedule = super()._laid_out(micro_batches, kind)
+        send_nothing(schedule, made)
         for stage in made:
-            one_by_one = kind is Schedule.ONE_F_ONE_B and self._places.layout.virtual_stages == 1
-            stage.waits = one_by_one or micro_batches == 1
-
-        def agree_at_once(*_: Any) -> None:
-            for stage in made:
-                stage._inference_mode = InferenceMode.STATIC
-
-        schedule._warmup_p2p = agree_at_once
+            stage.waits |= micro_batches == 1
         return made, schedule
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
