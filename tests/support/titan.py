@@ -50,9 +50,9 @@ with warnings.catch_warnings(action="ignore"):
         default_adamw,
     )
     from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import CommConfig, CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config import CommConfig, CompileConfig, ConfigManager, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
-    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
     from torchtitan.trainer import Trainer
 
@@ -132,7 +132,13 @@ class Measured(Trainer):
 
 
 def config(
-    activation_checkpoint: Any = None, *, chunked: bool = False, micro_batches: int = 1, kinds: int = 1, **more: Any
+    activation_checkpoint: Any = None,
+    *,
+    chunked: bool = False,
+    micro_batches: int = 1,
+    kinds: int = 1,
+    attention: Any = None,
+    **more: Any,
 ) -> Any:
     """A Llama of four layers.
 
@@ -141,7 +147,7 @@ def config(
         kinds: of optimizers.
     """
     spec = model_registry("debugmodel")
-    attention = ScaledDotProductAttention.Config()
+    attention = attention or ScaledDotProductAttention.Config()
     spec.model.layers = [
         dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, inner_attention=attention))
         for layer in spec.model.layers[:4]
@@ -176,10 +182,10 @@ def config(
     )
 
 
-def built(**how: Any) -> Any:
+def built(*policy: Any, **how: Any) -> Any:
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):
-        trainer = config(**how).build()
+        trainer = config(*policy, **how).build()
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule) and distributed.get_world_size() > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it adds
@@ -197,17 +203,17 @@ def trained(trainer: Any) -> tuple[list[tuple[float, float]], list[Tensor]]:
     return seen, [(p.full_tensor() if isinstance(p, DTensor) else p).clone() for p in parameters]
 
 
-def compared(share: float, *, by_hand: bool = False, **how: Any) -> dict[str, Any]:
-    """Plain steps, and the same under a share of their peak.
+def compared(*, by_hand: bool = False, **how: Any) -> dict[str, Any]:
+    """Plain steps, and the same under 0.85 of their peak.
 
     Args:
         by_hand: the budget is given to the trainer that is built, not to its configuration.
     """
     plain = built(**how)
     losses, parameters = trained(plain)
-    budget = int(share * max(plain.peaks))
+    budget = int(0.85 * max(plain.peaks))
     policy = None if by_hand else integration.AutoCheckpoint.Config(budget=budget)
-    trainer = built(activation_checkpoint=policy, **how)
+    trainer = built(policy, **how)
     if by_hand:
         integration.auto_checkpoint_trainer(trainer, budget)
     again, same = trained(trainer)
@@ -220,40 +226,52 @@ def compared(share: float, *, by_hand: bool = False, **how: Any) -> dict[str, An
         "budget": budget,
         "peaks": trainer.peaks,
         "predicted": plan.predicted.peak_bytes,
-        "policies": [layer.policy.value for layer in plan.layers],
         "seen": (trainer.ntokens_seen, plain.ntokens_seen),
         "left": "forward_backward_step" in vars(trainer),
     }
 
 
-def refusals(_: Any) -> dict[str, str]:
+def refused(_: Any) -> dict[str, str]:
     """What torchtitan does by itself, and what is said of it."""
-    said = {}
-    budget = integration.AutoCheckpoint.Config(budget="1GiB")
-    for name, how in {
-        "graphs": {"activation_checkpoint": budget, "disable_cuda_graphs": False},
-        "compile": {"activation_checkpoint": budget, "compile": CompileConfig(enable=True)},
-        "pipeline": {"activation_checkpoint": budget, "parallelism": {"pipeline_parallel_degree": 2}},
-        "selective": {"activation_checkpoint": SelectiveAC.Config()},
+    said, budget = {}, integration.AutoCheckpoint.Config(budget="1GiB")
+    for name, refuses in {
+        "graphs": lambda: built(budget, disable_cuda_graphs=False),
+        "compile": lambda: built(budget, compile=CompileConfig(enable=True)),
+        "flex": lambda: built(budget, attention=FlexAttention.Config()),
+        "selective": lambda: integration.auto_checkpoint_trainer(built(SelectiveAC.Config()), "1GiB"),
+        "pipeline": lambda: integration.auto_checkpoint_trainer(
+            SimpleNamespace(config=config(parallelism={"pipeline_parallel_degree": 2})), "1GiB"
+        ),
+        "whole mesh": lambda: trained(built(budget, parallelism={"spmd_backend": "full_dtensor"})),
+        "nobody": lambda: budget.build().apply(torch.nn.Module()),
     }.items():
         try:
-            integration._check(config(**how))
+            refuses()
         except JettisonError as error:
             said[name] = str(error)
-    try:
-        budget.build().apply(torch.nn.Module())
-    except JettisonError as error:
-        said["nobody"] = str(error)
     return said
 
 
-def one_rank(_: Any) -> dict[str, Any]:
-    return {
-        "as it comes": compared(0.8),
-        "chunked": compared(0.85, chunked=True, micro_batches=2, kinds=2, by_hand=True),
-        "refused": refusals(None),
-    }
+def llama() -> Any:
+    """A configuration as torchtitan's command line finds it."""
+    return config(integration.AutoCheckpoint.Config(budget="1GiB"))
 
 
-def two_ranks(_: Any) -> dict[str, Any]:
-    return {"fsdp": compared(0.8, parallelism={"spmd_backend": "partial_dtensor"})}
+def on_the_command_line(_: Any) -> list[Any]:
+    """What torchtitan makes of its arguments: the budget, and the steps."""
+    with warnings.catch_warnings(action="ignore"):
+        found: Any = ConfigManager().parse_args(
+            ["--module", "support.titan", "--config", "llama", "--training.steps", "5"]
+        )
+    return [
+        type(found.activation_checkpoint.build()).__name__,
+        found.activation_checkpoint.budget,
+        found.training.steps,
+    ]
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "chunked": {"chunked": True, "micro_batches": 2, "kinds": 2, "by_hand": True},
+    "sharded": {"parallelism": {"spmd_backend": "partial_dtensor"}},
+}

@@ -6,6 +6,7 @@ that it was made for, with their parameters.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,7 @@ def close_over_copies(model: nn.Module, copies: Mapping[int, Any]) -> None:
         if attributes is vars(module):
             continue
         for name, value in attributes.items():
-            if isinstance(value, types.FunctionType):
+            if isinstance(value, types.FunctionType | functools.partial):
                 attributes[name] = _over_copies(value, copies, {})
 
 
@@ -39,6 +40,8 @@ def _over_copies(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) ->
     if isinstance(value, types.MethodType):
         own = _over_copies(value.__self__, copies, made)
         return value if own is value.__self__ else types.MethodType(value.__func__, own)
+    if isinstance(value, functools.partial):
+        return _partial(value, copies, made)
     if not isinstance(value, types.FunctionType) or not value.__closure__:
         return value
     if id(value) not in made:
@@ -47,6 +50,16 @@ def _over_copies(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) ->
         if any(ours is not theirs for ours, theirs in zip(cells, value.__closure__, strict=True)):
             made[id(value)] = _with_cells(value, cells)
     return made[id(value)]
+
+
+def _partial(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
+    theirs = [value.func, *value.args, *value.keywords.values()]
+    ours = [_over_copies(one, copies, made) for one in theirs]
+    if all(a is b for a, b in zip(ours, theirs, strict=True)):
+        return value
+    function, *rest = ours
+    count = len(value.args)
+    return functools.partial(function, *rest[:count], **dict(zip(value.keywords, rest[count:], strict=True)))
 
 
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -49,6 +51,7 @@ class AutoCheckpoint(ActivationCheckpointing):
             UnsupportedModule: no Trainer is being built; or as `auto_checkpoint_trainer`.
         """
         config: Any = self.config
+        _check_model(model)
         auto_checkpoint_trainer(_being_built(), config.budget, check=config.check)
 
 
@@ -61,6 +64,7 @@ class TorchtitanPlan(TrainerPlan):
         """See `TrainerPlan`."""
         trainer = self.trainer
         (model,) = trainer.model_parts
+        _check_model(model)
         waiting = trainer.gradient_accumulation_steps - 1
         inputs = given["input_dict"], given["labels"]
         # train_step holds those of all its micro-batches
@@ -135,13 +139,28 @@ def _check(config: Any) -> None:
         )
 
 
+def _check_model(model: nn.Module) -> None:
+    """Whether its attention can be recorded.
+
+    Raises:
+        UnsupportedModule: it cannot.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FlexAttention):
+            raise UnsupportedModule(
+                f"{name} is FlexAttention, one compiled operator of higher order, which Jettison cannot record. Say "
+                "attn_backend='varlen', or inner_attention=ScaledDotProductAttention.Config() where a batch has no "
+                "documents to keep apart"
+            )
+
+
 def _being_built() -> Trainer:
     """The Trainer whose ``__init__`` is running: it hands the policy a model, and nothing of itself.
 
     Raises:
         UnsupportedModule: there is none.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, Trainer):
@@ -184,8 +203,8 @@ class _Together(torch.optim.Optimizer):
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self)
+    def __getstate__(self) -> Any:
+        return self.optimizers
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def __setstate__(self, optimizers: Any) -> None:
+        self.optimizers = optimizers

@@ -103,11 +103,7 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
             placements[parameter] = sharded.fsdp_placement
             dtensor = dtensor or sharded.is_dtensor
         groups = state._fsdp_param_groups
-        if len(groups) > 1:
-            raise UnsupportedModule(
-                f"{names[module] or 'the model'} is sharded by FSDP2 over several meshes at once, which no dry run "
-                "repeats yet; use apply() with a policy or a plan"
-            )
+        _check_groups(names[module] or "the model", groups)
         group = groups[0] if groups else group  # a unit may have no parameters left: the root is still the root
         if group is None:
             continue
@@ -124,6 +120,25 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
         )
         made.append((state, modules[0]._get_fsdp_state()))
     _set_alike(made)
+
+
+def _check_groups(name: str, groups: Sequence[Any]) -> None:
+    """Whether what FSDP manages in one module can be sharded again.
+
+    Raises:
+        UnsupportedModule: it cannot.
+    """
+    if len(groups) > 1:
+        raise UnsupportedModule(
+            f"{name} is sharded by FSDP2 over several meshes at once, which no dry run repeats yet; use apply() with a "
+            "policy or a plan"
+        )
+    if any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups):  # older versions have no such
+        raise UnsupportedModule(
+            f"{name} was sharded with dp_mesh_dims=, its parameters distributed over the whole mesh, which no dry run "
+            "repeats yet; give fully_shard the data-parallel axes alone (torchtitan: "
+            "parallelism.spmd_backend='partial_dtensor')"
+        )
 
 
 def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
@@ -174,7 +189,7 @@ def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
             _imagined[root] = DeviceMesh(
                 root.device_type, root.mesh, mesh_dim_names=root.mesh_dim_names, backend_override=fake
             )
-        found = _imagined[root] if mesh is root else _imagined[root][names]
+        found = _imagined[root] if mesh is root else _part_of(_imagined[root], mesh)
     else:
         groups = [
             distributed.new_group(
@@ -187,3 +202,19 @@ def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
         )
     _imagined[mesh] = found
     return found
+
+
+def _part_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """The same dims of an imagined root. Dims that the root was unflattened into have names that it does not know."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    if set(names) <= set(root.mesh_dim_names or ()):
+        return root[names]
+    return DeviceMesh(
+        root.device_type,
+        _layout=mesh._layout,
+        _rank_map=root._rank_map,
+        mesh_dim_names=names,
+        _root_mesh=root,
+        backend_override=(("fake", None),) * mesh.ndim,
+    )
