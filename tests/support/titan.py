@@ -243,6 +243,9 @@ def refused(_: Any) -> dict[str, str]:
             SimpleNamespace(config=config(parallelism={"pipeline_parallel_degree": 2})), "1GiB"
         ),
         "whole mesh": lambda: trained(built(budget, parallelism={"spmd_backend": "full_dtensor"})),
+        "tensor": lambda: integration.auto_checkpoint_trainer(
+            SimpleNamespace(config=config(parallelism={"tensor_parallel_degree": 2})), "1GiB"
+        ),
         "nobody": lambda: budget.build().apply(torch.nn.Module()),
     }.items():
         try:

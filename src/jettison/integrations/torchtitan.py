@@ -100,7 +100,7 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | int, **options: A
         options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
 
     Raises:
-        UnsupportedModule: the trainer checkpoints, compiles, captures CUDA graphs or runs a pipeline.
+        UnsupportedModule: the trainer checkpoints, compiles, captures CUDA graphs, or is parallel in more than data.
     """
     _check(trainer.config)
     options.setdefault("progress", lambda text: logger.info(f"Jettison: {text}"))
@@ -132,6 +132,12 @@ def _check(config: Any) -> None:
             "torchtitan is to capture its steps as CUDA graphs; say training.disable_cuda_graphs=True: what is "
             "computed again is decided, and checked, in Python"
         )
+    for axis in ("tensor", "context", "expert"):
+        if getattr(config.parallelism, f"{axis}_parallel_degree") > 1:
+            raise UnsupportedModule(
+                f"torchtitan is to run {axis} parallelism, whose blocks no dry run repeats yet; say "
+                f"parallelism.{axis}_parallel_degree=1: data parallelism (FSDP) is planned"
+            )
     if config.parallelism.pipeline_parallel_degree > 1:
         raise UnsupportedModule(
             "torchtitan is to run a pipeline, whose micro-batches in flight auto_checkpoint does not plan; say "

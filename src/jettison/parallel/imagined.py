@@ -189,7 +189,7 @@ def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
             _imagined[root] = DeviceMesh(
                 root.device_type, root.mesh, mesh_dim_names=root.mesh_dim_names, backend_override=fake
             )
-        found = _imagined[root] if mesh is root else _part_of(_imagined[root], mesh)
+        found = _imagined[root] if mesh is root else _imagined[root][names]
     else:
         groups = [
             distributed.new_group(
@@ -202,19 +202,3 @@ def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
         )
     _imagined[mesh] = found
     return found
-
-
-def _part_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """The same dims of an imagined root. Dims that the root was unflattened into have names that it does not know."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    if set(names) <= set(root.mesh_dim_names or ()):
-        return root[names]
-    return DeviceMesh(
-        root.device_type,
-        _layout=mesh._layout,
-        _rank_map=root._rank_map,
-        mesh_dim_names=names,
-        _root_mesh=root,
-        backend_override=(("fake", None),) * mesh.ndim,
-    )
