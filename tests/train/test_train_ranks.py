@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -182,6 +183,22 @@ def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> 
     assert list(found) == list(range(1, 7))
     for step, values in found.items():
         assert values == pytest.approx(expected[step], rel=1e-4)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_of_shards_are_one_process(tmp_path: Path, zero: Literal[2, 3]) -> None:
+    """Two replicas, each spread over two ranks; one process has their curve, and goes on from their checkpoint."""
+    made = recipe(tmp_path, steps=4)
+    made = replace(made, batch=replace(made.batch, micro_batch=1))  # each rank has two in a step
+    train(replace(recipe(tmp_path / "alone"), batch=made.batch))
+    code, out = finished(replace(made, layout=LayoutSection(zero=zero, shards=2)), tmp_path, ranks=4)
+    assert code == 0, out
+    result = train(replace(recipe(tmp_path), batch=made.batch), must_resume=True)
+    assert result.resumed_step == 4
+    expected, found = curve(tmp_path / "alone"), curve(tmp_path)
+    assert list(found) == list(range(1, STEPS + 1))
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=1e-12)
 
 
 def test_a_signal_to_the_launcher(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ class WholeModel:
     """Every rank runs the model from end to end; gradients are averaged over data-parallel ranks.
 
     Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
-    twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves.
+    twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves. The
+    shards of replicas are averaged once in any case.
     """
 
     def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:
@@ -166,6 +167,7 @@ class WholeModel:
         if isinstance(self._run, FSDPModule):
             self._run.set_is_last_backward(last)
             self._run.set_requires_gradient_sync(last or self._places.layout.zero == 3)
+            self._run.set_requires_all_reduce(last)
         return nullcontext()
 
 

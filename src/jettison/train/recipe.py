@@ -179,6 +179,8 @@ class LayoutSection:
         dp: data-parallel ranks: what tp and pp leave.
         zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
             backward; 3: FSDP2 that gathers them again.
+        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp. Fewer of them make HSDP: dp / shards
+            replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
         schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
     """
@@ -187,6 +189,7 @@ class LayoutSection:
 
     dp: int | None = None
     zero: Literal[0, 2, 3] = 0
+    shards: int | None = None
     tp: int = 1
     sp: bool | None = None
     pp: int = 1
@@ -194,7 +197,9 @@ class LayoutSection:
     schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
 
     def __post_init__(self) -> None:
-        _positive(self, "dp", "tp", "pp", "virtual_stages")
+        _positive(self, "dp", "shards", "tp", "pp", "virtual_stages")
+        if self.shards is not None and self.zero == 0:
+            raise UsageError(f"got shards {self.shards} with zero 0, which spreads nothing; expected zero 2 or 3")
 
     def over(self, ranks: int) -> Layout:
         """The layout on this many ranks.
@@ -218,6 +223,19 @@ class LayoutSection:
             virtual_stages=self.virtual_stages,
             schedule=Schedule(self.schedule),
         )
+
+    def spread(self, dp: int) -> tuple[int, int]:
+        """Over so many data-parallel ranks: how many replicas there are, and over how many ranks each is spread.
+
+        Raises:
+            UsageError: the shards do not divide them.
+        """
+        if not self.zero:
+            return dp, 1
+        shards = dp if self.shards is None else self.shards
+        if dp % shards:
+            raise UsageError(f"layout.shards: got {shards}, which does not divide the {dp} data-parallel ranks")
+        return dp // shards, shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,6 +55,11 @@ class Session:
     step: int = 0
 
     @property
+    def shards(self) -> int:
+        """Ranks among which parameters are spread."""
+        return self.recipe.layout.spread(self.layout.dp)[1]
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained on this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
@@ -74,7 +79,7 @@ class Session:
             seq=batch.seq,
             data=self.text.digest,
             world=self.world.size,
-            layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
+            layout=f"dp {layout.dp} zero {layout.zero} shards {self.shards} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
             model=self.model,
             optimizer=optimizer_state(self.recipe.optimizer),
             schedule=schedule(self.recipe),
@@ -104,7 +109,8 @@ def prepare(
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
     model = described_model(recipe.model, built.model)
     work = _work(recipe, layout, accumulation, built, batches)
-    places = Places.of(layout, world, mixed=recipe.precision == "bf16")
+    spread = recipe.layout.spread(layout.dp)
+    places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
     engine = world.together(lambda: _engine(recipe, built, places, world.device))
     example = batches.rows(0, 0).to(world.device)
@@ -160,6 +166,7 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
         )
     if layout.pp > 1 and recipe.precision == "bf16-autocast":
         raise UsageError('precision: got "bf16-autocast" with layout.pp; expected "bf16" or "fp32"')
+    recipe.layout.spread(layout.dp)
     return layout, recipe.batch.accumulation(layout.dp)
 
 
