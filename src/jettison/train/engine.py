@@ -88,8 +88,8 @@ class WholeModel:
     """Every rank runs the model from end to end; gradients are averaged over data-parallel ranks.
 
     Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
-    twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves. The
-    shards of replicas are averaged once in any case.
+    twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves.
+    Shards of replicas are averaged once in any case.
     """
 
     def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:

@@ -179,7 +179,7 @@ class LayoutSection:
         dp: data-parallel ranks: what tp and pp leave.
         zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
             backward; 3: FSDP2 that gathers them again.
-        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp. Fewer of them make HSDP: dp / shards
+        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp. Fewer make HSDP: dp / shards
             replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
         schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.

@@ -55,9 +55,17 @@ class Session:
     step: int = 0
 
     @property
-    def shards(self) -> int:
-        """Ranks among which parameters are spread."""
-        return self.recipe.layout.spread(self.layout.dp)[1]
+    def sizes(self) -> dict[str, int]:
+        """The layout, as it is written down."""
+        layout, (_, shards) = self.layout, self.recipe.layout.spread(self.layout.dp)
+        return {
+            "dp": layout.dp,
+            "zero": layout.zero,
+            "shards": shards,
+            "tp": layout.tp,
+            "sp": layout.sp,
+            "pp": layout.pp,
+        }
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -70,7 +78,7 @@ class Session:
 
     def state(self) -> RunState:
         """What a checkpoint says."""
-        batch, layout = self.recipe.batch, self.layout
+        batch = self.recipe.batch
         return RunState(
             step=self.step,
             steps=self.recipe.steps,
@@ -79,7 +87,7 @@ class Session:
             seq=batch.seq,
             data=self.text.digest,
             world=self.world.size,
-            layout=f"dp {layout.dp} zero {layout.zero} shards {self.shards} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
+            layout=" ".join(f"{name} {size}" for name, size in self.sizes.items()),
             model=self.model,
             optimizer=optimizer_state(self.recipe.optimizer),
             schedule=schedule(self.recipe),
