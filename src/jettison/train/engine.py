@@ -156,7 +156,7 @@ class WholeModel:
 
     def context(self) -> AbstractContextManager[object]:
         """Autocast, if asked for."""
-        return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()
+        return forward_context(self._device, autocast=self._autocast)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return checked_loss(call_model(self._run, self._built.call(batch.rows)), self._built.loss_fn)
@@ -181,6 +181,11 @@ def _fill_buckets(run: DistributedDataParallel) -> None:
         run.reducer._rebuild_buckets()
         run.reducer.prepare_for_backward([])
         torch.autograd.backward(parameters[::-1], [torch.zeros_like(p) for p in parameters[::-1]])
+
+
+def forward_context(device: torch.device, *, autocast: bool) -> AbstractContextManager[object]:
+    """Autocast to bf16, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
 
 
 def checked_loss(output: object, loss_fn: LossFn | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from jettison.measure.memory import unique_bytes
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Schedule
 from jettison.train.data_order import derived_seed
-from jettison.train.engine import MicroBatch, Phase
+from jettison.train.engine import MicroBatch, Phase, forward_context
 from jettison.train.pipeline_stages import StageModule, cut
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
@@ -35,10 +35,20 @@ TIED = ("tokens.weight", "head.weight")
 """Names of a weight that the first and the last stage of a GPT have in common; checkpoints know the first."""
 
 
+class _Stage(PipelineStage):
+    """A stage whose forwards run in a context: a schedule's step is forwards and backwards, and autocast is for those."""
+
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
+        with self.context():
+            return super().forward_maybe_with_nosync(*args, **more)
+
+
 class Pipeline:
     """This rank's stages. Each draws from streams of its own, seeded by micro-batch and stage."""
 
-    stage_class = PipelineStage
+    stage_class: type[_Stage] = _Stage
 
     def __init__(
         self,
@@ -47,6 +57,8 @@ class Pipeline:
         batch: BatchSection,
         device: torch.device,
         ends: dist.ProcessGroup | None = None,
+        *,
+        autocast: bool,
     ) -> None:
         """Over stages as they are cut, or fake copies of them. Plan and shard them next, then call `start`.
 
@@ -56,6 +68,7 @@ class Pipeline:
         self._places = places
         self._batch = batch
         self._device = device
+        self._autocast = autocast
         self.stages = stages
         self.parts: Sequence[nn.Module] = stages
         rank = places.mesh["pp"].get_local_rank()
@@ -67,7 +80,9 @@ class Pipeline:
         self._calls = [0] * len(stages)
 
     @classmethod
-    def of(cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device) -> Pipeline:
+    def of(
+        cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device, *, autocast: bool
+    ) -> Pipeline:
         """Cut the model.
 
         Raises:
@@ -75,14 +90,15 @@ class Pipeline:
         """
         stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
         tied = getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight
-        made = cls(stages, places, batch, device, _group_of_ends(places) if tied else None)
+        made = cls(stages, places, batch, device, _group_of_ends(places) if tied else None, autocast=autocast)
         for chunk, stage in enumerate(stages):
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
 
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Pipeline:
         """See `Engine`."""
-        return _ImaginedPipeline([cast(StageModule, m) for m in fake_modules], places, self._batch, self._device)
+        stages = [cast(StageModule, m) for m in fake_modules]
+        return _ImaginedPipeline(stages, places, self._batch, self._device, autocast=self._autocast)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
@@ -127,8 +143,8 @@ class Pipeline:
             )
 
     def context(self) -> AbstractContextManager[object]:
-        """Nothing."""
-        return nullcontext()
+        """Autocast, if asked for."""
+        return forward_context(self._device, autocast=self._autocast)
 
     def start(self, micro_batches: int) -> None:
         """Lay out the schedule.
@@ -150,7 +166,9 @@ class Pipeline:
             )
             for stage, number in zip(self.stages, self._numbers, strict=True)
         ]
-        loss = self.stages[-1].loss
+        for stage in made:
+            stage.context = self.context
+        loss = self._loss
         try:
             if layout.schedule is Schedule.GPIPE:
                 self._schedule = ScheduleGPipe(made[0], micro_batches, loss)
@@ -201,7 +219,12 @@ class Pipeline:
         self._calls[chunk] += 1
         self._places.seed(derived_seed(seed, "stage", self._numbers[chunk]))
 
+    def _loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
+        with self.context():
+            return self.stages[-1].loss(logits, labels_bs)
+
     def _dtype(self, stage: StageModule) -> torch.dtype:
+        """Of the stream: autocast leaves what is added up in the type of the parameters."""
         return torch.bfloat16 if self._places.mixed else next(stage.parameters()).dtype
 
     def _stream(self, stage: StageModule) -> Tensor:
@@ -217,10 +240,10 @@ class Pipeline:
     def _output(self, stage: StageModule) -> Tensor:
         if not stage.is_last:
             return self._stream(stage)
-        return stage.logits(self._batch.micro_batch, self._dtype(stage))
+        return stage.logits(self._batch.micro_batch, torch.bfloat16 if self._autocast else self._dtype(stage))
 
 
-class _SendingStage(PipelineStage):
+class _SendingStage(_Stage):
     """A stage that holds on to what it sends, since torch's schedules wait for sends at the end of a step.
 
     1F1B without virtual stages waits for each before the next, but keeps one of the first ones all along.
@@ -230,6 +253,12 @@ class _SendingStage(PipelineStage):
         super().__init__(*args, **more)
         self.sent: list[Tensor] = []
         self.waits = False
+
+    def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
+        try:
+            return super().forward_maybe_with_nosync(*args, **more)
+        finally:
+            torch.clear_autocast_cache()  # the recording's autocast is around this one, which else would do it
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._noted(super().get_fwd_send_ops(fwd_chunk_id))

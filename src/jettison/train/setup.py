@@ -172,16 +172,15 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
             "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "
             "expected zero 2 with the schedule zero-bubble"
         )
-    if layout.pp > 1 and recipe.precision == "bf16-autocast":
-        raise UsageError('precision: got "bf16-autocast" with layout.pp; expected "bf16" or "fp32"')
     recipe.layout.spread(layout.dp)
     return layout, recipe.batch.accumulation(layout.dp)
 
 
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
+    autocast = recipe.precision == "bf16-autocast"
     if places.layout.pp > 1:
-        return Pipeline.of(built.model, places, recipe.batch, device)
-    return WholeModel(built, places, autocast=recipe.precision == "bf16-autocast", device=device)
+        return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast)
+    return WholeModel(built, places, autocast=autocast, device=device)
 
 
 def _batches(recipe: TrainRecipe) -> Batches:
