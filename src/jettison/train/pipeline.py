@@ -36,7 +36,7 @@ TIED = ("tokens.weight", "head.weight")
 
 
 class _Stage(PipelineStage):
-    """A stage whose forwards run in a context: a schedule's step is forwards and backwards, and autocast is for those."""
+    """A stage whose forwards run in a context. A schedule's step is both passes, and autocast is for the first."""
 
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
