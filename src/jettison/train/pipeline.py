@@ -19,9 +19,11 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 
+from jettison.capture.model_trace import as_batch
 from jettison.errors import UsageError
 from jettison.ledger.schedule import in_flight, order
 from jettison.measure.memory import unique_bytes
+from jettison.models.documents import document_numbers
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Schedule
 from jettison.train.data_order import derived_seed
@@ -59,16 +61,20 @@ class Pipeline:
         ends: dist.ProcessGroup | None = None,
         *,
         autocast: bool,
+        document_end: int | None,
     ) -> None:
         """Over stages as they are cut, or fake copies of them. Plan and shard them next, then call `start`.
 
         Args:
             ends: the first and the last rank, if their stages have a weight in common.
+            autocast: forwards run under it.
+            document_end: the token that ends a document, where documents are kept apart.
         """
         self._places = places
         self._batch = batch
         self._device = device
         self._autocast = autocast
+        self._document_end = document_end
         self.stages = stages
         self.parts: Sequence[nn.Module] = stages
         rank = places.mesh["pp"].get_local_rank()
@@ -81,7 +87,14 @@ class Pipeline:
 
     @classmethod
     def of(
-        cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device, *, autocast: bool
+        cls,
+        whole: nn.Module,
+        places: Places,
+        batch: BatchSection,
+        device: torch.device,
+        *,
+        autocast: bool,
+        document_end: int | None,
     ) -> Pipeline:
         """Cut the model.
 
@@ -90,7 +103,8 @@ class Pipeline:
         """
         stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
         tied = getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight
-        made = cls(stages, places, batch, device, _group_of_ends(places) if tied else None, autocast=autocast)
+        ends = _group_of_ends(places) if tied else None
+        made = cls(stages, places, batch, device, ends, autocast=autocast, document_end=document_end)
         for chunk, stage in enumerate(stages):
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
@@ -98,7 +112,8 @@ class Pipeline:
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Pipeline:
         """See `Engine`."""
         stages = [cast(StageModule, m) for m in fake_modules]
-        return _ImaginedPipeline(stages, places, self._batch, self._device, autocast=self._autocast)
+        batch, end = self._batch, self._document_end
+        return _ImaginedPipeline(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
@@ -135,7 +150,7 @@ class Pipeline:
             batch = (rows[:, :-1],) if stage.is_first else received(stream)
             yield RankModule(
                 model=stage,
-                batch=batch,
+                batch=as_batch(batch, self._told(rows)),
                 loss_fn=stand_in_loss,
                 regions=blocks_of(stage),
                 in_flight=min(whole + half, micro_batches),
@@ -194,6 +209,7 @@ class Pipeline:
                 target=rows[:, 1:] if last else None,
                 losses=losses if last else None,
                 return_outputs=False,
+                **self._told(rows),
             )
             parameters = [p for stage in self.stages for p in stage.parameters()]
             self._places.complete(parameters)
@@ -209,7 +225,8 @@ class Pipeline:
         """Buffers that it is received into, and its rows once more."""
         infos = [info for stage in self._made for info in (*stage.args_recv_info[0], *stage.grad_recv_info[0])]
         buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
-        rows = self._batch.micro_batch * (self._batch.seq + 1) * torch.int64.itemsize
+        each = self._batch.seq + 1 + (0 if self._document_end is None else self._batch.seq)
+        rows = self._batch.micro_batch * each * torch.int64.itemsize
         return rows + unique_bytes([*buffers, *(buffer.grad for buffer in buffers if buffer.grad is not None)])
 
     def _seed(self, chunk: int) -> None:
@@ -222,6 +239,12 @@ class Pipeline:
     def _loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
         with self.context():
             return self.stages[-1].loss(logits, labels_bs)
+
+    def _told(self, rows: Tensor) -> dict[str, Tensor]:
+        """What every stage is called with by name."""
+        if self._document_end is None:
+            return {}
+        return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
 
     def _dtype(self, stage: StageModule) -> torch.dtype:
         """Of the stream: autocast leaves what is added up in the type of the parameters."""

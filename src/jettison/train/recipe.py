@@ -79,6 +79,8 @@ class DataSection:
         dtype: of a token file's integers, in this machine's byte order.
         name, subset, split, column: of the data set, and where its text is.
         tokenizer: of the hub; without one, a token is a byte.
+        document_end: the token that ends a document: attention then stays within documents, and positions start again
+            after it (train/documents.py). Left out, a sequence is one text.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -91,8 +93,11 @@ class DataSection:
     split: str = "train"
     column: str = "text"
     tokenizer: str | None = None
+    document_end: int | None = None
 
     def __post_init__(self) -> None:
+        if self.document_end is not None and self.document_end < 0:
+            raise UsageError(f"got document_end {self.document_end}; expected the number of a token, 0 or more")
         if bool(self.files) != (self.kind in ("bytes", "tokens")):
             verb = "needs" if self.kind in ("bytes", "tokens") else "does not take"
             raise UsageError(f"kind {self.kind!r} {verb} files")

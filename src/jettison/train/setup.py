@@ -20,6 +20,7 @@ from jettison.train.checkpoint import Checkpoints
 from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
 from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
+from jettison.train.documents import check_occurs, keep_apart
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
@@ -115,6 +116,8 @@ def prepare(
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
+    if recipe.data.document_end is not None:
+        built = world.together(lambda: _apart(recipe, built, batches))
     model = described_model(recipe.model, built.model)
     work = _work(recipe, layout, accumulation, built, batches)
     spread = recipe.layout.spread(layout.dp)
@@ -176,10 +179,18 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
     return layout, recipe.batch.accumulation(layout.dp)
 
 
+def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
+    end = recipe.data.document_end
+    assert end is not None
+    check_occurs(batches.corpus, end)
+    return keep_apart(built, end, bf16=recipe.precision != "fp32")
+
+
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
     autocast = recipe.precision == "bf16-autocast"
     if places.layout.pp > 1:
-        return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast)
+        end = recipe.data.document_end
+        return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast, document_end=end)
     return WholeModel(built, places, autocast=autocast, device=device)
 
 
