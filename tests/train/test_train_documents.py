@@ -111,6 +111,7 @@ def curve(made: TrainRecipe) -> list[tuple[float, float]]:
     return [(e["loss"], e["grad_norm"]) for e in entries if e["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_the_mask_is_in_the_plan(tmp_path: Path) -> None:
     """One process: what the mask takes is predicted; a plan keeps below its budget, and changes no bit."""
     model = replace(LLAMA, kv_heads=4)
