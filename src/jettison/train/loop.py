@@ -301,12 +301,12 @@ class _Run:
 
     def _about(self) -> dict[str, Any]:
         session = self.session
-        planned, layout = session.planned, session.layout
+        planned = session.planned
         return {
             "schema": SCHEMA,
             "step": session.step,
             "world": self.world.size,
-            "layout": {"dp": layout.dp, "zero": layout.zero, "tp": layout.tp, "sp": layout.sp, "pp": layout.pp},
+            "layout": session.sizes,
             "accumulation": session.accumulation,
             "data": session.text.digest,
             "parameters": sum(p.numel() for p in session.parameters),

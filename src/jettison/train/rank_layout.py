@@ -31,6 +31,7 @@ class Places:
     """A rank's place on each axis.
 
     Args:
+        mesh: sizes along ``_AXES``. Where neither of the two data-parallel ones is 1, it is HSDP.
         mixed: parameters are read as bf16 copies, which is FSDP2's to do.
     """
 
@@ -39,10 +40,9 @@ class Places:
     mixed: bool
 
     @classmethod
-    def of(cls, layout: Layout, world: World, *, mixed: bool) -> Places:
-        """Lay the ranks out."""
-        replicas, shards = (1, layout.dp) if layout.zero else (layout.dp, 1)
-        sizes = (layout.pp, replicas, shards, layout.tp)
+    def of(cls, layout: Layout, world: World, *, spread: tuple[int, int], mixed: bool) -> Places:
+        """Lay the ranks out; ``spread``: replicas, and ranks over which each is spread."""
+        sizes = (layout.pp, *spread, layout.tp)
         return cls(layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES), mixed=mixed)
 
     @property
@@ -101,7 +101,8 @@ class Places:
         if self.averaging != "fsdp":
             return
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = self.mesh["shard"] if self.layout.zero else self.mesh["replica", "shard"]
+        replicated = not self.layout.zero or self.mesh["replica"].size() > 1
+        mesh = self.mesh["replica", "shard"] if replicated else self.mesh["shard"]
         options = {"mp_policy": policy} if self.mixed else {}
         shard_blocks(model, mesh, reshard_after_forward=self.layout.zero == 3, **options)
 

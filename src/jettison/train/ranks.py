@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import debug
 
 _T = TypeVar("_T")
 _AGREED: Final = "raised_by_every_rank"
@@ -115,6 +116,7 @@ def joined() -> Iterator[World]:
         else:
             for group in [group for group in c10d._world.pg_map if group not in before]:
                 dist.destroy_process_group(group)
+        _forget_meshes()
 
 
 @contextmanager
@@ -129,6 +131,13 @@ def waiting_for(seconds: float) -> Iterator[None]:
     finally:
         for backend, timeout in zip(backends, before, strict=True):
             backend._set_default_timeout(timeout)
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers results with their mesh, and hands the next run's equal mesh the groups that are gone now."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _initialize(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from jettison.train.checkpoint import Checkpoints
 from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
 from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
+from jettison.train.documents import check_occurs, keep_apart
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
@@ -55,6 +56,19 @@ class Session:
     step: int = 0
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The layout, as it is written down."""
+        layout, (_, shards) = self.layout, self.recipe.layout.spread(self.layout.dp)
+        return {
+            "dp": layout.dp,
+            "zero": layout.zero,
+            "shards": shards,
+            "tp": layout.tp,
+            "sp": layout.sp,
+            "pp": layout.pp,
+        }
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained on this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
@@ -65,7 +79,7 @@ class Session:
 
     def state(self) -> RunState:
         """What a checkpoint says."""
-        batch, layout = self.recipe.batch, self.layout
+        batch = self.recipe.batch
         return RunState(
             step=self.step,
             steps=self.recipe.steps,
@@ -74,7 +88,7 @@ class Session:
             seq=batch.seq,
             data=self.text.digest,
             world=self.world.size,
-            layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
+            layout=" ".join(f"{name} {size}" for name, size in self.sizes.items()),
             model=self.model,
             optimizer=optimizer_state(self.recipe.optimizer),
             schedule=schedule(self.recipe),
@@ -102,9 +116,12 @@ def prepare(
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
+    if recipe.data.document_end is not None:
+        built = world.together(lambda: _apart(recipe, built, batches))
     model = described_model(recipe.model, built.model)
     work = _work(recipe, layout, accumulation, built, batches)
-    places = Places.of(layout, world, mixed=recipe.precision == "bf16")
+    spread = recipe.layout.spread(layout.dp)
+    places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
     engine = world.together(lambda: _engine(recipe, built, places, world.device))
     example = batches.rows(0, 0).to(world.device)
@@ -158,15 +175,23 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
             "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "
             "expected zero 2 with the schedule zero-bubble"
         )
-    if layout.pp > 1 and recipe.precision == "bf16-autocast":
-        raise UsageError('precision: got "bf16-autocast" with layout.pp; expected "bf16" or "fp32"')
+    recipe.layout.spread(layout.dp)
     return layout, recipe.batch.accumulation(layout.dp)
 
 
+def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
+    end = recipe.data.document_end
+    assert end is not None
+    check_occurs(batches.corpus, end)
+    return keep_apart(built, end, bf16=recipe.precision != "fp32")
+
+
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
+    autocast = recipe.precision == "bf16-autocast"
     if places.layout.pp > 1:
-        return Pipeline.of(built.model, places, recipe.batch, device)
-    return WholeModel(built, places, autocast=recipe.precision == "bf16-autocast", device=device)
+        end = recipe.data.document_end
+        return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast, document_end=end)
+    return WholeModel(built, places, autocast=autocast, device=device)
 
 
 def _batches(recipe: TrainRecipe) -> Batches:
