@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress
-from jettison.train.checkpoint_reading import DAMAGE, load_tensors, require_checksums
+from jettison.train.checkpoint_reading import DAMAGE, load_tensors, reason, require_checksums
 from jettison.train.checkpoint_state import RUN, RunState, digest_of, read_state
 from jettison.train.ranks import World, agreed
 from jettison.train.recipe import CheckpointSection
@@ -95,7 +95,7 @@ class Checkpoints:
                 raise
             older = [one for one in self._complete() if one < path]
             way = f"; remove it to go on from {older[-1].name}" if older else ""
-            raise agreed(UsageError(f"checkpoint {path} is damaged: {_reason(error)}{way}")) from error
+            raise agreed(UsageError(f"checkpoint {path} is damaged: {reason(error)}{way}")) from error
         for text in run.changes(state):
             self.warn(f"checkpoint {path} was made with {text}")
         self._tried = self._proven = state.step
@@ -192,11 +192,11 @@ class Checkpoints:
                 try:
                     remove(old)
                 except OSError as error:
-                    self.warn(f"checkpoint {old} could not be removed: {_reason(error)}")
+                    self.warn(f"checkpoint {old} could not be removed: {reason(error)}")
 
     def _give_up(self, step: int, error: BaseException) -> None:
         self.failed = True
-        self.unsaved = _reason(error)
+        self.unsaved = reason(error)
         if self.world.leads:
             shutil.rmtree(self._partial(step), ignore_errors=True)
             text = f"checkpoint of step {step} could not be written to {self.folder}: {self.unsaved}"
@@ -275,12 +275,3 @@ def _is_finite(tensor: Tensor) -> bool:
     if not (local.is_floating_point() or local.is_complex()) or not local.numel():
         return True
     return bool(torch.linalg.vector_norm(local.detach(), float("inf")).isfinite())
-
-
-def _reason(error: BaseException) -> str:
-    """One line about the first thing that went wrong, on whichever rank."""
-    if isinstance(error, dcp.CheckpointException):
-        rank, (inner, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {rank}: {_reason(inner)}"
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.errors import TraceError, UsageError
+from jettison.parallel.fsdp import forget_forwards
 from jettison.train.build_model import Built
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
@@ -77,6 +78,10 @@ class Engine(Protocol):
         """Leave the gradient of the mean loss over all ranks at the parameters; return this rank's mean, detached, if
         this rank knows it.
         """
+        ...
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """The loss of each, if this rank knows it; modules are as for inference, and nothing wants a gradient."""
         ...
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
@@ -149,6 +154,20 @@ class WholeModel:
         with phase("backward"):
             self._places.complete(self.parts[0].parameters())
         return torch.stack(losses).sum()
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """See `Engine`. Past DistributedDataParallel, which has nothing to average."""
+        losses = []
+        try:
+            for batch in batches:
+                self._places.seed(batch.seed)
+                with self.context():
+                    output = call_model(self.parts[0], self._built.call(batch.rows))
+                    losses.append(checked_loss(output, self._built.loss_fn))
+                del output
+        finally:
+            forget_forwards(self.parts[0])
+        return torch.stack(losses)
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients stay where they are places in a bucket: others would be made beside the bucket, and copied."""

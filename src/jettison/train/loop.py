@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,8 @@ from jettison.progress import Progress, silent
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch
+from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
+from jettison.train.export_run import export_session
 from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
 from jettison.train.log import SCHEMA, RunLog
 from jettison.train.optim import clip, set_rate, total_norm
@@ -49,6 +51,7 @@ def train(
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
         SaveFailed: a checkpoint could not be written, and the recipe says to stop then.
+        ExportFailed: the weights could not be written at the end.
         RankLost: another rank has gone, or hangs.
         NotFinite: a loss or gradient is not, and the recipe says to stop then.
     """
@@ -59,11 +62,14 @@ def train(
         same_everywhere(recipe, world)
         session = prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
         seconds = parse_seconds(recipe.timeout)
-        held.enter_context(waiting_for(seconds))
-        watch = held.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
+        stepping = held.enter_context(ExitStack())
+        stepping.enter_context(waiting_for(seconds))
+        watch = stepping.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
         run = _Run(session, watch, stop, say, warn)
         try:
-            return run.to_the_end()
+            result = run.to_the_end()
+            stepping.close()
+            return result if result.stopped else replace(result, export=export_session(session, say))
         except IndexError as error:
             raise out_of_range(error, session) from error
         except RuntimeError as error:
@@ -91,6 +97,8 @@ class _Seen:
     seconds: list[float] = field(default_factory=list)  # of steps that nothing slowed down
     peaks: dict[int, PhasePeaks] = field(default_factory=dict)  # of the first two steps of this process, and the last
     skipped: int = 0
+    evaluated: Evaluated | None = None
+    eval_peak_bytes: int | None = None  # of the first one
 
 
 class _Run:
@@ -104,6 +112,7 @@ class _Run:
         self.say, self.warn = say, warn
         self.seen = _Seen()
         self._skipped_in_a_row = 0
+        self._eval_meter = session.eval_meter()
         self.first_step = session.step
         self.log = self.world.together(lambda: self._open_log() if self.world.leads else None)
 
@@ -124,6 +133,10 @@ class _Run:
                 self._report(loss, norm, peaks, interval)
                 interval = _Interval(started=time.perf_counter())
             self.watch.at(f"after step {session.step}")
+            if session.evaluation is not None and stopped is None:
+                last, every = session.step == recipe.steps, recipe.eval.every
+                if last or (every and session.step % every == 0):
+                    interval.started += self._evaluate(session.evaluation)
             if session.checkpoints is not None:
                 session.checkpoints.poll()
                 if recipe.checkpoint.every and session.step % recipe.checkpoint.every == 0:
@@ -234,6 +247,32 @@ class _Run:
             text += f"; {self.world.from_leader(checkpoints.newest)}"
         return agreed(NotFinite(f"{text}. Lower optimizer.lr or optimizer.clip, look at the data, {advice}"))
 
+    def _evaluate(self, found: EvaluationSet) -> float:
+        """On the other text; how many seconds it took."""
+        session = self.session
+        self.watch.at(f"evaluating after step {session.step}")
+        with self._eval_meter.step() as measured, self._eval_meter.phase("evaluation"):
+            seen = evaluate(
+                found, session.engine, self.world, data_rank=session.data_rank, accumulation=session.accumulation
+            )
+        self.seen.evaluated = seen
+        peaks = measured()
+        if peaks is not None and self.seen.eval_peak_bytes is None:
+            self.seen.eval_peak_bytes = peaks.peak_bytes
+        values = {"loss": seen.loss, "perplexity": seen.perplexity}
+        self._write(
+            "eval",
+            step=session.step,
+            tokens=found.tokens,
+            **values,
+            seconds=seen.seconds,
+            peak_bytes=None if peaks is None else peaks.peak_bytes,
+        )
+        if self.log is not None:
+            self.log.scalars(session.step, {f"eval/{name}": value for name, value in values.items()})
+        self.say(f"step {session.step}/{session.recipe.steps}  evaluation loss {seen.loss:.4f}")
+        return seen.seconds
+
     def _save(self) -> None:
         assert self.session.checkpoints is not None
         self.watch.at(f"saving step {self.session.step}")
@@ -309,6 +348,7 @@ class _Run:
             "layout": session.sizes,
             "accumulation": session.accumulation,
             "data": session.text.digest,
+            "eval_data": None if session.evaluation is None else session.evaluation.text.digest,
             "parameters": sum(p.numel() for p in session.parameters),
             "plans": [] if planned is None else [plan.hash for plan in planned.plans],
             "predicted_peak_bytes": None if planned is None else planned.predicted_peak_bytes,
@@ -333,7 +373,8 @@ class _Run:
             for number in {number for of_rank in gathered for number in of_rank}
         }
         seconds = median(self.seen.seconds) if self.seen.seconds else None
-        planned = session.planned
+        planned, evaluated = session.planned, self.seen.evaluated
+        eval_peaks: list[int | None] = self.world.gather(self.seen.eval_peak_bytes)
         return TrainResult(
             steps=session.step,
             resumed_step=self.first_step,
@@ -349,6 +390,9 @@ class _Run:
             second_step_peaks=worst.get(2),
             later_peaks=worst.get(3),
             predicted_peak_bytes=None if planned is None else planned.predicted_peak_bytes,
+            eval_loss=None if evaluated is None else evaluated.loss,
+            eval_perplexity=None if evaluated is None else evaluated.perplexity,
+            eval_peak_bytes=max((peak for peak in eval_peaks if peak is not None), default=None),
             budget=session.recipe.plan.budget,
             log=self.session.recipe.log.folder,
             checkpoint=session.recipe.checkpoint.folder,

@@ -24,6 +24,7 @@ from jettison.errors import UsageError
 from jettison.ledger.schedule import in_flight, order
 from jettison.measure.memory import unique_bytes
 from jettison.models.documents import document_numbers
+from jettison.parallel.fsdp import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Schedule
 from jettison.train.data_order import derived_seed
@@ -167,9 +168,13 @@ class Pipeline:
         Raises:
             UsageError: it cannot be run with so many micro-batches.
         """
+        self._made, self._schedule = self._laid_out(micro_batches, self._places.layout.schedule)
+
+    def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
+        """Stages that talk to each other, and their schedule."""
         layout = self._places.layout
         count = layout.pp * layout.virtual_stages
-        self._made = made = [
+        made = [
             self.stage_class(
                 stage,
                 number,
@@ -185,14 +190,12 @@ class Pipeline:
             stage.context = self.context
         loss = self._loss
         try:
-            if layout.schedule is Schedule.GPIPE:
-                self._schedule = ScheduleGPipe(made[0], micro_batches, loss)
-            elif layout.schedule is Schedule.ZERO_BUBBLE:
-                self._schedule = ScheduleInterleavedZeroBubble(list(made), micro_batches, loss)
-            elif layout.virtual_stages > 1:
-                self._schedule = ScheduleInterleaved1F1B(list(made), micro_batches, loss)
-            else:
-                self._schedule = Schedule1F1B(made[0], micro_batches, loss)
+            if kind is Schedule.ZERO_BUBBLE:
+                return made, ScheduleInterleavedZeroBubble(list(made), micro_batches, loss)
+            if layout.virtual_stages > 1:
+                return made, ScheduleInterleaved1F1B(list(made), micro_batches, loss)
+            single = ScheduleGPipe if kind is Schedule.GPIPE else Schedule1F1B
+            return made, single(made[0], micro_batches, loss)
         except ValueError as error:
             raise UsageError(f"layout.schedule: {error}") from error
 
@@ -216,6 +219,27 @@ class Pipeline:
             for parameter in self.tied:
                 _summed(parameter, self._ends)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """See `Engine`. One after another: each stage holds one, as it does not in torch's schedules of several."""
+        first, last = self.stages[0].is_first, self.stages[-1].is_last
+        _, schedule = self._laid_out(1, Schedule.GPIPE)
+        losses: list[Tensor] = []
+        try:
+            for batch in batches:
+                self._places.seed(batch.seed)
+                of_this: list[Tensor] = []
+                schedule.eval(
+                    *((batch.rows[:, :-1],) if first else ()),
+                    target=batch.rows[:, 1:] if last else None,
+                    losses=of_this if last else None,
+                    return_outputs=False,
+                )
+                losses += of_this
+        finally:
+            for stage in self.stages:
+                forget_forwards(stage)
+        return torch.stack(losses) if last else None
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients go."""
@@ -281,10 +305,13 @@ class _ImaginedPipeline(Pipeline):
 
     stage_class = _ImaginedStage
 
-    def start(self, micro_batches: int) -> None:
+    def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
         """As for real; but what stages would ask each other they know."""
-        super().start(micro_batches)
-        send_nothing(self._schedule, self._made)
+        made, schedule = super()._laid_out(micro_batches, kind)
+        send_nothing(schedule, made)
+        for stage in made:
+            stage.waits |= micro_batches == 1
+        return made, schedule
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
         """See `Engine`."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
+from jettison.models.hub_form import HubForm, hub_form
 from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.build_model import Built, build
@@ -23,6 +24,9 @@ from jettison.train.data_order import Order, derived_seed
 from jettison.train.documents import check_occurs, keep_apart
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.evaluation import EvaluationSet, evaluation_set
+from jettison.train.export import require_place
+from jettison.train.fill import fill
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
@@ -49,6 +53,8 @@ class Session:
     model: Mapping[str, Any]
     engine: Engine
     optimizer: torch.optim.Optimizer
+    hub: HubForm | None
+    evaluation: EvaluationSet | None
     planned: Planned | None
     work: StepWork
     meter: MemoryMeter
@@ -72,6 +78,11 @@ class Session:
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained on this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
+
+    def eval_meter(self) -> MemoryMeter:
+        """For evaluations: the first is measured on a CPU, if steps are."""
+        steps = min(1, self.recipe.log.memory_steps)
+        return _meter(self.world, steps, self.engine, self.optimizer)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds."""
@@ -115,10 +126,14 @@ def prepare(
     say("building the model")
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
+    if built.whole_since and world.size > 1:
+        warn(f"every rank builds the whole model before it keeps its share: {built.whole_since}")
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
+    evaluation = evaluation_set(recipe, vocabulary(built), world)
     if recipe.data.document_end is not None:
         built = world.together(lambda: _apart(recipe, built, batches))
     model = described_model(recipe.model, built.model)
+    hub = world.together(lambda: _hub_form(recipe, built, world))
     work = _work(recipe, layout, accumulation, built, batches)
     spread = recipe.layout.spread(layout.dp)
     places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
@@ -127,9 +142,10 @@ def prepare(
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
     if recipe.plan.budget is not None:
-        dry_step = world.together(lambda: LoopStep(engine, places, recipe.optimizer, example, accumulation))
+        dry_step = world.together(lambda: _dry_step(recipe, engine, places, example, accumulation))
     for part in engine.parts:
         places.shard(part)
+    fill(engine, built, world, say)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
     parts = [replace(part, mode=None if dry_step is None else dry_step.mode) for part in calls]
     with engine.context():
@@ -149,15 +165,19 @@ def prepare(
         model=model,
         engine=engine,
         optimizer=optimizer,
+        hub=hub,
+        evaluation=evaluation,
         planned=planned,
         work=work,
-        meter=MemoryMeter(
-            world.device, recipe.log.memory_steps, lambda: alive(engine.parts, optimizer), storages=world.size > 1
-        ),
+        meter=_meter(world, recipe.log.memory_steps, engine, optimizer),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
     )
     _resume(session, must_resume=must_resume, say=say)
     return session
+
+
+def _meter(world: World, steps_on_cpu: int, engine: Engine, optimizer: torch.optim.Optimizer) -> MemoryMeter:
+    return MemoryMeter(world.device, steps_on_cpu, lambda: alive(engine.parts, optimizer), storages=world.size > 1)
 
 
 def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractContextManager[None]:
@@ -184,6 +204,24 @@ def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
     assert end is not None
     check_occurs(batches.corpus, end)
     return keep_apart(built, end, bf16=recipe.precision != "fp32")
+
+
+def _dry_step(
+    recipe: TrainRecipe, engine: Engine, places: Places, example: torch.Tensor, accumulation: int
+) -> LoopStep:
+    evaluates = recipe.eval.data is not None
+    return LoopStep(engine, places, recipe.optimizer, example, accumulation, evaluates=evaluates)
+
+
+def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
+    """How the weights will be written; tried before they are trained."""
+    if recipe.export.folder is None:
+        return None
+    if world.leads:
+        require_place(recipe.export)
+    path = recipe.model.pretrained or recipe.model.config
+    source = None if path is None else Path(path) if Path(path).is_dir() else Path(path).parent
+    return hub_form(built.model, source=source, positions=recipe.batch.seq)
 
 
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
@@ -244,8 +282,7 @@ def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, 
     if built.spec is not None:
         flops = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
     elif peak is not None:
-        device = next(built.model.parameters()).device
-        batch = built.call(batches.rows(0, 0).to(device))
+        batch = built.call(batches.rows(0, 0))
         flops = traced_flops(built, batch, micro_batches=accumulation * layout.dp)
     return StepWork(model_flops=flops, devices=layout.world, peak_flops_per_second=peak)
 
