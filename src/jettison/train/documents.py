@@ -87,12 +87,13 @@ def _hears_across(model: nn.Module) -> bool:
     ids_bs = torch.tensor([[1, 2, 3, 0, 1, 2, 3, 1], [3, 1, 1, 0, 1, 2, 3, 1]], device=device)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     told = {"position_ids": positions_within(documents_bs), "attention_mask": document_mask(documents_bs, dtype)}
-    trained = model.training
+    trained = {module: module.training for module in model.modules()}
     model.eval()
     try:
         one, other = (model(input_ids=row[None], **told).logits[:, 4:] for row in ids_bs)
     finally:
-        model.train(trained)
+        for module, mode in trained.items():
+            module.training = mode
     return not torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
