@@ -177,7 +177,6 @@ LAYOUTS = {
     "ddp": LayoutSection(),
     "zero2": LayoutSection(zero=2),
     "zero3": LayoutSection(zero=3),
-    "tp under zero2": LayoutSection(tp=2, zero=2),
     "tp": LayoutSection(tp=2),
     "gpipe": LayoutSection(pp=2, schedule="gpipe"),
     "1f1b": LayoutSection(pp=2, tp=2),
@@ -187,7 +186,9 @@ LAYOUTS = {
 
 
 def on_ranks(args: dict[str, str]) -> dict[str, Any]:
-    """Every layout once: torch keeps how DTensors move over a mesh, with names of groups that go with a run."""
+    """Every layout once. FSDP2 over tensor parallelism is not among them: after another run in the same process torch
+    looks for groups of that one.
+    """
     out: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         made = MODES[args["mode"]](Path(args["folder"]) / name / args["mode"])

@@ -19,11 +19,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from test_train_building import OfReal, digest, digests, ready
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 
 from jettison.cli.main import run
 from jettison.errors import UsageError
 from jettison.measure.memory import unique_bytes
+from jettison.train.export import ExportFailed
 from jettison.train.export_run import export_session
 from jettison.train.recipe import (
     BatchSection,
@@ -188,6 +190,37 @@ def test_what_is_not_written(tmp_path: Path) -> None:
     for model in (ModelSection(architecture="gpt"), ModelSection(factory="support.train_models:tiny")):
         with pytest.raises(UsageError, match=r"export: transformers has no model like (Gpt|Tiny)"):
             train(replace(made, model=model, export=ExportSection(folder=str(tmp_path / "other"))))
+
+
+def test_a_model_of_a_config_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "tiny.json").write_text(LLAMA.to_json_string())
+    made = replace(recipe(tmp_path, tmp_path), model=ModelSection(config=str(tmp_path / "tiny.json")))
+    with ready(made) as session:
+        export_session(session, print)
+        with torch.no_grad():
+            here = session.engine.parts[0].eval()(input_ids=IDS).logits
+    assert torch.equal(logits(tmp_path / "out"), here)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(tmp_path, saved(LLAMA, tmp_path / "in"))
+    made = replace(made, export=replace(made.export, overwrite=True))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep me")
+
+    def full(*_: Any, **_more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, ready(made) as session:
+        patched.setattr(HuggingFaceStorageWriter, "finish", full)
+        with pytest.raises(ExportFailed, match=r"could not be written to .*out: .*No space left on device"):
+            export_session(session, print)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    assert not (tmp_path / "out.partial").exists()
+    with ready(made) as session:
+        export_session(session, print)
+    assert (tmp_path / "out" / "config.json").exists() and not (tmp_path / "out" / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def spoil(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

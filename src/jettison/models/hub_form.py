@@ -54,11 +54,12 @@ class HubForm:
         return sorted(found)
 
 
-def hub_form(model: nn.Module, *, source: Path | None, positions: int) -> HubForm:
+def hub_form(model: nn.Module, *, described: Path | None, source: Path | None, positions: int) -> HubForm:
     """Of a model that was just built.
 
     Args:
-        source: a folder with a config.json that describes it.
+        described: the config.json that it was built from, or its folder.
+        source: see `HubForm`.
         positions: the longest sequence, of a model that has no limit.
 
     Raises:
@@ -77,7 +78,8 @@ def hub_form(model: nn.Module, *, source: Path | None, positions: int) -> HubFor
             f"export: transformers has no model like {type(model).__name__}; expected one of transformers', or the "
             'reference Llama. A GPT has to have code = "huggingface"'
         )
-    if source is not None:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if described is not None:
+        file = described / "config.json" if described.is_dir() else described
+        config = json.loads(file.read_text(encoding="utf-8"))
         config.setdefault("architectures", [type(model).__name__ if rename is str else "LlamaForCausalLM"])
     return HubForm(rename=rename, sizes=sizes, config=config, source=source)

@@ -138,7 +138,7 @@ def prepare(
     spread = recipe.layout.spread(layout.dp)
     places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
-    engine = world.together(lambda: _engine(recipe, built, places, world.device))
+    engine = world.together(lambda: _engine(recipe, replace(built, weights=None), places, world.device))
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
     if recipe.plan.budget is not None:
@@ -219,9 +219,13 @@ def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None
         return None
     if world.leads:
         require_place(recipe.export)
-    path = recipe.model.pretrained or recipe.model.config
-    source = None if path is None else Path(path) if Path(path).is_dir() else Path(path).parent
-    return hub_form(built.model, source=source, positions=recipe.batch.seq)
+    source, config = recipe.model.pretrained, recipe.model.pretrained or recipe.model.config
+    return hub_form(
+        built.model,
+        described=None if config is None else Path(config),
+        source=None if source is None else Path(source),
+        positions=recipe.batch.seq,
+    )
 
 
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
