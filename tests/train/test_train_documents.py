@@ -83,7 +83,7 @@ def losses(model: nn.Module, call: Any) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_document_has_the_losses_that_it_has_alone(name: str) -> None:
     torch.manual_seed(0)
-    plain = build(MODELS[name], seq=SEQ, device=torch.device("cpu"))
+    plain = build(replace(MODELS[name], build="whole"), seq=SEQ, device=torch.device("cpu"))
     model = plain.model.double().eval()
     apart = keep_apart(plain, END, bf16=False)
     rows = torch.randint(11, 256, (2, SEQ + 1))

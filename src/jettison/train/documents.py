@@ -7,6 +7,7 @@ from the end of the one before: every token counts in the loss, so that it is th
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import replace
 from typing import Any, Final
@@ -75,8 +76,29 @@ def _check(model: nn.Module) -> None:
         raise _refused(name, f"it has layers of {', '.join(sorted(kinds))}")
     if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
         raise _refused(name, "its attention has a sliding window")
-    if next(model.parameters()).device.type != "meta" and _hears_across(model):
+    if _hears_across(_with_weights(model)):
         raise _refused(name, "what it says of one document changes with the one before")
+
+
+def _with_weights(model: nn.Module) -> nn.Module:
+    """The model; where its weights are made later, one of the same configuration that is as small as that can be had:
+    one layer, a few words.
+    """
+    if next(model.parameters()).device.type != "meta":
+        return model
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    kind: Any = type(model)
+    try:
+        config.num_hidden_layers, config.vocab_size = 1, 8
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        with torch.random.fork_rng(), torch.device("cpu"):
+            made: nn.Module = kind(config)
+            return made
+    except Exception as error:  # of anybody's constructor
+        what = f"it cannot be tried in small before it has weights ({type(error).__name__}); say model.build = 'whole'"
+        raise _refused(type(model).__name__, what) from error
 
 
 @torch.no_grad()
