@@ -3,8 +3,8 @@
     python -m benchmarks.ranks [--before COMMIT] [--json benchmarks/results/ranks.json]
 
 The agreement of `jettison.parallel.agree`, and the words of `jettison.train.ranks`, run as they are, one rank after the
-other in one process, against a store that counts. Ranks speak from the last to the first, so that nobody waits; a rank
-that waits asks again every two seconds at most, which is not counted. With ``--before`` the agreement of an older
+other in one process, against a store that counts. Ranks speak from the last to the first, so that nobody waits; what
+ranks ask while they wait is not counted (NOTE [ Waiting ]). With ``--before`` the agreement of an older
 commit is counted the same way; without it, its figures stay as they are in the file.
 
 Sockets are computed (benchmarks/rank_sockets.py); a test compares the formula with real processes. The table also goes
@@ -47,7 +47,7 @@ REGIONS = 127
 
 
 class Waits(RuntimeError):
-    """A rank would wait for what no rank has said. Its text has no "timeout", so nobody takes it for one."""
+    """A rank would wait for what no rank has said."""
 
 
 class CountingStore:
@@ -84,7 +84,8 @@ class CountingStore:
 
     def check(self, keys: list[str]) -> bool:
         self._count("check", keys, 0)
-        return all(hash(key) in self._held for key in keys)
+        self._require(keys)
+        return True
 
     def delete_key(self, key: str) -> bool:
         self._count("delete", [key], 0)

@@ -50,7 +50,7 @@ def test_an_agreement_costs_a_few_calls_a_rank(size: int, fan_in: int) -> None:
     others, hears = size - 1, inner(size)
     assert store.calls == {
         "set": 2 * (others + hears) + 3,  # a number and a digest, a word of being there; two verdicts and the plan
-        "wait": 2 * (hears + 1 + size) + others,
+        "check": 2 * (hears + 1 + size) + others,
         "multi_get": 2 * (hears + 1),
         "get": 2 * size + others,
         "delete": 2 * (others + hears) + 2,  # the first rank takes away the plan and the first verdict

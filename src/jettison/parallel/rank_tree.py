@@ -1,44 +1,43 @@
 """Words between the ranks of a group, through the key-value store of `torch.distributed`, in a tree.
 
 NOTE [ A tree of ranks ]
-Ranks stand in a row; a *place* is where. In base 16 a place's parent is the place with its last digit that is not 0 set
-to 0, so everything below a place stands side by side after it, 16 ranks have one parent, and 16,384 are three levels
-deep. Each rank says one word to the rank above it, once it has heard all that are right below it, which is what its
-whole branch comes to. Upwards nobody hears more than 15 ranks a level. Downwards the first rank sets one key that all
-read: the store sends it once to each rank in any case, and copies of it for branches would only be written besides.
+Ranks stand in a row; a *place* is where. The place above another is that with its last digit in base 16 that is not 0
+set to 0. So a branch is a run of places, of which the first is at its top, and 16,384 ranks are four levels. Each rank
+says one word to the rank above it, once it has heard all that are right below it: what its whole branch comes to.
+Upwards nobody hears more than 15 ranks a level. Downwards the first rank sets one key that all read: the store sends it
+once to each rank in any case, and copies of it for branches would only be written besides.
 
 Keys hold no lists of ranks, and go again: a word once an answer to it has come, what was told once all ranks are known
 to have gone on.
 
 NOTE [ Waiting ]
-Waits are cut in slices, of two seconds at most. Between two of them a rank looks whether another has failed, so that it
-learns why at once; Python handles signals; and another thread gets at the store, whose client serves one caller at a
-time. The first rank names those that did not come: it looks at the branches that it has not heard from, in which every
-rank that waits for others has left a word that it is there.
+A rank that waits asks the store now and then, instead of waiting in it: so it also sees that another rank has failed,
+and learns why; Python handles signals; another thread gets at the store, whose client serves one caller at a time. It
+asks after an eighth of what it has waited already, and so often that all ranks together ask some 8,000 times a second
+at most. The first rank names those that did not come: it looks at the branches that it has not heard from, in which
+every rank that waits for others has left a word that it is there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Protocol
 
 FAN = 16
-_SHORTEST, _LONGEST = 0.02, 2.0
-_BREATH = 0.001
+_SOONEST_SECONDS = 0.001
+_QUESTIONS_A_SECOND = 8192
 
 Merge = Callable[[Sequence[tuple[int, bytes]]], bytes]
 """From the words of a rank and of the branches right below it, each with the place where it begins, to one word."""
 
 
 class Store(Protocol):
-    """What is needed of a `torch.distributed.Store`. Its ``wait`` raises RuntimeError after the timeout."""
+    """What is needed of a `torch.distributed.Store`."""
 
     def set(self, key: str, value: bytes, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
 
@@ -161,7 +160,7 @@ class RankTree:
         return bytes(self.store.get(key))
 
     def fail(self, why: str) -> None:
-        """Tell all ranks that this one will say no more. Those that wait learn it within two seconds."""
+        """Tell all ranks that this one will say no more. Those that wait learn it when they next ask."""
         self.store.set(f"{self.key}/failed", why.encode())
 
     @property
@@ -171,23 +170,15 @@ class RankTree:
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Were they set in time? See NOTE [ Waiting ]."""
-        end, wait = time.monotonic() + seconds, _SHORTEST
-        while not self._there(keys, min(wait, max(0.001, end - time.monotonic()))):
+        start = time.monotonic()
+        while not self.store.check(keys):
             if self.store.check([f"{self.key}/failed"]):
                 raise RankFailed(self.store.get(f"{self.key}/failed").decode())
-            if time.monotonic() >= end:
+            waited = time.monotonic() - start
+            if waited >= seconds:
                 return False
-            time.sleep(_BREATH)
-            wait = min(2 * wait, _LONGEST, self.seconds / 16)
-        return True
-
-    def _there(self, keys: list[str], seconds: float) -> bool:
-        try:
-            self.store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError as error:  # not of one class for all stores
-            if "timeout" not in str(error).lower():
-                raise
-            return False
+            latest = max(0.1, self.size / _QUESTIONS_A_SECOND)
+            time.sleep(min(max(waited / 8, _SOONEST_SECONDS), latest, seconds - waited))
         return True
 
     def _missing(self, topic: str, branches: Sequence[int]) -> Iterator[int]:
