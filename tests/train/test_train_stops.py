@@ -32,7 +32,7 @@ from support.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, ranks: int) -> None:
     """The signal comes in the middle of step 3 of the last rank; the others hear of it in that step's sum."""
     whole, cut = (replace(recipe(tmp_path / name, steps=6), batch=_batch(ranks)) for name in ("whole", "cut"))
