@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from jettison.errors import UnsupportedModule
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
 _REFERENCES = ("ref_model", "reward_model", "value_model")
@@ -25,11 +25,16 @@ class TrainerPlan:
         self.trainer, self.memory_budget, self.options = trainer, memory_budget, options
         self.applied: Applied | None = None
         self._own = trainer.training_step
-        trainer.training_step = self._first
+        trainer.training_step = self._step
 
-    def _first(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first step: plan it, and then take it."""
-        del self.trainer.training_step  # the method of its class again
+    def _step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Plan the first step; and later ones, where they come with a larger batch."""
+        if self.applied is None:
+            self.applied = self._plan(model, inputs, *args, **kwargs)
+        self.applied.expect(inputs)
+        return self._own(model, inputs, *args, **kwargs)
+
+    def _plan(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Applied:
         others = {name: found for name in _REFERENCES if isinstance(found := self._attribute(name), nn.Module)}
 
         def step(*given: Any) -> Any:
@@ -44,7 +49,7 @@ class TrainerPlan:
                     setattr(self.trainer, name, own)
 
         optimizer = self.trainer.optimizer
-        self.applied = auto_checkpoint(
+        return auto_checkpoint(
             model,
             inputs,
             self.memory_budget,
@@ -54,7 +59,6 @@ class TrainerPlan:
             gradients_held=self.trainer.args.gradient_accumulation_steps > 1,
             **self.options,
         )
-        return self.trainer.training_step(model, inputs, *args, **kwargs)
 
     def _attribute(self, name: str) -> Any:
         return getattr(self.trainer, name, None)

@@ -139,11 +139,22 @@ class Agreement:
         Raises:
             PlanMismatch: they do not.
         """
-        for each in sorted(self.rounds, key=lambda one: one.ranks):
-            each.say(said.digests)
-            each.wait()
+        self._compare(said.digests)
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        for each in sorted(self.rounds, key=lambda one: one.ranks):
+            each.say(digests)
+            each.wait()
+
+    def done(self) -> None:
+        """Wait until all ranks of every group have come so far. An agreement says this or `check`, not both.
+
+        Raises:
+            PlanMismatch: one failed, or did not come in time.
+        """
+        self._compare({PLAN: "done"})
 
     def least(self, number: int) -> int:
         """The smallest that any rank of the first group has.
@@ -304,11 +315,11 @@ def _group_key(ranks: tuple[int, ...]) -> str:
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:
     """The ops that backward computes again, by name; how else a region is treated where it has no program."""
-    yield region.link.is_alone
+    yield region.way.link.is_alone
     for prepared in region.recordings.prepared.values():
         recipe = prepared.recipe
         if recipe is None:
-            yield region.policy.word
+            yield region.way.policy.word
         else:
             names = [recipe.trace.program.ops[i].name for i in recipe.recomputed_ops]
             yield [name for name in names if name not in PADDING]
