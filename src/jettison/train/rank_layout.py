@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
 from jettison.parallel.fsdp import shard_blocks
 from jettison.spec.layout import Layout
-from jettison.train.ranks import World
+from jettison.train.ranks import World, sockets_when_used
 
 _AXES = ("pp", "replica", "shard", "tp")
 """From the slowest link to the fastest. The two in the middle are data parallelism: ranks that have equal parameters,
@@ -43,7 +43,9 @@ class Places:
     def of(cls, layout: Layout, world: World, *, spread: tuple[int, int], mixed: bool) -> Places:
         """Lay the ranks out; ``spread``: replicas, and ranks over which each is spread."""
         sizes = (layout.pp, *spread, layout.tp)
-        return cls(layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES), mixed=mixed)
+        with sockets_when_used():
+            mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES)
+        return cls(layout=layout, mesh=mesh, mixed=mixed)
 
     @property
     def averaging(self) -> Averaging:

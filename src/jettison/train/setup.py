@@ -151,7 +151,7 @@ def prepare(
     with engine.context():
         planned = _plan(recipe, world, places, parts, dry_step, say)
     del dry_step
-    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0)[0] * accumulation)
+    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0) * accumulation)
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
     session = Session(
@@ -264,19 +264,30 @@ def _plan(
                 minimum_budget_bytes=error.minimum_budget_bytes, budget_bytes=error.budget_bytes, reason=where
             )
 
-    decisions = world.gather(world.together(decided))
-    failed = [found for found in decisions if isinstance(found, Infeasible)]
-    if failed:
-        raise agreed(max(failed, key=lambda error: error.minimum_budget_bytes))
-    decision: Decision = decisions[places.planner]
+    own = world.together(decided)
+    failed = world.merged(own if isinstance(own, Infeasible) else None, _needier)
+    if failed is not None:
+        raise agreed(failed)
+    highest = int(world.most(own.predicted_peak_bytes or 0 if isinstance(own, Decision) else 0))
+    if isinstance(own, Decision):
+        world.tell(f"plan of stage {places.stage}", own)
+    # rank 0, which is in stage 0, keeps the plans of all stages; the others follow that of their own
+    stages = range(places.layout.pp) if world.leads else (places.stage,)
+    made: list[Decision] = [world.told(f"plan of stage {stage}") for stage in stages]
+    decision = made[0]
     flops = world.together(lambda: carry_out(parts, decision))
-    made = [found for found in decisions if found is not None]
     rounds = range(len(decision.plans))  # chunks go round the stages
     return Planned(
         recomputed_flops=flops,
         plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
-        predicted_peak_bytes=max((found.predicted_peak_bytes or 0 for found in made), default=0) or None,
+        predicted_peak_bytes=highest or None,
     )
+
+
+def _needier(one: Infeasible | None, other: Infeasible | None) -> Infeasible | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda error: error.minimum_budget_bytes)
 
 
 def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, batches: Batches) -> StepWork:
