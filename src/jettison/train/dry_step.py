@@ -73,22 +73,26 @@ class LoopStep:
     def passes(self, counter: AllocationCounter) -> tuple[int, int, None]:
         """See `DryStep`. Where passes alternate, both peaks are that of them all."""
         counts = self._engine.dry_run_counts(self._micro_batches)
+        left = self._micro_batches - counts[-1]
+        evaluated = self._evaluated(counter, left)
         start, peaks = counter.live_bytes, []
         for count in counts:
             self.optimizer.zero_grad(set_to_none=not self._buckets)
             peaks.append(self._run(count, counter, start))
         forward, backward = peaks[-1]
-        left = self._micro_batches - counts[-1]
         if len(counts) == 1:
             each = self._engines[counts[0]].micro_batch_bytes() + self._rows.numel() * self._rows.element_size()
             more = (left * each,) * 2
         else:
             more = (left * (forward - peaks[0][0]), left * (backward - peaks[0][1]))
-        return max(forward + more[0], self._evaluated(counter, left)), backward + more[1], None
+        return max(forward + more[0], evaluated), backward + more[1], None
 
     def _evaluated(self, counter: AllocationCounter, left: int) -> int:
-        """The peak of an evaluation, which has one micro-batch at a time, beside what steps receive into."""
-        if not self._evaluates:
+        """The peak of an evaluation, which has one micro-batch at a time, beside what steps receive into.
+
+        It comes before the passes, whose gradients the optimizer wants; but for the first ones, which nobody measures.
+        """
+        if not self._evaluates or not self._engines:
             return 0
         self.optimizer.zero_grad(set_to_none=not self._buckets)
         engine = next(iter(self._engines.values()))
