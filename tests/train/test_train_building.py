@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from jettison.errors import UsageError
 from jettison.measure.memory import AllocationCounter, unique_bytes
 from jettison.models.deferred import NotDeferrable, deferred
+from jettison.parallel.rank_tree import RankTree
 from jettison.progress import silent
 from jettison.spec.layout import Layout
 from jettison.train.build_model import build
@@ -174,14 +175,16 @@ def test_seventy_billion_parameters_on_sixty_four_ranks() -> None:
     """Built and cut in seconds, without a byte: what each of the ranks will hold is known before."""
     fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     layout = Layout(dp=8, zero=3, tp=8, sp=True)
-    dist.init_process_group("fake", rank=13, world_size=64, store=fake.FakeStore())
+    store: Any = fake.FakeStore()
+    dist.init_process_group("fake", rank=13, world_size=64, store=store)
     try:
-        world = World(rank=13, size=64, device=torch.device("cpu"), control=dist.group.WORLD)
+        tree = RankTree(store, place=13, size=64, key="building", seconds=1.0)  # nobody is asked
+        world = World(rank=13, size=64, device=torch.device("cpu"), tree=tree)
         counter = OfReal(device="cpu")
         started = time.monotonic()
         with counter:
             built = build(ModelSection(preset="llama3-70b"), seq=8192, device=world.device)
-            places = Places.of(layout, world, mixed=True)
+            places = Places.of(layout, world, spread=(1, 8), mixed=True)
             places.split_layers(built.model)
             places.shard(built.model)
         seconds = time.monotonic() - started

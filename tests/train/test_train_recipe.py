@@ -104,6 +104,12 @@ def test_a_layout_fills_the_ranks() -> None:
     layout = LayoutSection(tp=2, pp=2).over(16)
     assert (layout.dp, layout.tp, layout.pp, layout.sp, layout.world) == (4, 2, 2, True, 16)
     assert not LayoutSection(tp=2, sp=False).over(2).sp
+    assert [LayoutSection(zero=zero).spread(8) for zero in (0, 2, 3)] == [(8, 1), (1, 8), (1, 8)]
+    assert LayoutSection(zero=3, shards=2).spread(8) == (4, 2)
+    with pytest.raises(UsageError, match=r"layout.shards: got 3, which does not divide the 8 data-parallel ranks"):
+        LayoutSection(zero=3, shards=3).spread(8)
+    with pytest.raises(UsageError, match=r"got shards 2 with zero 0, which spreads nothing; expected zero 2 or 3"):
+        LayoutSection(shards=2)
     for section, ranks in ((LayoutSection(tp=2), 3), (LayoutSection(dp=2), 1), (LayoutSection(tp=4), 2)):
         with pytest.raises(UsageError, match=rf"but there (are|is) {ranks} ranks?"):
             section.over(ranks)

@@ -33,7 +33,7 @@ from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress
 from jettison.train.checkpoint_reading import DAMAGE, load_tensors, reason, require_checksums
 from jettison.train.checkpoint_state import RUN, RunState, digest_of, read_state
-from jettison.train.ranks import World, agreed
+from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection
 from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
 
@@ -70,8 +70,10 @@ class Checkpoints:
         self._tried: int | None = None  # the last step that was loaded or begun to be saved: the same on all ranks
         self._proven: int | None = None
         self._pending: _Pending | None = None
-        # threads of async saves talk over a group of their own, or their words would mix with the training's
-        self._group = dist.new_group(backend="gloo")
+        # torch's checkpoints send through a group on the host, and threads of async saves through one of their own, or
+        # their words would mix with the training's
+        with sockets_when_used():
+            self._group = dist.new_group(backend="gloo")
 
     def find(self) -> Path | None:
         """The newest complete checkpoint. What an interrupted save has left is removed.
@@ -89,7 +91,7 @@ class Checkpoints:
         """
         state, values = self.world.together(lambda: _state_for(run, path))
         try:
-            load_tensors(tensors, path, str(values.get("description")), self.world)
+            load_tensors(tensors, path, str(values.get("description")), self.world, self._group)
         except DAMAGE as error:
             if isinstance(error, UsageError):
                 raise
@@ -107,10 +109,9 @@ class Checkpoints:
         if self._tried == state.step:
             return
         self._tried = state.step
-        spoilt = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
-        if self.world.most(float(len(spoilt)))[0]:
-            names = next(names for names in self.world.gather(spoilt[:1]) if names)
-            self._refuse(state.step, names[0])
+        spoilt = self.world.first(next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None))
+        if spoilt is not None:
+            self._refuse(state.step, spoilt)
             return
         target = str(self._partial(state.step))
         try:

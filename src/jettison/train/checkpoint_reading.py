@@ -15,6 +15,7 @@ itself.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import struct
 import zipfile
@@ -26,6 +27,7 @@ from typing import Any, Final
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -165,8 +167,13 @@ def require_checksums() -> None:
         )
 
 
-def load_tensors(tensors: Mapping[str, Tensor], path: Path, description: str, world: World) -> None:
+def load_tensors(
+    tensors: Mapping[str, Tensor], path: Path, description: str, world: World, group: dist.ProcessGroup
+) -> None:
     """Read all of a checkpoint's tensors into these. Every rank calls it, with the tensors that it has.
+
+    Args:
+        group: of all ranks, on the host; torch says through it who reads what.
 
     Raises:
         UsageError: some have no place here, or are not there, or are of another shape or dtype.
@@ -175,7 +182,7 @@ def load_tensors(tensors: Mapping[str, Tensor], path: Path, description: str, wo
     metadata = world.together(lambda: Reader(path, description).read_metadata())
     there = dict(metadata.state_dict_metadata)
     _require_all(tensors, there, path, world)
-    read_tensors(tensors, there, lambda: Reader(path, description), world)
+    read_tensors(tensors, there, lambda: Reader(path, description), world, group)
 
 
 def read_tensors(
@@ -183,6 +190,7 @@ def read_tensors(
     there: Mapping[str, TensorStorageMetadata],
     reader: Callable[[], dcp.StorageReader],
     world: World,
+    group: dist.ProcessGroup,
 ) -> None:
     """Read each rank's part of these, once they are known to fit. Every rank calls it, with the tensors that it has.
 
@@ -190,8 +198,10 @@ def read_tensors(
         one of `DAMAGE`: the files are not what was written.
     """
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
-    _read(plain, reader, world)
-    _read_grouped({name: t for name, t in tensors.items() if name not in plain}, there, reader, world)
+    _read(plain, reader, group)
+    grouped = {name: tensor for name, tensor in tensors.items() if name not in plain}
+    if world.most(len(grouped)):
+        _read_grouped(grouped, there, reader, group)
 
 
 def regrouped(one: Sequence[int], other: Sequence[int]) -> bool:
@@ -220,21 +230,22 @@ def shape_text(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes)) or "a number"
 
 
-def _read(tensors: Mapping[str, Tensor], reader: Callable[[], dcp.StorageReader], world: World) -> None:
-    dcp.load(dict(tensors), storage_reader=reader(), process_group=world.control)
+def _read(tensors: Mapping[str, Tensor], reader: Callable[[], dcp.StorageReader], group: dist.ProcessGroup) -> None:
+    dcp.load(dict(tensors), storage_reader=reader(), process_group=group)
 
 
 def _read_grouped(
-    tensors: Mapping[str, Tensor], there: Mapping[str, Any], reader: Callable[[], dcp.StorageReader], world: World
+    tensors: Mapping[str, Tensor],
+    there: Mapping[str, Any],
+    reader: Callable[[], dcp.StorageReader],
+    group: dist.ProcessGroup,
 ) -> None:
     """Those that are cut into groups on one side only: read whole, and each rank's part taken.
 
     Tensor parallelism gives the projection that is q, k and v in one a dim for the three.
     """
-    if not world.most(float(len(tensors)))[0]:
-        return
     whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    _read(whole, reader, world)
+    _read(whole, reader, group)
     for name, tensor in tensors.items():
         put_whole(tensor, whole[name])
 
@@ -260,8 +271,9 @@ def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: 
 
     world.together(compare)
     names = sorted(there)
-    known = world.most(*(float(name in tensors) for name in names))
-    surplus = [name for name, found in zip(names, known, strict=True) if not found]
+    own = sum(1 << number for number, name in enumerate(names) if name in tensors)  # a bit for each: ranks are many
+    known = world.merged(own, operator.or_)
+    surplus = [name for number, name in enumerate(names) if not known >> number & 1]
     if surplus:
         raise agreed(_unlike(path, f"it also has {some(surplus)}"))
 

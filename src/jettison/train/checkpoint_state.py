@@ -126,6 +126,7 @@ def schedule(recipe: TrainRecipe) -> dict[str, Any]:
         "optimizer.decay_steps": end,
         "precision": recipe.precision,
         "model.attention": recipe.model.attention,
+        "data.document_end": recipe.data.document_end,
     }
 
 

@@ -94,6 +94,7 @@ class WholeModel:
 
     Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
     twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves.
+    Shards of replicas are averaged once in any case.
     """
 
     def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:
@@ -174,7 +175,7 @@ class WholeModel:
 
     def context(self) -> AbstractContextManager[object]:
         """Autocast, if asked for."""
-        return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()
+        return forward_context(self._device, autocast=self._autocast)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return checked_loss(call_model(self._run, self._built.call(batch.rows)), self._built.loss_fn)
@@ -185,6 +186,7 @@ class WholeModel:
         if isinstance(self._run, FSDPModule):
             self._run.set_is_last_backward(last)
             self._run.set_requires_gradient_sync(last or self._places.layout.zero == 3)
+            self._run.set_requires_all_reduce(last)
         return nullcontext()
 
 
@@ -198,6 +200,11 @@ def _fill_buckets(run: DistributedDataParallel) -> None:
         run.reducer._rebuild_buckets()
         run.reducer.prepare_for_backward([])
         torch.autograd.backward(parameters[::-1], [torch.zeros_like(p) for p in parameters[::-1]])
+
+
+def forward_context(device: torch.device, *, autocast: bool) -> AbstractContextManager[object]:
+    """Autocast to bf16, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
 
 
 def checked_loss(output: object, loss_fn: LossFn | None) -> Tensor:

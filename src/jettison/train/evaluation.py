@@ -102,9 +102,7 @@ def evaluate(found: EvaluationSet, engine: Engine, world: World, *, data_rank: i
             own = engine.evaluate(batches)
             if own is not None:
                 losses |= {number * of_a_batch + micro: loss for micro, loss in zip(micros, own.tolist(), strict=True)}
-    together: dict[int, float] = {}
-    for of_rank in world.gather(losses):
-        together = of_rank | together  # ranks that share a micro-batch: the first one's word
+    together = world.merged(losses, lambda earlier, later: later | earlier)  # of a micro-batch the first one's word
     total = math.fsum(together[number] for number in sorted(together))
     return Evaluated(loss=total / len(together), seconds=time.perf_counter() - started)
 

@@ -7,6 +7,7 @@ what it holds, and the leading one put that together, a tensor at a time.
 from __future__ import annotations
 
 import json
+import operator
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +67,7 @@ def export(section: ExportSection, form: HubForm, engine: Engine, world: World) 
     partial = _partial(folder)
     tensors = _tensors(engine, form, None if section.dtype is None else _DTYPES[section.dtype])
     described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    whole = {name: it for of_rank in world.gather(described) for name, it in of_rank.items()}
+    whole = world.merged(described, operator.or_)
     try:
         writer = HuggingFaceStorageWriter(
             str(partial),
@@ -74,7 +75,7 @@ def export(section: ExportSection, form: HubForm, engine: Engine, world: World) 
             save_distributed=True,
             enable_consolidation=True,
         )
-        dcp.save(dict(tensors), storage_writer=writer, process_group=world.control)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=world.host)
         world.from_leader(lambda: _complete(partial, folder, form, whole))
     except (*DAMAGE, UsageError) as error:
         if world.leads:

@@ -65,6 +65,6 @@ def export_session(session: Session, say: Progress) -> str | None:
     section = session.recipe.export
     if session.hub is not None:
         say(f"writing the weights to {section.folder}")
-        with waiting_for(_PATIENCE_SECONDS):
+        with waiting_for(session.world, _PATIENCE_SECONDS):
             export(section, session.hub, session.engine, session.world)
     return section.folder

@@ -52,7 +52,7 @@ def _read(pretrained: Pretrained, engine: Engine, world: World, say: Progress) -
     for part in engine.parts:
         held |= {names[name]: buffer for name, buffer in part.named_buffers() if name in names}
     try:
-        read_tensors(held, folder.tensors, lambda: _Reader(folder.path, folder.files), world)
+        read_tensors(held, folder.tensors, lambda: _Reader(folder.path, folder.files), world, world.host)
     except (*DAMAGE, SafetensorError) as error:
         raise agreed(UsageError(f"model.pretrained: {folder.path} cannot be read: {reason(error)}")) from error
 

@@ -85,6 +85,8 @@ class DataSection:
         dtype: of a token file's integers, in this machine's byte order.
         name, subset, split, column: of the data set, and where its text is.
         tokenizer: of the hub; without one, a token is a byte.
+        document_end: the token that ends a document: attention then stays within documents, and positions start again
+            after it (train/documents.py). Left out, a sequence is one text.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -97,8 +99,11 @@ class DataSection:
     split: str = "train"
     column: str = "text"
     tokenizer: str | None = None
+    document_end: int | None = None
 
     def __post_init__(self) -> None:
+        if self.document_end is not None and self.document_end < 0:
+            raise UsageError(f"got document_end {self.document_end}; expected the number of a token, 0 or more")
         if bool(self.files) != (self.kind in ("bytes", "tokens")):
             verb = "needs" if self.kind in ("bytes", "tokens") else "does not take"
             raise UsageError(f"kind {self.kind!r} {verb} files")
@@ -185,6 +190,8 @@ class LayoutSection:
         dp: data-parallel ranks: what tp and pp leave.
         zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
             backward; 3: FSDP2 that gathers them again.
+        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp. Fewer make HSDP: dp / shards
+            replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
         schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
     """
@@ -193,6 +200,7 @@ class LayoutSection:
 
     dp: int | None = None
     zero: Literal[0, 2, 3] = 0
+    shards: int | None = None
     tp: int = 1
     sp: bool | None = None
     pp: int = 1
@@ -200,7 +208,9 @@ class LayoutSection:
     schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
 
     def __post_init__(self) -> None:
-        _positive(self, "dp", "tp", "pp", "virtual_stages")
+        _positive(self, "dp", "shards", "tp", "pp", "virtual_stages")
+        if self.shards is not None and self.zero == 0:
+            raise UsageError(f"got shards {self.shards} with zero 0, which spreads nothing; expected zero 2 or 3")
 
     def over(self, ranks: int) -> Layout:
         """The layout on this many ranks.
@@ -224,6 +234,19 @@ class LayoutSection:
             virtual_stages=self.virtual_stages,
             schedule=Schedule(self.schedule),
         )
+
+    def spread(self, dp: int) -> tuple[int, int]:
+        """Over so many data-parallel ranks: how many replicas there are, and over how many ranks each is spread.
+
+        Raises:
+            UsageError: the shards do not divide them.
+        """
+        if not self.zero:
+            return dp, 1
+        shards = dp if self.shards is None else self.shards
+        if dp % shards:
+            raise UsageError(f"layout.shards: got {shards}, which does not divide the {dp} data-parallel ranks")
+        return dp // shards, shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
