@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test test-slow test-gpu check format bench clean
+.PHONY: setup demo test test-slow test-gpu gpu check format bench clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,10 @@ test-slow: setup
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
+
+# Without setup: on the machine that has the device there may be torch and no way to install anything.
+gpu:
+	PYTHONPATH=src:. $(PYTHON) -m benchmarks.gpu.kit $(GPU)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -47,12 +47,16 @@ def build(name: str, size: Size, device: str = "cpu") -> tuple[nn.Module, Batch]
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The loss alone: the rest of the output, logits first, is let go before backward."""
-    return model(**batch).loss
+    output = model(**batch)
+    return output if isinstance(output, torch.Tensor) else output.loss
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
     """The repeated layers, in order."""
-    inner = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    if hasattr(model, "transformer"):
+        inner = model.transformer.h
+    else:
+        inner = model.layers if hasattr(model, "layers") else model.model.layers
     assert isinstance(inner, nn.ModuleList)
     return inner
 

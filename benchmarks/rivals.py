@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.models import Batch, blocks_of
+from benchmarks.models import Batch, blocks_of, loss_of
 
 _aten = torch.ops.aten
 SAVED_OPERATORS = {
@@ -82,7 +82,7 @@ def compiled(budget: float | None) -> Callable[[nn.Module, Batch], Undo]:
     def apply(model: nn.Module, batch: Batch) -> Undo:
         with activation_memory_budget(budget):
             model.forward = torch.compile(_own_code(model.forward), fullgraph=True)
-            model(**batch).loss.backward()  # compiles here, forward and backward, under this budget
+            loss_of(model, batch).backward()  # compiles here, forward and backward, under this budget
         model.zero_grad(set_to_none=True)
         return Undo(functions=(lambda: _restore_forward(model),))
 

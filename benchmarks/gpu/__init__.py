@@ -1,1 +1,1 @@
-"""Benchmarks that need a CUDA device; each says so and exits with 2 where there is none."""
+"""What is measured on a GPU: `python3 -m benchmarks.gpu.kit`, or `make gpu`. Needs torch, nothing else."""

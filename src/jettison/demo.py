@@ -23,7 +23,8 @@ from jettison.dryrun.step import fake_optimizer
 from jettison.errors import ProofFailed, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.measure.gradients import independent_copy, same_bits
-from jettison.planner.apply import Applied, apply_candidate
+from jettison.planner.apply import apply_candidate
+from jettison.planner.handle import Applied
 from jettison.planner.planner import make_planner
 from jettison.progress import Progress, silent
 from jettison.report.proof import Proof

@@ -192,7 +192,7 @@ def test_levels_of_segments_agree_with_the_rehearsal(segments: tuple[tuple[int, 
         segments=segments,
     )
     levels = evaluate(planner.problem, choice)
-    step = planner.candidate(replace(planner.smallest().solution, choice=choice)).step
+    step = planner.candidate(replace(planner.smallest.solution, choice=choice)).step
     assert levels.peak_bytes == pytest.approx(step.peak_bytes, rel=SUM_RELATIVE), (levels.peak, step)
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-RANKS = {"fsdp2_llama": 2, "hsdp": 4, "ddp_lora": 2, "tensor_parallel": 2}
+RANKS = {"fsdp2_llama": 2, "hsdp": 4, "ddp_lora": 2, "tensor_parallel": 2, "pipeline": 2}
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 NEEDS = {"ddp_lora": "peft"}
 FAST = ("dpo", "lengths")

@@ -30,7 +30,7 @@ def trains_the_same(model: nn.Module, *batches: Any) -> ModelTrace:
     reference = independent_copy(model)
     trace = trace_model(model, batches[0])
     planner = make_planner(trace, measure=False)
-    found = planner.smallest()
+    found = planner.smallest
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some fall back, and say so
         applied = apply_candidate(model, planner, found, planner.minimum_budget_bytes)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.fakes import fake_mode
-from jettison.dryrun.user_step import observe
+from jettison.dryrun.user_step import copies_of, observe
 from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
@@ -156,7 +156,8 @@ def test_a_step_of_ones_own_fits_and_trains_the_same(
     expected, plain = train(loop(step, frozen), ids), peak(loop(step, frozen), ids)
     own = loop(step, frozen)
     models, optimizer, _ = own
-    uses = observe(step, models, [ids], fake_mode(allow_non_fake_inputs=True))
+    mode = fake_mode(allow_non_fake_inputs=True)
+    uses = observe(step, copies_of(models, mode), [ids], mode)
     assert tuple(use.in_flight for use in uses) == in_flight
     budget = int(plain * share)
     several = models if len(models) > 1 else ()
@@ -261,7 +262,7 @@ def test_blocks_without_a_program_are_treated_as_the_plan_says() -> None:
     assert handle.plan is not None
     planned = {entry.layer: entry.option for entry in handle.plan.layers}
     assert set(planned.values()) == {"none", "full"}
-    assert {region.name: region.policy.word for region in handle.regions[:-1]} == planned
+    assert {region.name: region.way.policy.word for region in handle.regions[:-1]} == planned
 
 
 def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+import jettison.planner.live as live_module
+import jettison.planner.planner as planner_module
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.errors import Infeasible, PlanMismatch, UsageError
@@ -455,3 +457,27 @@ def test_the_smallest_budget_is_below_checkpointing_every_block():
         full = peak(model, x)
     assert found.minimum_budget_bytes < 0.95 * full
     assert any(option.key.startswith("lean") for region in found.problem.regions for option in region.options)
+
+
+def test_many_budgets_cost_little_more_than_one(monkeypatch):
+    dry_runs, made = [], []
+    judge, make = planner_module.step_of, live_module.make_planner
+    monkeypatch.setattr(planner_module, "step_of", lambda *given: dry_runs.append(1) or judge(*given))
+    monkeypatch.setattr(live_module, "make_planner", lambda *a, **k: made.append(1) or make(*a, **k))
+    x = torch.randn(ROWS, HIDDEN)
+    traced = trace_model(stack(), (x,))
+    plain = jettison.plan(traced, "1GiB", measure=False).predicted.peak_bytes
+    least = jettison.plan(traced, "1GiB", measure=False).minimum_budget_bytes
+    budgets = [least + (plain - least) * i // 9 for i in range(10)]
+    alone = [jettison.plan(traced, budget, measure=False) for budget in budgets]
+    separately, made[:], dry_runs[:] = len(dry_runs), [], []
+    together = jettison.plan.sweep(traced, [*budgets, 1000], measure=False)
+    assert len(made) == 1
+    assert len(dry_runs) < separately / 2
+    assert isinstance(together[-1], Infeasible)
+    assert together[-1].minimum_budget_bytes == least
+    for one, other in zip(alone, together[:-1], strict=True):
+        assert other.predicted.peak_bytes <= other.budget_bytes
+        assert other.predicted.step_seconds <= one.predicted.step_seconds, "it knows more choices"
+    with pytest.raises(UsageError, match="no memory budgets"):
+        jettison.plan.sweep(traced, [])

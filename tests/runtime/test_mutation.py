@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.measure import compare_gradients, independent_copy
+from jettison.runtime import witness
 from jettison.runtime.recipe import Recipe, RecipeStep
 
 ROWS = WIDTH = 64
@@ -385,3 +386,19 @@ def test_one_element_of_a_million_is_seen_in_full(at: int) -> None:
         )
         with pytest.raises(RuntimeError, match=r"layers\.1"):
             stepped(model, batch)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_witnesses_are_the_same_without_numpy(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch comes without it. Dense, strided, empty and small tensors."""
+    x = torch.randn(3, 40, 50)
+    tensors = [x, x.transpose(0, 2), x[:, ::2, 1:], x[:0], x[0, 0, :5], x.bfloat16(), x.long(), x.to(torch.complex64)]
+
+    def seen(t: Tensor) -> Any:
+        found = witness.Witness(t, witness.spots_of(tuple(t.shape), t.stride()), salt=3, full=full)
+        assert found.agrees(t)
+        return found.seen
+
+    expected = [seen(t) for t in tensors]
+    monkeypatch.setattr(witness, "numpy", None)
+    assert [seen(t) for t in tensors] == expected

@@ -1,7 +1,6 @@
 """The choice over a step against brute force, and its certificate."""
 
 import dataclasses
-import random
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +10,6 @@ from jettison.errors import Infeasible
 from jettison.solve import (
     Choice,
     LevelPhase,
-    ProblemRegion,
     RegionOption,
     RootOption,
     SegmentOption,
@@ -25,7 +23,7 @@ from jettison.solve import (
 from jettison.solve.bound import BudgetedWalk, best_multipliers, relax
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
-from support.plan_cases import all_choices, brute_force, step_problems
+from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
 
 MIB = 1 << 20
 EXACT = 1e-9
@@ -115,10 +113,6 @@ def test_the_same_problem_has_the_same_answer(problem: StepProblem, more: int) -
     assert decided(choose(problem, budget)) == decided(choose(problem, budget))
 
 
-def layer(index: int, options: tuple[RegionOption, ...], *, kind: str = "block", gradient: int = 0) -> ProblemRegion:
-    return ProblemRegion(name=f"layers.{index}", class_key=kind, options=options, gradient_bytes=gradient)
-
-
 def quiet_root(count: int) -> RootOption:
     zeros = (0,) * count
     return RootOption(
@@ -206,48 +200,6 @@ def test_a_malformed_problem_is_refused() -> None:
         dataclasses.replace(
             problem, regions=(layer(0, (dataclasses.replace(KEEP, resident_bytes=-1),)), *problem.regions[1:])
         )
-
-
-def deep_problem(*, same: bool, gradient: int, roots: int = 1, count: int = 128, options: int = 12) -> StepProblem:
-    """A deep model: convex trade-offs of up to 2 GB a layer, all layers alike or all different."""
-    rng = random.Random(7)
-
-    def trade_off() -> tuple[RegionOption, ...]:
-        everything, seconds = rng.randrange(300 * MIB, 2000 * MIB), rng.uniform(5e-3, 20e-3)
-        shares = [0.0, *sorted(rng.random() for _ in range(options - 2)), 1.0]
-        residents = [int(16 * MIB + (everything - 16 * MIB) * (1 - share)) for share in shares]
-        return tuple(
-            RegionOption(
-                key=f"keep-{i}",
-                resident_bytes=resident,
-                forward_peak_bytes=resident + rng.randrange(50 * MIB, 100 * MIB),
-                backward_peak_bytes=everything - resident + rng.randrange(50 * MIB, 200 * MIB),
-                seconds=seconds * share ** rng.uniform(1.2, 3.0),
-            )
-            for i, (share, resident) in enumerate(zip(shares, residents, strict=True))
-        )
-
-    shared = trade_off()
-    return StepProblem(
-        static_bytes=20 << 30,
-        optimizer_peak_bytes=0,
-        regions=tuple(
-            layer(r, shared if same else trade_off(), kind="block" if same else f"block{r}", gradient=gradient)
-            for r in range(count)
-        ),
-        root=tuple(
-            RootOption(
-                key=f"root-{i}",
-                held_forward_bytes=(64 * MIB,) * count,
-                held_backward_bytes=(96 * MIB,) * count,
-                loss_peak_bytes=(4 << 30) - i * 200 * MIB,
-                tail_peak_bytes=1 << 30,
-                seconds=i * 1e-3,
-            )
-            for i in range(roots)
-        ),
-        plain_seconds=count * 0.04,
-    )
 
 
 @pytest.mark.parametrize("gradient", [1 * MIB, 200 * MIB, 600 * MIB])

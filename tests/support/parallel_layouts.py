@@ -24,7 +24,7 @@ from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients
 from jettison.parallel.fsdp import shard_blocks
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.parallel.regions import Axis
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.train.pipeline_stages import StageModule
 from support.parallel_pipelines import SCHEDULES, places, takes_several
 from support.rank_masks import Batch, fix_masks

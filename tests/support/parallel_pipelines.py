@@ -23,7 +23,7 @@ import jettison
 from jettison.ledger.schedule import ScheduledPass, occupancies, order, peak_in_flight
 from jettison.parallel.fsdp import shard_blocks
 from jettison.parallel.pipeline import InFlight, blocks_of, received, stand_in_loss, work_of
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.spec.layout import Schedule
 from support.rank_models import (
     LENGTH,

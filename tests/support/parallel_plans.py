@@ -17,7 +17,7 @@ from jettison.measure import buffer_digest
 from jettison.models.reference import Gpt, GptConfig
 from jettison.parallel import apply_tensor_parallel, seed_ranks
 from jettison.parallel.agree import check_agreement
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full

@@ -1,5 +1,6 @@
 """Random small programs and step problems for the plan room's tests, and brute force over them."""
 
+import random
 from collections.abc import Iterator
 from itertools import chain, combinations, product
 
@@ -9,6 +10,7 @@ from jettison.ledger.program import Anchor, Buffer, Op, Program, Slot, Source
 from jettison.solve import Choice, ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem, evaluate
 
 MILLISECOND = 1e-3
+MIB = 1 << 20
 
 
 @st.composite
@@ -137,3 +139,49 @@ def brute_force(problem: StepProblem) -> list[tuple[int, float]]:
     """(peak bytes, seconds) of every choice."""
     replays = [evaluate(problem, choice) for choice in all_choices(problem)]
     return [(levels.peak_bytes, levels.seconds) for levels in replays]
+
+
+def layer(index: int, options: tuple[RegionOption, ...], *, kind: str = "block", gradient: int = 0) -> ProblemRegion:
+    return ProblemRegion(name=f"layers.{index}", class_key=kind, options=options, gradient_bytes=gradient)
+
+
+def deep_problem(*, same: bool, gradient: int, roots: int = 1, count: int = 128, options: int = 12) -> StepProblem:
+    """A deep model: convex trade-offs of up to 2 GB a layer, all layers alike or all different."""
+    rng = random.Random(7)
+
+    def trade_off() -> tuple[RegionOption, ...]:
+        everything, seconds = rng.randrange(300 * MIB, 2000 * MIB), rng.uniform(5e-3, 20e-3)
+        shares = [0.0, *sorted(rng.random() for _ in range(options - 2)), 1.0]
+        residents = [int(16 * MIB + (everything - 16 * MIB) * (1 - share)) for share in shares]
+        return tuple(
+            RegionOption(
+                key=f"keep-{i}",
+                resident_bytes=resident,
+                forward_peak_bytes=resident + rng.randrange(50 * MIB, 100 * MIB),
+                backward_peak_bytes=everything - resident + rng.randrange(50 * MIB, 200 * MIB),
+                seconds=seconds * share ** rng.uniform(1.2, 3.0),
+            )
+            for i, (share, resident) in enumerate(zip(shares, residents, strict=True))
+        )
+
+    shared = trade_off()
+    return StepProblem(
+        static_bytes=20 << 30,
+        optimizer_peak_bytes=0,
+        regions=tuple(
+            layer(r, shared if same else trade_off(), kind="block" if same else f"block{r}", gradient=gradient)
+            for r in range(count)
+        ),
+        root=tuple(
+            RootOption(
+                key=f"root-{i}",
+                held_forward_bytes=(64 * MIB,) * count,
+                held_backward_bytes=(96 * MIB,) * count,
+                loss_peak_bytes=(4 << 30) - i * 200 * MIB,
+                tail_peak_bytes=1 << 30,
+                seconds=i * 1e-3,
+            )
+            for i in range(roots)
+        ),
+        plain_seconds=count * 0.04,
+    )

@@ -59,7 +59,7 @@ def apply(model: nn.Module, policy: str, batch: Any, **more: Any) -> jettison.pl
     """A plan by word; "share" keeps half of the bytes, "smallest" is the planner's for the smallest feasible budget."""
     if policy == "smallest":
         planner = make_planner(trace_model(model, batch), measure=False)
-        found = planner.smallest()
+        found = planner.smallest
         return apply_candidate(model, planner, found, found.step.peak_bytes)
     return jettison.apply(model, KeepShare(0.5) if policy == "share" else policy, batch=batch, **more)
 

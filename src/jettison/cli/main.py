@@ -337,8 +337,9 @@ def doctor(
     with progress() as say:
         measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
     from jettison.calibrate import hardware_toml
+    from jettison.calibrate.figures import calibration_document, doubtful, figures
 
-    if (note := report.doubtful(measured)) is not None:
+    if (note := doubtful(measured)) is not None:
         hint(note)
     if out is not None:
         out.write_text(hardware_toml(measured), encoding="utf-8")
@@ -346,8 +347,8 @@ def doctor(
     if form == "human" and out is None:
         sys.stdout.write(hardware_toml(measured))
         return
-    table = report.figures(measured)
-    deliver(lambda: report.calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
+    table = figures(measured)
+    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,4 +128,4 @@ def stand_in_for_opaque(
     for region in regions:
         if region.name in opaque and region.name in levels:
             region.forward = StandIn(trace, region.name, levels[region.name], region.module)
-            region.policy = KeepAll()
+            region.put_way(replace(region.way, policy=KeepAll()))

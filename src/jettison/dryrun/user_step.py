@@ -26,12 +26,15 @@ from jettison.capture.signature import as_signed, call_signature, global_signatu
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
+from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
 from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, static_tensors
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
+Copies = Sequence[nn.Module | ImaginedSchedule]
+"""What a step is given for its models, and for schedules of a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +73,14 @@ class ModelUse:
         return list(found.values())
 
 
-def observe(step: Step, models: Sequence[nn.Module], batches: Sequence[Any], mode: FakeTensorMode) -> list[ModelUse]:
-    """Run a step on fake copies, once for each batch, and see how it calls each model. Nothing real is computed with,
-    nothing stays behind.
+def observe(step: Step, copies: Copies, batches: Sequence[Any], mode: FakeTensorMode) -> list[ModelUse]:
+    """Run a step on fake copies, once for each batch, and see how it calls each of their modules. Nothing real is
+    computed with, nothing stays behind.
 
     Raises:
         UsageError: no model is called with gradients, or there is no backward.
     """
-    copies = _copies(models, mode)
-    uses = [ModelUse() for _ in models]
+    uses = [ModelUse() for _ in modules_of(copies)]
     for batch in batches:
         for use, found in zip(uses, _observed(step, copies, batch, mode), strict=True):
             use.calls += found.calls
@@ -87,17 +89,18 @@ def observe(step: Step, models: Sequence[nn.Module], batches: Sequence[Any], mod
     return uses
 
 
-def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
-    uses = [ModelUse() for _ in copies]
-    waiting: list[set[int]] = [set() for _ in copies]
+def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> list[ModelUse]:
+    modules = modules_of(copies)
+    uses = [ModelUse() for _ in modules]
+    waiting: list[set[int]] = [set() for _ in modules]
     hooks = []
-    for number, copied in enumerate(copies):
+    for number, copied in enumerate(modules):
         before, after = _watchers(uses[number], waiting[number])
         inner = inside_of_ddp(copied)
         hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(inner.register_forward_hook(after))
     try:
-        with _on_fakes(step, copies, batch, mode), _without_optimizers():
+        with _on_fakes(step, modules, batch, mode), _without_optimizers(), _telling(copies):
             step(*copies, opaque_copy(batch))
     except (JettisonError, torch.OutOfMemoryError):
         raise
@@ -109,7 +112,7 @@ def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTen
     finally:
         for hook in hooks:
             hook.remove()
-        for copied in copies:
+        for copied in modules:
             copied.zero_grad(set_to_none=True)
     if not any(use.calls for use in uses):
         raise UsageError(
@@ -122,9 +125,26 @@ def _observed(step: Step, copies: Sequence[nn.Module], batch: Any, mode: FakeTen
     return uses
 
 
-def _copies(models: Sequence[nn.Module], mode: FakeTensorMode) -> list[nn.Module]:
+def copies_of(models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode) -> Copies:
+    """What stands for the models of a step, and for schedules of a pipeline, on fake tensors. Ranks that share
+    parameters or a pipeline call this together.
+    """
     with torch.random.fork_rng(devices=[]):
-        return [imagined_copy(model, mode) for model in models]
+        return [
+            imagined_copy(one, mode) if isinstance(one, nn.Module) else ImaginedSchedule(one, mode) for one in models
+        ]
+
+
+@contextlib.contextmanager
+def _telling(copies: Copies) -> Iterator[None]:
+    """Other stages of a pipeline do not wait for one that failed."""
+    try:
+        yield
+    except BaseException as error:
+        for one in copies:
+            if isinstance(one, ImaginedSchedule):
+                one.give_up(error)
+        raise
 
 
 def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -216,8 +236,8 @@ class UserStep:
     """See `jettison.dryrun.step.DryStep`. Of several batches each has a step; what is said is the most of any.
 
     Args:
-        models: the step's, in the order in which it takes them.
-        planned: which of them run under plans, by number.
+        copies: of the step's models, in the order in which it takes them.
+        planned: which of their modules run under plans, by number.
         batches: the largest last.
         gradients_held: parameters have gradients when the step begins.
     """
@@ -225,7 +245,7 @@ class UserStep:
     def __init__(
         self,
         step: Step,
-        models: Sequence[nn.Module],
+        copies: Copies,
         planned: Sequence[int],
         batches: Sequence[Any],
         mode: FakeTensorMode,
@@ -233,15 +253,16 @@ class UserStep:
         gradients_held: bool = False,
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
-        self.copies = _copies(models, mode)
-        self.modules: Sequence[nn.Module] = [inside_of_ddp(self.copies[number]) for number in planned]
+        self.copies, self.all = copies, modules_of(copies)
+        self.modules: Sequence[nn.Module] = [inside_of_ddp(self.all[number]) for number in planned]
         self.optimizer: torch.optim.Optimizer | None = None
         self.switches = global_signature()
 
     def alive(self) -> Iterable[Tensor]:
         """Parameters, buffers, gradients, the optimizer's state, and the largest batch."""
         self._hold_gradients()
-        found = [t for model in self.copies for t in static_tensors(model, (), self.optimizer)]
+        found = [t for model in self.all for t in static_tensors(model, (), self.optimizer)]
+        found += [t for one in self.copies if isinstance(one, ImaginedSchedule) for t in one.held()]
         return [*found, *(t for t in tree_leaves(self.batches[-1]) if isinstance(t, Tensor))]
 
     @contextlib.contextmanager
@@ -249,7 +270,7 @@ class UserStep:
         """Under the switches that were on when planning was asked for, not under those of a call inside of the step:
         leaving the step's own autocast has to empty its cache.
         """
-        with as_signed(self.switches), _on_fakes(self.step, self.copies, self.batches, trace.mode):
+        with as_signed(self.switches), _on_fakes(self.step, self.all, self.batches, trace.mode):
             yield
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
@@ -262,7 +283,7 @@ class UserStep:
                 given = copy.deepcopy(batch)
             self.step(*self.copies, given)
             counter.forget(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
-            for model in self.copies:
+            for model in self.all:
                 model.zero_grad(set_to_none=not self.gradients_held)
         counter.register(largest)
         result = self.step(*self.copies, opaque_copy(self.batches[-1]))
@@ -271,5 +292,5 @@ class UserStep:
 
     def _hold_gradients(self) -> None:
         if self.gradients_held:
-            for parameter in (p for model in self.copies for p in model.parameters() if p.requires_grad):
+            for parameter in (p for model in self.all for p in model.parameters() if p.requires_grad):
                 parameter.grad = torch.empty_like(parameter)

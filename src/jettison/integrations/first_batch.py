@@ -1,4 +1,4 @@
-"""What integrations share: a trainer's method is stood in for until its first batch comes. The plan is made then."""
+"""What integrations share: a trainer's method is stood in for, and the plan is made when its first batch comes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 
 
 class TrainerPlan:
@@ -19,17 +19,24 @@ class TrainerPlan:
         self.trainer, self.memory_budget, self.options = trainer, memory_budget, options
         self.applied: Applied | None = None
         self.own = getattr(trainer, self.method)
-        setattr(trainer, self.method, self._first)
+        setattr(trainer, self.method, self._step)
 
     def plan(self, *args: Any, **kwargs: Any) -> Applied:
         """The trainer's model under its plan, for a step of these arguments."""
         raise NotImplementedError
 
-    def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """The first step: plan it, and then take it."""
-        delattr(self.trainer, self.method)  # the method of its class again
-        self.applied = self.plan(*args, **kwargs)
-        return getattr(self.trainer, self.method)(*args, **kwargs)
+    def batch(self, *_: Any, **__: Any) -> Any:
+        """What the handle is to expect, of these arguments; None where all batches have one shape."""
+        return None
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan the first step; and later ones, where they come with a batch that no plan covers."""
+        if self.applied is None:
+            self.applied = self.plan(*args, **kwargs)
+        batch = self.batch(*args, **kwargs)
+        if batch is not None:
+            self.applied.expect(batch)
+        return self.own(*args, **kwargs)
 
     def remove(self) -> None:
         """The trainer trains plainly again."""

@@ -5,14 +5,16 @@ What runs under the plan is the module's ``training_step``, loss included, whate
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from jettison.errors import UnsupportedModule
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
 
@@ -61,8 +63,7 @@ class _First:
         callback, module = self.callback, self.module
         del module.training_step
         step, optimizers = TrainingStep(module), self.trainer.optimizers
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="You are trying to `self.log")  # a copy has no trainer
+        with _quiet():
             callback.applied = auto_checkpoint(
                 step,
                 batch,
@@ -73,8 +74,19 @@ class _First:
                 gradients_held=True,  # Lightning frees them between a forward and its backward
                 **callback.options,
             )
+        plans = callback.applied.batches
+        if plans is not None:
+            plans.describe = _quiet()(plans.describe)
         module.training_step = _Following(step)
         return step(*batch)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Planning runs a copy, which has no trainer to log to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        yield
 
 
 class _Following:

@@ -12,7 +12,7 @@ from torch import nn
 
 from jettison.errors import UnsupportedModule
 from jettison.integrations.first_batch import TrainerPlan, holding
-from jettison.planner.apply import Applied
+from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
 _REFERENCES = ("ref_model", "reward_model", "value_model")
@@ -23,6 +23,10 @@ class TransformersPlan(TrainerPlan):
     """See `auto_checkpoint_trainer`."""
 
     method = "training_step"
+
+    def batch(self, _model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+        """See `TrainerPlan`."""
+        return inputs
 
     def plan(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Applied:
         """See `TrainerPlan`."""

@@ -141,6 +141,18 @@ class Agreement:
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
 
+    def done(self) -> None:
+        """Wait until all ranks of every group have come so far. An agreement says this or `check`, not both.
+
+        Raises:
+            PlanMismatch: one failed, or did not come in time.
+        """
+        self._said = True
+        for each in self.rounds:
+            each.say({PLAN: "done"})
+        for each in self.rounds:
+            each.wait()
+
     def least(self, number: int) -> int:
         """The smallest that any rank of the first group has.
 
@@ -293,11 +305,11 @@ def _listed(ranks: Iterable[int]) -> str:
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:
     """The ops that backward computes again, by name; how else a region is treated where it has no program."""
-    yield region.link.is_alone
+    yield region.way.link.is_alone
     for prepared in region.recordings.prepared.values():
         recipe = prepared.recipe
         if recipe is None:
-            yield region.policy.word
+            yield region.way.policy.word
         else:
             names = [recipe.trace.program.ops[i].name for i in recipe.recomputed_ops]
             yield [name for name in names if name not in PADDING]

@@ -53,6 +53,14 @@ def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     return copied
 
 
+def imagined_group(group: distributed.ProcessGroup) -> distributed.ProcessGroup:
+    """A group of the same ranks that sends nothing. They call this together."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # torch's backend that sends nothing
+    ranks = distributed.get_process_group_ranks(group)
+    made: distributed.ProcessGroup = distributed.new_group(ranks, backend="fake", use_local_synchronization=True)
+    return made
+
+
 def inside_of_ddp(model: nn.Module) -> nn.Module:
     """The module that DistributedDataParallel, or its stand-in, runs; the model itself where it is neither."""
     return model.module if isinstance(model, DistributedDataParallel | ImaginedReplica) else model
@@ -191,12 +199,7 @@ def _imagined_mesh(mesh: DeviceMesh, *, rooted: bool) -> DeviceMesh:
             )
         found = _imagined[root] if mesh is root else _imagined[root][names]
     else:
-        groups = [
-            distributed.new_group(
-                distributed.get_process_group_ranks(mesh.get_group(dim)), backend="fake", use_local_synchronization=True
-            )
-            for dim in range(mesh.ndim)
-        ]
+        groups = [imagined_group(mesh.get_group(dim)) for dim in range(mesh.ndim)]
         found = DeviceMesh.from_group(
             groups if mesh.ndim > 1 else groups[0], mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names
         )

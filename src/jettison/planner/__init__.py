@@ -1,6 +1,7 @@
 """From a live model and a budget to an applied plan."""
 
-from jettison.planner.apply import Applied, apply
+from jettison.planner.apply import apply
+from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint, plan, trace
 
 __all__ = ["Applied", "apply", "auto_checkpoint", "plan", "trace"]

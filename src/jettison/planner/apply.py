@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,56 +12,18 @@ from torch import nn
 from jettison.capture.model_trace import LossFn, ModelTrace, as_call
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
-from jettison.planner.planner import Candidate, Planner, exactly, fingerprint
+from jettison.planner.handle import Applied
+from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
 from jettison.planner.readiness import check_model
 from jettison.planner.readiness import traced as traced_forward
 from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.report import Live, RegionReport
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
 
 Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"]
-
-
-@dataclass(kw_only=True)
-class Applied:
-    """A plan at work on a model. `remove()` gives the model back as it was.
-
-    Args:
-        plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
-        budget: where the budget comes from, in words, if it was not given in bytes.
-    """
-
-    regions: list[PlannedForward]
-    plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()
-    budget: str = ""
-
-    def remove(self) -> None:
-        """Every module runs its own forward again."""
-        for region in reversed(self.regions):
-            region.remove()
-
-    def report(self) -> list[RegionReport]:
-        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
-        return [region.report() for region in self.regions]
-
-    def plan_text(self) -> str:
-        """The plan as JSON; empty where a policy was applied."""
-        return "" if self.plan is None else self.plan.to_json()
-
-    def live(self) -> dict[str, Live]:
-        """What is between its forward and its backward now, by region."""
-        return {region.name: region.live() for region in self.regions}
-
-    def __enter__(self) -> Applied:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
 
 def likeness(traced: ModelTrace) -> str:
@@ -182,20 +144,11 @@ def apply(
 
 
 def apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan, how: Check) -> Applied:
-    names = list(dict.fromkeys(c.name for c in traced.calls))
     programs = {c.name: traced.program(c) for c in traced.calls}
     digests = {name: program.digest() for name, program in programs.items()}
     plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
-    opaque = {c.name for c in traced.calls if traced.classes[c.class_key].opaque}
-    policies = {
-        entry.layer: policy_named(entry.option)
-        if entry.layer in opaque
-        else exactly(programs[entry.layer], frozenset(entry.kept))
-        for entry in plan.layers
-    }
-    root = exactly(traced.root.program, frozenset(plan.root.kept))
-    segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
-    return Applied(regions=install(model, traced, policies, root, segments, how=how), plan=plan)
+    part = module_policy(traced, plan)
+    return Applied(regions=install(model, traced, part.policies, part.root, part.segments, how=how), plan=plan)
 
 
 def agreed(applied: Applied, agreement: Agreement) -> Applied:

@@ -29,10 +29,16 @@ _SHARE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Bytes, and where they come from; empty words where they were given."""
+    """Bytes, and where they come from; empty words where they were given.
+
+    Args:
+        nbytes: that tensors may take.
+        reserved_bytes: that the caching allocator may reserve, where that was asked for.
+    """
 
     nbytes: int
     words: str = ""
+    reserved_bytes: int | None = None
 
 
 def budget_of(
@@ -62,6 +68,21 @@ def budget_of(
     nbytes = int(left * part)
     words = f"{format_bytes(nbytes)}: {format_percent(float(part))} of the {format_bytes(left)} that {where} has left"
     return Budget(nbytes=nbytes, words=f"{words} for this process")
+
+
+def of_reserved(budget: Budget, model: nn.Module) -> Budget:
+    """The same bytes as a bound of what is reserved; tensors may take that less the usual fragments.
+
+    Raises:
+        UsageError: the model is on no CUDA device, and nothing is reserved.
+    """
+    if not any(p.device.type == "cuda" for p in model.parameters()):
+        raise UsageError("got reserved=True for a model that is on no CUDA device; only its allocator reserves memory")
+    nbytes = int(budget.nbytes * (1 - FRAGMENTS[1]))
+    words = f"{format_bytes(nbytes)} for tensors, {format_percent(float(FRAGMENTS[1]))} for fragments"
+    return Budget(
+        nbytes=nbytes, words=f"{budget.words or format_bytes(budget.nbytes)}: {words}", reserved_bytes=budget.nbytes
+    )
 
 
 def _others(batch: Any, optimizer: torch.optim.Optimizer | None) -> Iterable[Tensor]:

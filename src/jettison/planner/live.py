@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,20 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from jettison.capture.model_trace import Loop, LossFn, ModelTrace
-from jettison.dryrun.step import fake_optimizer
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
+from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
 from jettison.dryrun.user_step import Step
-from jettison.errors import UsageError
+from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
 from jettison.parse_units import parse_bytes
-from jettison.planner.apply import Applied, agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
-from jettison.planner.budget import budget_of
+from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
+from jettison.planner.batches import BatchPlans
+from jettison.planner.budget import budget_of, of_reserved
+from jettison.planner.described import OneModel
+from jettison.planner.handle import Applied, follow_loop
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.progress import Progress, silent
+from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
@@ -70,15 +75,55 @@ def plan(
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         UsageError: the budget cannot be read.
     """
-    budget_bytes = parse_bytes(memory_budget)
+    (found,) = sweep(
+        traced, [memory_budget], optimizer=optimizer, measure=measure, hardware=hardware, gradients_held=gradients_held
+    )
+    if isinstance(found, Infeasible):
+        raise found
+    return found
+
+
+def sweep(
+    traced: ModelTrace,
+    memory_budgets: Iterable[str | int],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    measure: bool = True,
+    hardware: Hardware | None = None,
+    gradients_held: bool = False,
+    progress: Progress = silent,
+) -> list[Plan | Infeasible]:
+    """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
+
+    What plans are chosen from is made once, and every choice is dry-run once. A budget that none fits is answered by
+    the error that `plan` would raise. Arguments are those of `plan`.
+
+    Raises:
+        UsageError: a budget cannot be read, or there is none.
+    """
+    budgets = [parse_bytes(budget) for budget in memory_budgets]
+    if not budgets:
+        raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
     loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
-    planner = make_planner(replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware)
-    return planner.as_plan(planner.plan(budget_bytes), budget_bytes)
+    planner = make_planner(
+        replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware, progress=progress
+    )
+    found: list[Plan | Infeasible] = []
+    for number, budget_bytes in enumerate(budgets, 1):
+        progress(f"budget {number} of {len(budgets)}")
+        try:
+            found.append(planner.as_plan(planner.plan(budget_bytes), budget_bytes))
+        except Infeasible as error:
+            found.append(error)
+    return found
+
+
+plan.sweep = sweep  # type: ignore[attr-defined]
 
 
 def auto_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Scheduled,
     batch: Any,
     memory_budget: str | int,
     *,
@@ -91,6 +136,7 @@ def auto_checkpoint(
     step: Step | None = None,
     models: Sequence[nn.Module] = (),
     shapes: Sequence[Any] = (),
+    reserved: bool = False,
     group: Group | None = None,
     progress: Progress = silent,
 ) -> Applied:
@@ -102,6 +148,8 @@ def auto_checkpoint(
     Call it under the same autocast and train/eval state as training.
 
     Args:
+        model: a module; or, with ``step``, a schedule of `torch.distributed.pipelining` over this rank's stages, whose
+            modules are planned together.
         batch: one training batch, ``model(**batch)`` or ``model(*batch)``.
         memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes; ``"auto"``, what the device has left for
             this process less a margin; ``"90%"`` of what it has left. Of ranks that plan together the smallest counts.
@@ -119,6 +167,9 @@ def auto_checkpoint(
             Those that are called with gradients are planned together.
         shapes: other batches that the run has (lengths, padding buckets, the last rows of an epoch), with or without
             values (``meta``). The budget holds for each of them; what is planned for the largest is followed by all.
+        reserved: hold the budget against what the caching allocator reserves on a CUDA device, not against what its
+            tensors take. An allowance for fragments is taken off first; what they really are is looked at in every
+            step, and planned for.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -129,13 +180,17 @@ def auto_checkpoint(
         UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
     """
     how = check_of(check)
-    check_model(model)
-    check_optimizer(optimizer, model)
     models, shapes = _sequence("models", models), _sequence("shapes", shapes)
-    budget = budget_of(memory_budget, models or (model,), batch, optimizer)
+    modules = modules_of([model])
+    for one in modules:
+        check_model(one)
+    check_optimizer(optimizer, nn.ModuleList(modules))
+    budget = budget_of(memory_budget, modules_of(models or [model]), batch, optimizer)
+    if reserved:
+        budget = of_reserved(budget, nn.ModuleList(modules))
     if budget.words:
         progress(f"budget {budget.words}")
-    if step is not None or models or shapes or is_wrapped(model):
+    if not isinstance(model, nn.Module) or step is not None or models or shapes or is_wrapped(model):
         whole = checked_step(step, models, model, regions=regions, loss_fn=loss_fn, holds_output=holds_output)
         return auto_checkpoint_step(
             whole,
@@ -148,8 +203,11 @@ def auto_checkpoint(
             gradients_held=gradients_held,
             group=group,
             progress=progress,
+            plain=step is None,
         )
-    with Agreement(groups_for(model, group)) as agreement:
+    groups = groups_for(model, group)
+    began = time.perf_counter()
+    with Agreement(groups) as agreement:
         budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         progress("tracing")
         now = any(p.grad is not None for p in model.parameters())
@@ -159,12 +217,16 @@ def auto_checkpoint(
             check=how,
             elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
         )
-        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+        one = OneModel(
+            model=model,
+            traced=traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop),
+            optimizer=optimizer,
+            progress=progress,
+        )
+        traced = one.traced
 
         def make() -> Applied:
-            mirrored = fake_optimizer(optimizer, model, traced) if optimizer is not None else None
-            planner = make_planner(traced, optimizer=mirrored, progress=progress)
-            return apply_candidate(model, planner, planner.plan(budget_bytes), budget_bytes, how)
+            return apply_candidate(model, one.planner, one.planner.plan(budget_bytes), budget_bytes, how)
 
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
@@ -172,7 +234,28 @@ def auto_checkpoint(
             applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how)
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
-        return agreed(replace(applied, budget=budget.words), agreement)
+        applied = agreed(replace(applied, budget=budget.words), agreement)
+    plans = None
+    if not groups:
+        assert applied.plan is not None
+        names = list(dict.fromkeys(call.name for call in traced.calls))
+        seconds = time.perf_counter() - began
+
+        def describe(batch: Any) -> OneModel:
+            again = traced_forward(model, batch, loss_fn=loss_fn, regions=names, loop=loop)
+            return OneModel(model=model, traced=again, optimizer=optimizer, progress=progress)
+
+        plans = BatchPlans(
+            regions=[applied.regions],
+            describe=describe,
+            shape_of=lambda batch: BatchShape.of(*as_call(batch)),
+            budget_bytes=budget_bytes,
+            planning_seconds=seconds,
+            progress=progress,
+        )
+        plans.begin(one.calls[0], one.traces, [applied.plan])
+    follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=True)
+    return applied
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ The solver adds up levels that were found block by block; a dry run of the whole
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -157,6 +158,7 @@ class Planner:
         kept = Full().kept(program)
         return FrontierPoint(key=key, kept=kept, kept_bytes=program.kept_bytes(kept), seconds=0.0, price=0.0)
 
+    @functools.cached_property
     def smallest(self) -> Candidate:
         """The plan of the fewest bytes."""
         ways = (self.options.problem, untimed(self.options.problem))
@@ -167,7 +169,7 @@ class Planner:
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
         return min([self.candidate(choose(way, minimum_budget(way))) for way in ways], key=lambda one: one.needs)
 
-    @property
+    @functools.cached_property
     def minimum_budget_bytes(self) -> int:
         """A budget for which there is always a plan. Now and then one for a little less can be found."""
         return min(self.plain_budget_bytes, self._least(untimed(self.options.problem)).needs)
@@ -183,7 +185,7 @@ class Planner:
         Raises:
             Infeasible: none does; the error carries the dry-run peak of the smallest plan.
         """
-        smallest = self.smallest()
+        smallest = self.smallest
         if min(smallest.needs, self.plain_budget_bytes) > budget_bytes:
             raise Infeasible(
                 minimum_budget_bytes=self.minimum_budget_bytes,
@@ -255,6 +257,22 @@ def exactly(program: Program, kept: frozenset[int]) -> Exactly:
     total = program.kept_bytes(program.saved_buffers())
     share = KeepShare(program.kept_bytes(kept) / total if total else 1.0)
     return Exactly(program.digest(), kept, share, program.form())
+
+
+def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
+    """A plan that was made for this trace, as policies. What stands in for opaque blocks in a dry run is left out."""
+    names = list(dict.fromkeys(c.name for c in traced.calls))
+    programs = {c.name: traced.program(c) for c in traced.calls}
+    opaque = {c.name for c in traced.calls if traced.classes[c.class_key].opaque}
+    policies = {
+        entry.layer: policy_named(entry.option)
+        if entry.layer in opaque
+        else exactly(programs[entry.layer], frozenset(entry.kept))
+        for entry in plan.layers
+    }
+    root = exactly(traced.root.program, frozenset(plan.root.kept))
+    segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
+    return ModulePolicy(trace=traced, policies=policies, root=root, segments=segments)
 
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:

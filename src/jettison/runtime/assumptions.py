@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from jettison.capture.tensor_subclasses import plain
+from jettison.runtime.batch_shape import BatchShape
 from jettison.units import format_bytes
 
 Unpack = Callable[[Any], Tensor]
@@ -45,9 +45,7 @@ class Assumptions:
     ) -> None:
         self.model = model
         self.follow()
-        self.planned: dict[str, tuple[tuple[int, ...], int]] = {}
-        for where, size in (found for batch in batches for found in _sizes(batch).items()):
-            self.planned[where] = max(size, self.planned.get(where, size), key=lambda known: known[1])
+        self.planned = [BatchShape.of(*batch) for batch in batches]
         self.in_flight = in_flight
         self.known = {signature}
         self.budget_bytes = budget_bytes
@@ -72,7 +70,7 @@ class Assumptions:
         self.looked = False
         if signature not in self.known:
             self.known.add(signature)
-            self._compare((args, kwargs))
+            self._compare(args, kwargs)
         if not self.gradients_held and any(p.grad is not None for p in self.ends):
             self._say(
                 "gradients",
@@ -142,21 +140,19 @@ class Assumptions:
         del self.ends[1:-1]
         return not all(map(_is_reached, self.ends))
 
-    def _compare(self, batch: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
+    def _compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Say what is larger than planned, or new."""
-        changes = []
-        for where, (shape, nbytes) in _sizes(batch).items():
-            if where not in self.planned:
-                changes.append(f"{where} is new ({_text(shape)})")
-            elif nbytes > self.planned[where][1]:
-                changes.append(f"{where} is {_text(shape)}, planned was {_text(self.planned[where][0])}")
-        if changes:
-            self._say(
-                "batch " + "; ".join(changes),
-                f"the batch is larger than the one that was planned for: {'; '.join(changes)}",
-                "the batch it was given",
-                "plan with the largest batch of the run, and with every argument that it will have",
-            )
+        now = BatchShape.of(args, kwargs)
+        if any(planned.covers(now) for planned in self.planned):
+            return
+        nearest = min(self.planned, key=lambda planned: len(now.beyond(planned)))
+        changes = "; ".join(now.beyond(nearest))
+        self._say(
+            f"batch {changes}",
+            f"the batch is larger than the one that was planned for: {changes}",
+            "the batch it was given",
+            "plan with the largest batch of the run, and with every argument that it will have",
+        )
 
     def _say(self, key: str, what: str, assumed: str, advice: str) -> None:
         if key in self.said:
@@ -167,22 +163,6 @@ class Assumptions:
             f"the budget (gradients are not affected). To have it held: {advice}",
             stacklevel=2,
         )
-
-
-def _sizes(batch: tuple[tuple[Any, ...], Mapping[str, Any]]) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Shape and bytes of each tensor of a call, by where it is."""
-    args, kwargs = batch
-    found = {}
-    for path, leaf in tree_leaves_with_path((args, dict(kwargs))):
-        if isinstance(leaf, Tensor):
-            inner = plain(leaf)
-            where = keystr(path[1:]) or "the argument"
-            found[where] = tuple(inner.shape), inner.numel() * inner.element_size()
-    return found
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def _is_reached(parameter: Tensor) -> bool:

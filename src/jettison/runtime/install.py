@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from torch import nn
@@ -11,8 +11,9 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.segment import SegmentLink
 from jettison.runtime.structure import Structure
+from jettison.runtime.way import Way
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy
+from jettison.solve.policy import CheckpointPolicy, KeepAll
 
 
 def install(
@@ -33,21 +34,48 @@ def install(
         checked: the programs ran on these very tensors, so that the first run need not be compared with them.
         how: how closely what is computed again is held against what forward had.
     """
+    ways = _ways(traced, policies, root, segments)
     regions = {
         name: PlannedForward(model.get_submodule(name), name, policy, model=model, how=how)
         for name, policy in policies.items()
     }
-    _link(regions, traced, segments)
     outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
+    installed = [*regions.values(), outer]
+    for region in installed:
+        region.put_way(ways[region.name])
     for region in regions.values():
         region.outer = outer
     for each in (traced, *traced.more):
         _adopt(regions, outer, each, checked)
-    installed = [*regions.values(), outer]
     for region in installed:
         region.in_dry_run = checked
     outer.structure = Structure(outer, installed)
     return installed
+
+
+def install_beside(
+    regions: Sequence[PlannedForward],
+    traced: ModelTrace,
+    policies: Mapping[str, CheckpointPolicy],
+    root: CheckpointPolicy,
+    segments: Iterable[list[str]] = (),
+) -> int:
+    """One more plan for what is installed already; its number (`follow`). Blocks that came later keep everything."""
+    ways = _ways(traced, policies, root, segments)
+    numbers = {region.add_way(ways.get(region.name, Way(policy=KeepAll()))) for region in regions}
+    (number,) = numbers
+    before = regions[-1].recordings.number
+    follow(regions, number)
+    for each in (traced, *traced.more):
+        _adopt({region.name: region for region in regions[:-1]}, regions[-1], each, False)
+    follow(regions, before)
+    return number
+
+
+def follow(regions: Iterable[PlannedForward], number: int) -> None:
+    """The plan of that number holds from the next call on."""
+    for region in regions:
+        region.take_way(number)
 
 
 def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced: ModelTrace, checked: bool) -> None:
@@ -64,12 +92,17 @@ def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced:
         outer.recordings.adopt(traced.root_signature, traced.root, checked=checked)
 
 
-def _link(regions: Mapping[str, PlannedForward], traced: ModelTrace, segments: Iterable[list[str]]) -> None:
+def _ways(
+    traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], root: CheckpointPolicy, segments: Iterable[list[str]]
+) -> dict[str, Way]:
+    """Policies by block, and with their places in segments; the model's own under no name."""
     links = {call.name: call.links for call in traced.calls}
+    ways = {name: Way(policy=policy) for name, policy in policies.items()}
     for run in segments:
         before = None
         for name, following in zip_longest(run, run[1:]):
             inputs = links.get(name, ()) if before is not None else ()
             outputs = tuple(output for _, output in links.get(following, ()))
             before = SegmentLink(before=before if inputs else None, inputs=inputs, outputs=outputs)
-            regions[name].follow(before)
+            ways[name] = Way(policy=policies[name], link=before)
+    return ways | {"": Way(policy=root)}

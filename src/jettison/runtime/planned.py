@@ -29,7 +29,7 @@ from jettison.runtime.graph_fingerprint import bounds_of, graph_print, next_sequ
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
-from jettison.runtime.segment import SegmentLink
+from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy
@@ -43,6 +43,16 @@ class Watched(Protocol):
 
     def parts_changed(self, names: str) -> None:
         """Modules inside of blocks are other ones."""
+
+
+class CallListener(Protocol):
+    """Is told of a region's calls with gradients."""
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before anything of it ran; another plan may be followed from here on."""
+
+    def ends(self) -> None:
+        """The forward has returned."""
 
 
 class PlannedForward:
@@ -68,7 +78,8 @@ class PlannedForward:
         self.model = model or module  # the whole, of which this is a part
         self.bound: Callable[[], Callable[..., Any]] | None = None  # what forward stands for in this call
         self.name = name
-        self.policy = policy
+        self.ways = [Way(policy=policy)]  # the first is that of the plan, or of the policy
+        self.way = self.ways[0]
         self.is_root = blocks is not None
         self.forward: Callable[..., Any] = module.forward
         self.had_own = "forward" in vars(module)
@@ -78,14 +89,14 @@ class PlannedForward:
         self.eagerly = torch.compiler.disable(self._eagerly, reason="it runs under a plan, op by op")
         functools.update_wrapper(self, self.forward, updated=())
         self.recordings = Recordings(
-            module, policy, blocks=blocks, fake_model=fake_model, forgotten=self._forgotten, changed=self._say_changed
+            module, self.way, blocks=blocks, fake_model=fake_model, forgotten=self._forgotten, changed=self._say_changed
         )
         self.tap_hooks: dict[tuple[str, bool], Any] = {}
         self.said: set[str] = set()
         self.quiet = False  # falls back without a warning
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
-        self.link = SegmentLink()
+        self.listener: CallListener | None = None
         self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
@@ -170,13 +181,23 @@ class PlannedForward:
     def start_over(self) -> None:
         """Nothing that was recorded holds."""
         self.recordings.start_over()
-        self.link.forget()
+        self.way.link.forget()
 
-    def follow(self, link: SegmentLink) -> None:
-        """Take a place in a checkpoint segment."""
-        self.link = link
-        self.recordings.linked = frozenset(position for position, _ in link.inputs)
-        self.recordings.handed = frozenset(link.outputs)
+    def add_way(self, way: Way) -> int:
+        """One more; its number. It is taken by `take_way`."""
+        self.ways.append(way)
+        return len(self.ways) - 1
+
+    def take_way(self, number: int) -> None:
+        """Calls from now on are treated so."""
+        self.way.link.forget()
+        self.way = self.ways[number]
+        self.recordings.take_way(number, self.way)
+
+    def put_way(self, way: Way) -> None:
+        """In the place of the one that it follows, before its first call."""
+        self.ways[self.recordings.number] = self.way = way
+        self.recordings.take_way(self.recordings.number, way)
 
     def say_once(self, key: str, text: str) -> None:
         """Warn, once in a plan."""
@@ -200,6 +221,8 @@ class PlannedForward:
             )
         if are_hooks_foreign():
             return self._run_plainly(args, kwargs)
+        if self.listener is not None:
+            self.listener.begins(args, kwargs)
         leaves, signature = call_signature(args, kwargs)
         self.recordings.look(in_dry_run=self.in_dry_run)
         if self.assumptions is not None:
@@ -213,6 +236,8 @@ class PlannedForward:
             self.refuse_fake("returns", leaves)
         if self.assumptions is not None:
             self.assumptions.forward_ends(returned)
+        if self.listener is not None:
+            self.listener.ends()
         return output
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:
@@ -251,7 +276,7 @@ class PlannedForward:
             else:
                 del self.module.__dict__["forward"]
         self.retired = True
-        self.link.forget()
+        self.way.link.forget()
         self._unwatch()
 
     def live(self) -> Live:
@@ -275,7 +300,7 @@ class PlannedForward:
         return RegionReport.of(
             best.recipe if best else None,
             name=self.name,
-            word=self.policy.word,
+            word=self.way.policy.word,
             calls=self.calls,
             recordings=self.recordings.count,
             fallback=best.problem if best else "",
@@ -364,7 +389,7 @@ class PlannedForward:
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
         settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()
-        frame.enter(leaves, self.link.take(leaves))
+        frame.enter(leaves, self.way.link.take(leaves))
         stack.append(frame)
         try:
             back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
@@ -397,7 +422,7 @@ class PlannedForward:
         if settings is not None:
             prepared.settings = settings
         if frame.handed:
-            self.link.leave(tree_leaves(output), frame.handed)
+            self.way.link.leave(tree_leaves(output), frame.handed)
             frame.handed = {}
         return output
 

@@ -28,7 +28,7 @@ from jettison.runtime.frame import owners_of
 from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.value_reads import reads_hold
-from jettison.solve.policy import CheckpointPolicy
+from jettison.runtime.way import Way
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
@@ -71,26 +71,25 @@ class Recordings:
     def __init__(
         self,
         module: nn.Module,
-        policy: CheckpointPolicy,
+        way: Way,
         *,
         blocks: tuple[str, ...] | None,
         fake_model: bool,
         forgotten: Callable[[str], None],
         changed: Callable[[], None],
     ) -> None:
-        self.module, self.policy, self.blocks, self.fake_model = module, policy, blocks, fake_model
+        self.module, self.blocks, self.fake_model = module, blocks, fake_model
+        self.take_way(0, way)
         self.count = 0
-        self.prepared: dict[Any, Prepared] = {}
+        self.prepared: dict[tuple[int, Any], Prepared] = {}  # by way and signature
         self.owners = owners_of(module)
         self.guard: ModuleGuard | None = None
         self.never = ""  # why no call is recorded
         self.shared: frozenset[int] = frozenset()  # leaf positions of arguments that live elsewhere anyway
         self.late: frozenset[Place] = frozenset()  # what others write to before backward
         self.late_inside: dict[str, frozenset[int]] = {}  # the same of what it leaves behind, by the program's form
-        self.linked: frozenset[int] = frozenset()  # inputs that the region before computes again
-        self.handed: frozenset[int] = frozenset()  # outputs that this one computes again for the next
         self._forgotten, self._changed = forgotten, changed
-        self._planned: dict[Any, Program] = {}  # by signature
+        self._planned: dict[Any, Program] = {}  # by way and signature
         self._precision: tuple[Any, ...] = ()  # what FSDP cast when it was recorded
         self._suspects: frozenset[Setting] = frozenset()
         self._ignored: frozenset[Setting] = frozenset()
@@ -99,6 +98,10 @@ class Recordings:
         self._distrusted: dict[Any, str] = {}  # signatures of which a tensor once came back wrong
         self._divergences: dict[Any, int] = {}
         self._last_values: Any = None
+
+    def take_way(self, number: int, way: Way) -> None:
+        """Calls from now on are treated so. What is known under other numbers is known when they come back."""
+        self.number, self.way = number, way
 
     # known before a run ----------------------------------------------------------------------------------------------
 
@@ -112,13 +115,14 @@ class Recordings:
         if trace.late_inside:
             self.late_inside[trace.form] = trace.late_inside
         self.shared |= {p for b, p in trace.inputs.items() if trace.program.buffers[b].free}
-        self._planned[key] = trace.program
+        self._planned[self.number, key] = trace.program
         self._store(key, trace).checked = checked
 
     def give_up(self, key: Any, problem: str, verdict: Verdict | None = None) -> None:
         """Calls of this signature are known to have no program."""
         self.guard = self.guard or ModuleGuard(self.module)
-        self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
+        known = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict, told=True)
+        self.prepared[self.number, key] = known
 
     def most_used(self) -> Prepared | None:
         """Of the signature that was called most."""
@@ -140,7 +144,7 @@ class Recordings:
         Raises:
             UnsupportedModule: recording it has moved what cannot be put back.
         """
-        prepared = self.prepared.get(key)
+        prepared = self.prepared.get((self.number, key))
         if prepared is not None and not prepared.checked and precision_of(self.module) != self._precision:
             self.forget()  # FSDP came after the recording, with casts of its own
             prepared = None
@@ -199,13 +203,13 @@ class Recordings:
     def lose(self, key: Any, why: str) -> None:
         """Calls of this signature have no program from now on."""
         self._distrusted[key] = why
-        self.prepared.pop(key, None)
+        self.prepared.pop((self.number, key), None)
 
     def distrust(self, recipe: Recipe, problem: str) -> None:
         """A tensor came back wrong: calls like that one have no program from now on."""
-        for key, prepared in self.prepared.items():
+        for (number, key), prepared in self.prepared.items():
             if prepared.recipe is recipe:
-                self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True)
+                self.prepared[number, key] = Prepared(recipe=None, problem=problem, checked=True)
                 self._distrusted[key] = problem
 
     # recording -------------------------------------------------------------------------------------------------------
@@ -250,24 +254,26 @@ class Recordings:
         """Whether a program has the ops that were planned with. What was traced around blocks may end in a loss
         that is computed after its forward.
         """
-        planned = self._planned.get(key)
+        planned = self._planned.get((self.number, key))
         if planned is None or planned.form() == now.form():
             return True
         count = len(now.ops)
         return self.blocks is not None and [op.name for op in planned.ops[:count]] == [op.name for op in now.ops]
 
     def _acquit(self, key: Any, trace: RegionTrace) -> None:
-        outdated = self._outdated.pop(key, None)
+        outdated = self._outdated.pop((self.number, key), None)
         if self._suspects and outdated is not None and outdated.digest() == trace.program.digest():
             self._ignored |= self._suspects
             self.guard = ModuleGuard(self.module, self._ignored)
             self._everything = ModuleGuard(self.module)
 
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
-        recipe = compile_recipe(trace, self.policy.kept(trace.program), linked=self.linked, handed=self.handed)
-        prepared = self.prepared[key] = Prepared(recipe=recipe)
+        kept = self.way.policy.kept(trace.program)
+        recipe = compile_recipe(trace, kept, linked=self.way.linked, handed=self.way.handed)
+        prepared = self.prepared[self.number, key] = Prepared(recipe=recipe)
         return prepared
 
     def _fall_back(self, key: Any, problem: str, verdict: Verdict | None = None) -> Prepared:
-        prepared = self.prepared[key] = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
+        prepared = Prepared(recipe=None, problem=problem, checked=True, verdict=verdict)
+        self.prepared[self.number, key] = prepared
         return prepared

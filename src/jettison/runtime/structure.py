@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from jettison.runtime.planned import PlannedForward
+from jettison.runtime.way import Way
 from jettison.units import format_bytes
 
 MOST_WORDS = 4
@@ -122,7 +123,11 @@ class Structure:
                 yield f"{region.name} is another {type(module).__name__}"
 
     def _add(self, old: PlannedForward, module: nn.Module) -> None:
-        new = PlannedForward(module, old.name, old.policy, model=old.model, how=old.how)
+        policy = old.ways[0].policy
+        new = PlannedForward(module, old.name, policy, model=old.model, how=old.how)
+        for way in old.ways[1:]:
+            new.add_way(Way(policy=way.policy))
+        new.take_way(old.recordings.number)
         new.outer = self.root
         self.regions.insert(len(self.regions) - 1, new)
 

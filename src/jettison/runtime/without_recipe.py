@@ -18,7 +18,7 @@ def run_without_recipe(
     region: PlannedForward, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """One call. The first one that may be computed again is tried: see `runtime.fallback`."""
-    is_kept = region.is_root or region.policy.word == "none"
+    is_kept = region.is_root or region.way.policy.word == "none"
     if not is_kept and prepared.verdict is None:
         late = region.recordings.late or region.recordings.late_inside
         prepared.verdict = (
@@ -40,7 +40,7 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
         return
     prepared.told = True
     verdict = prepared.verdict
-    is_kept = region.is_root or region.policy.word == "none" or (verdict is not None and not verdict.again)
+    is_kept = region.is_root or region.way.policy.word == "none" or (verdict is not None and not verdict.again)
     what = "kept as plain autograd keeps it" if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"

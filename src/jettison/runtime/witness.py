@@ -24,6 +24,7 @@ allocator has pools of their own for small blocks, in a tensor, which the budget
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import weakref
@@ -34,12 +35,17 @@ from enum import StrEnum
 from math import ceil, prod
 from typing import Any, TypeAlias
 
-import numpy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.errors import UsageError, WrongValue
+
+numpy: Any
+try:
+    import numpy
+except ImportError:  # torch comes without it
+    numpy = None
 
 WHOLE_BELOW = 64
 """Elements up to which a tensor is compared whole."""
@@ -179,11 +185,26 @@ def _checksum(bits: Tensor) -> int:
         rows = [bits] if bits.is_contiguous() else bits.split(max(1, PIECE // max(1, bits[0].numel())))
         found = 0
         for row in rows:
-            found = zlib.crc32(numpy.ascontiguousarray(row.numpy()).data, found)
+            found = zlib.crc32(_buffer(row), found)
         return found
     found = 0
     for part in bits:
         found = found * 0x9E3779B1 + _checksum(part) & 0x7FFFFFFFFFFFFFFF
+    return found
+
+
+def _raw(bits: Tensor) -> bytes:
+    """The bytes of a tensor on the CPU, in the order of its elements."""
+    return bits.numpy().tobytes() if numpy is not None else bytes(_buffer(bits))
+
+
+def _buffer(bits: Tensor) -> Any:
+    """The same without a copy, where it is dense."""
+    if numpy is not None:
+        return numpy.ascontiguousarray(bits.numpy()).data
+    dense = bits.contiguous()
+    found = (ctypes.c_char * (dense.numel() * dense.element_size())).from_address(dense.data_ptr() or id(dense))
+    found.tensor = dense  # its memory lives as long
     return found
 
 
@@ -243,7 +264,7 @@ class Witness:
             return b""
         else:
             bits = bits_of(_strided(tensor.detach(), self.spots, self.salt))
-        return b"" if isinstance(bits, FakeTensor) else bits.numpy().tobytes()
+        return b"" if isinstance(bits, FakeTensor) else _raw(bits)
 
     def is_rounding(self, found: Tensor) -> bool:
         """Whether a second look, compared late, differs by what a sum in another order may differ by."""

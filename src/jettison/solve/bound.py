@@ -7,7 +7,8 @@ byte. Relaxed that way the cheapest rest of the walk is a shortest path, so that
 
 is a lower bound on every completion, for *any* multipliers that are not negative: the certificate does not depend on
 the solver that proposed them. The best ones are the duals of the linear relaxation, which HiGHS solves; relaxed paths
-have integral vertices, so the bound then equals the relaxation's (Geoffrion 1974).
+have integral vertices, so the bound then equals the relaxation's (Geoffrion 1974). Where HiGHS is not installed, an
+ascent comes close to them (ascent.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from jettison.solve.ascent import ascend
 from jettison.solve.moves import Move, Walk
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
@@ -89,10 +90,13 @@ def relax(budgeted: BudgetedWalk, multipliers: Sequence[float] | Floats) -> Boun
     return Bound(held_price=tuple(held), rest=tuple(rest), picoseconds=walk.root_picoseconds + rest[0])
 
 
-def best_multipliers(budgeted: BudgetedWalk) -> Floats:
+def best_multipliers(budgeted: BudgetedWalk) -> Sequence[float] | Floats:
     """The duals of the linear relaxation; zeros where the solver finds none, which is a valid choice, too."""
-    import highspy
-
+    try:
+        import highspy
+        import numpy as np
+    except ImportError:
+        return ascend(budgeted)
     walk = budgeted.walk
     if walk.count == 0:
         return np.zeros(1)
@@ -125,6 +129,8 @@ def _quiet(highspy: Any) -> Any:
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:
     """Columns: every move, then the prefix at positions 1 .. R. Rows: R paths, R prefixes, R budgets, and the loss."""
+    import numpy as np
+
     walk, count = budgeted.walk, budgeted.walk.count
     moves = [m for group in budgeted.moves for m in group]
     prefix_row, budget_row = count, 2 * count

@@ -16,15 +16,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:  # torch comes without it
+    np = None  # type: ignore[assignment]
 
 from jettison.solve.bound import Bound, BudgetedWalk
+from jettison.solve.label_lists import fastest_labels
 from jettison.solve.moves import Move
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Integers = NDArray[np.int64]
+
+
+LISTED = 2_048
+"""Labels a position where there is no numpy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +74,9 @@ def fastest_path(
     budgeted: BudgetedWalk, bound: Bound, *, width: int, below: int | None = None, beam: bool = False
 ) -> Search:
     """The fastest path of fewer than ``below`` picoseconds, see NOTE [ Labels and what thinning costs ]."""
+    if np is None:
+        moves, picoseconds, lost = fastest_labels(budgeted, bound, width=min(width, LISTED), below=below, beam=beam)
+        return Search(path=None if moves is None else Path(moves=moves, picoseconds=picoseconds), loss=lost)
     count = budgeted.walk.count
     arriving: list[list[Move]] = [[] for _ in range(count + 1)]
     for moves in budgeted.moves:

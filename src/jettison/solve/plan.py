@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, Literal
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, Literal
 
 from jettison.errors import PlanMismatch, UsageError
 from jettison.ledger.program import Program, Source
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
 ROOT_LAYER = ""
@@ -88,6 +89,11 @@ class Predicted:
     peak_bytes: int
     step_seconds: float = 0.0
     overhead_fraction: float = 0.0
+
+    @property
+    def added_seconds(self) -> float:
+        """Of a step, spent on computing again."""
+        return self.step_seconds * self.overhead_fraction / (1.0 + self.overhead_fraction)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +169,11 @@ class Plan:
             UsageError: the text is not a feasible plan of this schema; the message names the first wrong key.
             PlanMismatch: the decisions are not those that the hash in the text was made of.
         """
-        stated = _header(text)
+        from pydantic import ValidationError  # making and running a plan needs none of it
+
         try:
-            plan = _adapter().validate_json(text, strict=True)
+            stated: _Header = _header_adapter().validate_json(text, strict=True)
+            plan: Plan = _adapter().validate_json(text, strict=True)
         except ValidationError as error:
             raise _not_a_plan(error) from error
         if plan.hash != stated.hash:
@@ -204,13 +212,6 @@ class _Header:
     hash: str
 
 
-def _header(text: str | bytes) -> _Header:
-    try:
-        return _header_adapter().validate_json(text, strict=True)
-    except ValidationError as error:
-        raise _not_a_plan(error) from error
-
-
 def _not_a_plan(error: ValidationError) -> UsageError:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "the document"
@@ -218,10 +219,14 @@ def _not_a_plan(error: ValidationError) -> UsageError:
 
 
 @cache
-def _adapter() -> TypeAdapter[Plan]:
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(Plan)
 
 
 @cache
-def _header_adapter() -> TypeAdapter[_Header]:
+def _header_adapter() -> Any:
+    from pydantic import TypeAdapter
+
     return TypeAdapter(_Header)

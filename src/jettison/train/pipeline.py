@@ -16,9 +16,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
 
+from jettison.dryrun.imagined_pipeline import SendingStage, send_nothing
 from jettison.errors import UsageError
 from jettison.ledger.schedule import in_flight, order
 from jettison.measure.memory import unique_bytes
@@ -220,45 +220,15 @@ class Pipeline:
         return stage.logits(self._batch.micro_batch, self._dtype(stage))
 
 
-class _SendingStage(PipelineStage):
-    """A stage that holds on to what it sends, since torch's schedules wait for sends at the end of a step.
-
-    1F1B without virtual stages waits for each before the next, but keeps one of the first ones all along.
-    """
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.sent: list[Tensor] = []
-        self.waits = False
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._noted(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._noted(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _noted(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if not (self.waits and self.sent):
-            self.sent += [op.tensor for op in ops]
-        return ops
-
-
 class _ImaginedPipeline(Pipeline):
     """Over fake copies of stages on fake tensors, and groups that send nothing."""
 
-    stage_class = _SendingStage
+    stage_class = SendingStage
 
     def start(self, micro_batches: int) -> None:
         """As for real; but what stages would ask each other they know."""
         super().start(micro_batches)
-        layout = self._places.layout
-        for stage in self._made:
-            stage.waits = layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
-        self._schedule._warmup_p2p = self._agree_at_once
-
-    def _agree_at_once(self, *_: Any) -> None:
-        for stage in self._made:
-            stage._inference_mode = InferenceMode.STATIC
+        send_nothing(self._schedule, self._made)
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
         """See `Engine`."""

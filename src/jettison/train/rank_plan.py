@@ -16,7 +16,8 @@ from jettison.dryrun.step import DryStep
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, groups_for
 from jettison.parse_units import parse_bytes
-from jettison.planner.apply import Applied, agreed, apply, apply_from_another_rank, likeness
+from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
+from jettison.planner.handle import Applied
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress

@@ -227,12 +227,12 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
     inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
     def kept(name: str, program: Program) -> frozenset[int]:
-        again = {position for position, _ in regions[name].link.inputs}
-        chosen = regions[name].policy.kept(program)
+        again = {position for position, _ in regions[name].way.link.inputs}
+        chosen = regions[name].way.policy.kept(program)
         return chosen - {b for b, position in inputs.get(name, {}).items() if position in again}
 
     programs = {call.name: traced.program(call) for call in traced.calls}
-    words = {n: str(policy_word(p, regions[n].policy.kept(p))) for n, p in programs.items()}
+    words = {n: str(policy_word(p, regions[n].way.policy.kept(p))) for n, p in programs.items()}
     words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)

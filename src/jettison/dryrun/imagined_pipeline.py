@@ -1,0 +1,284 @@
+"""Schedules of `torch.distributed.pipelining` over fake copies of a rank's stages: torch's own, and nothing is sent.
+
+What a stage is called with is what the stage before returns. So when a step is first run, ranks tell each other shapes
+through the key-value store of `torch.distributed`, one stage after the other; a rank that fails before it could says
+why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining.stage import InferenceMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from jettison.capture.fakes import fake_copy
+from jettison.errors import PlanMismatch, UnsupportedModule
+from jettison.measure.memory import unique_bytes
+from jettison.parallel.agree import TIMEOUT_SECONDS
+from jettison.parallel.imagined import imagined_copy, imagined_group
+
+Scheduled: TypeAlias = _PipelineSchedule
+"""Any schedule of torch's."""
+_REPEATING = (Schedule1F1B, ScheduleInterleaved1F1B)
+_FAILED = "failed!"
+_rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
+
+
+def stages_of(schedule: Scheduled) -> list[PipelineStage]:
+    """A rank's stages, in the order of the model.
+
+    Raises:
+        UnsupportedModule: they are of another kind.
+    """
+    single = isinstance(schedule, PipelineScheduleSingle)
+    found: Any = [schedule._stage] if single else getattr(schedule, "_stages", [])
+    for stage in found:
+        if not isinstance(stage, PipelineStage):
+            raise UnsupportedModule(
+                f"got a {type(stage).__name__} in {type(schedule).__name__}; expected stages that are made as "
+                "torch.distributed.pipelining.PipelineStage(module, index, count, device)"
+            )
+    return list(found)
+
+
+class SendingStage(PipelineStage):
+    """A stage that holds on to what it sends, since torch's schedules wait for sends at the end of a step.
+
+    1F1B without virtual stages waits for each before the next, but keeps one of the first ones all along.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.sent: list[Tensor] = []
+        self.waits = False
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[distributed.P2POp]:
+        return self._noted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[distributed.P2POp]:
+        return self._noted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _noted(self, ops: list[distributed.P2POp]) -> list[distributed.P2POp]:
+        if not (self.waits and self.sent):
+            self.sent += [op.tensor for op in ops]
+        return ops
+
+
+def send_nothing(schedule: Any, stages: Sequence[SendingStage]) -> None:
+    """What stages would ask each other before their first step, they know."""
+    for stage in stages:
+        stage.waits = isinstance(schedule, Schedule1F1B)
+
+    def agree_at_once(*_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = agree_at_once
+
+
+class ImaginedSchedule:
+    """Stands for a schedule in a step on fake tensors. The pipeline's ranks make it together.
+
+    Raises:
+        UnsupportedModule: see `stages_of`.
+    """
+
+    def __init__(self, schedule: Scheduled, mode: FakeTensorMode) -> None:
+        self.real = schedule
+        self.stages = stages_of(schedule)
+        self.modules = [imagined_copy(stage.submod, mode) for stage in self.stages]
+        self._probes = [fake_copy(stage.submod, mode) for stage in self.stages]  # nobody watches their calls
+        group = self.stages[0].group or distributed.group.WORLD
+        self._group = imagined_group(group)
+        self._chain = _Chain(tuple(sorted(distributed.get_process_group_ranks(group))))
+        self._made: Any = None
+        self._count = 0  # of micro-batches that are run
+        self._left: Tensor | None = None  # as much as the others are received into
+        self._sending: list[SendingStage] = []
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's schedules."""
+        if self._made is None:
+            self._make(args, kwargs)
+        if self._count < self.real._n_microbatches:
+            args, kwargs = tree_map(self._first_rows, (args, kwargs))
+        try:
+            return self._made.step(*args, **kwargs)
+        finally:
+            self._note_left()
+
+    def held(self) -> list[Tensor]:
+        """What stages receive into, which stays from step to step."""
+        buffers = [info.buffer for stage in self._sending for info in _received_by(stage)]
+        return [t for t in (*buffers, self._left) if isinstance(t, Tensor)]
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank's step failed: stages after its own are told."""
+        self._chain.give_up(self.stages, error)
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = {name: value for name, value in kwargs.items() if name not in _OF_THE_SCHEDULE}
+        args_split, kwargs_split = self.real._split_inputs(args, own)
+        for stage, module, probe in zip(self.stages, self.modules, self._probes, strict=True):
+            given = args_split[0] if stage.is_first else self._chain.hear(stage.stage_index - 1)
+            with torch.enable_grad():
+                returned = probe(*tree_map(_on(stage.device), given), **kwargs_split[0])
+            outputs = returned if isinstance(returned, tuple | list) else (returned,)
+            self._chain.tell(stage.stage_index, outputs)
+            made = SendingStage(
+                module,
+                stage.stage_index,
+                stage.num_stages,
+                stage.device,
+                group=self._group,
+                input_args=tuple(map(_without_memory, given)),
+                output_args=tuple(map(_without_memory, outputs)),
+                dw_builder=stage.dw_builder,
+            )
+            made.stage_index_to_group_rank = stage.stage_index_to_group_rank
+            self._sending.append(made)
+        self._probes.clear()
+        single = isinstance(self.real, PipelineScheduleSingle)
+        self._count = self._enough(args, kwargs)
+        stages: Any = self._sending[0] if single else self._sending
+        kind: Any = type(self.real)
+        self._made = kind(
+            stages,
+            self._count,
+            loss_fn=self.real._loss_fn,
+            args_chunk_spec=self.real._args_chunk_spec,
+            kwargs_chunk_spec=self.real._kwargs_chunk_spec,
+            output_merge_spec=self.real._output_merge_spec,
+            scale_grads=self.real.scale_grads,
+        )
+        send_nothing(self._made, self._sending)
+
+    def _enough(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Micro-batches after which a schedule repeats itself. All of them where it does not, where the last stage puts
+        its outputs together, or where rows are not what a batch is cut by.
+        """
+        count = self.real._n_microbatches
+        together = kwargs.get("return_outputs", True) and any(stage.is_last for stage in self.stages)
+        specs = (self.real._args_chunk_spec, self.real._kwargs_chunk_spec)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        alike = all(t.dim() > 0 and t.shape[0] % count == 0 for t in tensors)
+        if together or any(specs) or not alike or not isinstance(self.real, _REPEATING):
+            return int(count)
+        return int(min(count, (2 if len(self.stages) == 1 else 3) * self.stages[0].group_size))
+
+    def _first_rows(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.narrow(0, 0, leaf.shape[0] // self.real._n_microbatches * self._count)
+
+    def _note_left(self) -> None:
+        """Count what the micro-batches that are not run are received into."""
+        left = self.real._n_microbatches - self._count
+        if left and self._left is None:
+            buffers = [b for stage in self._sending for i in _received_by(stage) if (b := i.buffer) is not None]
+            own = unique_bytes([*buffers, *(b.grad for b in buffers if b.grad is not None)]) // self._count
+            sent = unique_bytes(t for stage in self._sending if not stage.waits for t in stage.sent) // self._count
+            self._left = torch.empty(left * (own + sent), dtype=torch.uint8, device=self.stages[0].device)
+        for stage in self._sending:
+            stage.sent.clear()
+
+
+def _received_by(stage: PipelineStage) -> list[Any]:
+    """What torch knows of the tensors that a stage receives."""
+    infos: Any = [*stage.args_recv_info.values(), *stage.grad_recv_info.values()]
+    return [info for of_micro_batch in infos for info in of_micro_batch if hasattr(info, "buffer")]
+
+
+_OF_THE_SCHEDULE = frozenset({"target", "losses", "return_outputs", "loss_kwargs"})
+
+
+class _Chain:
+    """What stages return, told from rank to rank. All ranks count their chains alike."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        _rounds[ranks] += 1
+        first, last = ranks[0], ranks[-1]
+        self._key = f"jettison/stages/{first}-{last}-{len(ranks)}/{_rounds[ranks]}"
+        self._store = distributed.distributed_c10d._get_default_store()
+        self._told: set[int] = set()
+
+    def tell(self, index: int, outputs: Sequence[Tensor]) -> None:
+        """What a stage returns."""
+        said = [[list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for t in outputs]
+        self._set(index, json.dumps(said))
+
+    def hear(self, index: int) -> tuple[Tensor, ...]:
+        """Tensors without memory, like those that a stage returns.
+
+        Raises:
+            PlanMismatch: its rank failed, or said nothing in time.
+        """
+        key = f"{self._key}/{index}"
+        with unset_fake_temporarily():
+            try:
+                self._store.wait([key], timedelta(seconds=TIMEOUT_SECONDS))
+            except RuntimeError:  # of a TCPStore a DistStoreError, of a FileStore any
+                raise PlanMismatch(
+                    f"stage {index} of the pipeline did not say what it returns within {TIMEOUT_SECONDS:.0f} s; all "
+                    "ranks have to call auto_checkpoint at the same place"
+                ) from None
+            found: Any = json.loads(self._store.get(key).decode())
+        if isinstance(found, Mapping):
+            raise PlanMismatch(f"stage {index} of the pipeline could not be planned: {found[_FAILED]}")
+        with unset_fake_temporarily():
+            return tuple(
+                torch.empty(shape, dtype=getattr(torch, dtype), device="meta", requires_grad=grad)
+                for shape, dtype, grad in found
+            )
+
+    def give_up(self, stages: Sequence[PipelineStage], error: BaseException) -> None:
+        """Stages of this rank that have said nothing yet will say nothing."""
+        for stage in stages:
+            if stage.stage_index not in self._told:
+                self._set(stage.stage_index, json.dumps({_FAILED: f"{type(error).__name__}: {error}"}))
+
+    def _set(self, index: int, text: str) -> None:
+        self._told.add(index)
+        with unset_fake_temporarily():
+            self._store.set(f"{self._key}/{index}", text)
+
+
+def _on(device: torch.device) -> Any:
+    """Tensors without memory, as fake ones on a stage's device."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+
+    return moved
+
+
+def _without_memory(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    with unset_fake_temporarily():
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+
+def modules_of(things: Sequence[nn.Module | Scheduled | ImaginedSchedule]) -> list[nn.Module]:
+    """The modules of a step: its models, and the stages of its schedules."""
+    found: list[nn.Module] = []
+    for one in things:
+        if isinstance(one, nn.Module):
+            found.append(one)
+        elif isinstance(one, ImaginedSchedule):
+            found += one.modules
+        else:
+            found += [stage.submod for stage in stages_of(one)]
+    return found

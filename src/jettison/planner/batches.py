@@ -1,0 +1,245 @@
+"""Which plan a batch runs under.
+
+A plan is made for a batch, and holds for every batch that is nowhere longer (`BatchShape.covers`): recipes follow the
+same decisions on smaller tensors. When one comes that no plan covers, the step is dry-run on it under the plans that
+are there, and planned if it fits under none. A small batch under the plan of a large one computes again what it need
+not. Once that has taken as long as planning does, it gets a plan of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jettison.capture.model_trace import ModelTrace
+from jettison.dryrun.step import ModulePolicy
+from jettison.errors import Infeasible, JettisonError
+from jettison.planner.described import Described
+from jettison.planner.planner import UNSEEN_BYTES, module_policy
+from jettison.progress import Progress
+from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.install import follow, install_beside
+from jettison.runtime.planned import PlannedForward
+from jettison.solve.plan import Plan
+from jettison.units import format_bytes
+
+MOST_PLANS = 16
+"""Small batches get plans of their own until there are so many; large ones always."""
+MOST_TRIED = 3
+"""Plans that are tried on a batch before one is made for it."""
+MOST_SHAPES = 4096
+"""That are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeReport:
+    """Batches of one shape (a padding bucket, say).
+
+    Args:
+        shape: in words, ``4 x 512 (input_ids, labels)``.
+        steps: that had it.
+        planned_for: the shape that the plan was made for, under which it ran last.
+        peak_bytes: predicted, at most.
+        recompute_seconds: predicted, that a step on the shape planned for spends computing again.
+    """
+
+    shape: str
+    steps: int
+    planned_for: str
+    peak_bytes: int
+    recompute_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """Plans that are installed under one number.
+
+    Args:
+        policies: for each model, how another trace of it is treated so. They hold no trace, which holds a batch.
+    """
+
+    number: int
+    shape: BatchShape
+    policies: Sequence[Callable[[ModelTrace], ModulePolicy]]
+    peak_bytes: int
+    added_seconds: float
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    treatment: Treatment | None = None
+    steps: int = 0
+    rent_seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class BatchPlans:
+    """Of one applied plan.
+
+    Args:
+        regions: of each planned model.
+        describe: a step on another batch.
+        shape_of: a batch.
+        planning_seconds: that the first plan took.
+    """
+
+    regions: Sequence[Sequence[PlannedForward]]
+    describe: Callable[[Any], Described]
+    shape_of: Callable[[Any], BatchShape]
+    budget_bytes: int
+    planning_seconds: float
+    progress: Progress
+    treatments: list[Treatment] = field(default_factory=list)
+    covers: list[tuple[BatchShape, Treatment]] = field(default_factory=list)
+    now: Treatment | None = None
+    _seen: OrderedDict[BatchShape, _Seen] = field(default_factory=OrderedDict)
+
+    def begin(self, shapes: Iterable[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
+        """The plan that is installed already, and the batches that it was made for."""
+        shapes = list(shapes)
+        largest = max(shapes, key=lambda shape: shape.nbytes)
+        parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
+        self.now = self._treatment(0, largest, parts, plans)
+        self.covers += [(shape, self.now) for shape in shapes]
+
+    def meet(self, batch: Any) -> None:
+        """The next step is on this batch: the plan that it needs holds from here on."""
+        shape = self.shape_of(batch)
+        seen = self._seen.get(shape)
+        if seen is None:
+            if len(self._seen) >= MOST_SHAPES:
+                self._seen.popitem(last=False)
+            seen = self._seen[shape] = _Seen()
+        if seen.treatment is None:
+            seen.treatment = self._covering(shape) or self._make(shape, batch)
+        seen.steps += 1
+        self._follow(seen.treatment)
+        self._pay_rent(shape, seen, seen.treatment, batch)
+
+    def restrict(self, budget_bytes: int) -> None:
+        """Whatever comes has to fit this budget: no plan is known to cover anything."""
+        self.budget_bytes = budget_bytes
+        self.covers.clear()
+        for seen in self._seen.values():
+            seen.treatment, seen.rent_seconds = None, 0.0
+
+    def report(self) -> list[ShapeReport]:
+        """Every shape that came; those that came most first."""
+        found = [
+            ShapeReport(
+                shape=str(shape),
+                steps=seen.steps,
+                planned_for=str(seen.treatment.shape),
+                peak_bytes=seen.treatment.peak_bytes,
+                recompute_seconds=seen.treatment.added_seconds,
+            )
+            for shape, seen in self._seen.items()
+            if seen.treatment is not None
+        ]
+        return sorted(found, key=lambda one: -one.steps)
+
+    def _covering(self, shape: BatchShape) -> Treatment | None:
+        """Of the plans that were made for such a batch or a larger one, that which computes least again."""
+        found = [treatment for cover, treatment in self.covers if cover.covers(shape)]
+        return min(found, key=lambda one: one.added_seconds, default=None)
+
+    def _make(self, shape: BatchShape, batch: Any) -> Treatment:
+        """A plan under which this batch fits; where none does, or none can be made, the most frugal that there is."""
+        self.progress(f"a batch that no plan covers: {shape}")
+        try:
+            described = self.describe(batch)
+            made = self._tried(described) or self._planned(shape, described)
+        except JettisonError as error:
+            made = max(self.treatments, key=lambda one: one.added_seconds)
+            warnings.warn(
+                f"a batch of {shape} cannot be planned for ({error}). It runs under the plan for {made.shape}, and its "
+                "peak may be above the budget (gradients are not affected)",
+                stacklevel=2,
+            )
+            return made
+        self._cover(shape, made)
+        for regions, calls in zip(self.regions, described.calls, strict=True):
+            if (assumptions := regions[-1].assumptions) is not None:
+                assumptions.planned += calls
+        return made
+
+    def _tried(self, described: Described) -> Treatment | None:
+        """A plan that is there, under which this fits. What has blocks without a program is planned instead."""
+        if any(cls.opaque for trace in described.traces for cls in trace.classes.values()):
+            return None
+        for treatment in sorted(self.treatments, key=lambda one: one.added_seconds)[:MOST_TRIED]:
+            parts = [of(trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
+            if described.peak_bytes(parts) + UNSEEN_BYTES <= self.budget_bytes:
+                return treatment
+        return None
+
+    def _planned(self, shape: BatchShape, described: Described) -> Treatment:
+        """A new plan, installed beside the others."""
+        began = time.perf_counter()
+        try:
+            plans = described.plans(self.budget_bytes)
+        except Infeasible as error:
+            plans = described.plans(error.minimum_budget_bytes)
+            warnings.warn(
+                f"a batch of {shape} does not fit into {format_bytes(self.budget_bytes)}: the smallest plan for it "
+                f"needs {format_bytes(error.minimum_budget_bytes)}, and is what it runs under. Use a smaller batch, or "
+                "a larger budget",
+                stacklevel=2,
+            )
+        parts = [module_policy(trace, plan) for trace, plan in zip(described.traces, plans, strict=True)]
+        numbers = {
+            install_beside(regions, part.trace, part.policies, part.root, part.segments)
+            for regions, part in zip(self.regions, parts, strict=True)
+        }
+        self.planning_seconds = time.perf_counter() - began
+        (number,) = numbers  # plans are added to all models at a time
+        return self._treatment(number, shape, parts, plans)
+
+    def _treatment(
+        self, number: int, shape: BatchShape, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
+    ) -> Treatment:
+        made = Treatment(
+            number=number,
+            shape=shape,
+            policies=[_like(part) for part in parts],
+            peak_bytes=max(plan.predicted.peak_bytes for plan in plans),
+            added_seconds=sum(plan.predicted.added_seconds for plan in plans),
+        )
+        self.treatments.append(made)
+        return made
+
+    def _cover(self, shape: BatchShape, treatment: Treatment) -> None:
+        within = [known for known in self.covers if known[1] is treatment and shape.covers(known[0])]
+        self.covers = [known for known in self.covers if known not in within] + [(shape, treatment)]
+
+    def _pay_rent(self, shape: BatchShape, seen: _Seen, treatment: Treatment, batch: Any) -> None:
+        """Count what this step computes again; plan for its shape once that has come to what planning costs."""
+        if treatment.shape == shape or treatment.added_seconds <= 0.0:
+            return
+        seen.rent_seconds += treatment.added_seconds * min(1.0, shape.nbytes / max(1, treatment.shape.nbytes))
+        if seen.rent_seconds < self.planning_seconds or len(self.treatments) >= MOST_PLANS:
+            return
+        seen.rent_seconds = float("-inf")  # once
+        self.progress(f"{seen.steps} batches came of {shape}")
+        try:
+            own = self._planned(shape, self.describe(batch))
+        except JettisonError:
+            return  # it has a plan
+        seen.treatment = own
+        self._cover(shape, own)
+        self._follow(own)
+
+    def _follow(self, treatment: Treatment) -> None:
+        if treatment is not self.now:
+            self.now = treatment
+            for regions in self.regions:
+                follow(regions, treatment.number)
+
+
+def _like(part: ModulePolicy) -> Callable[[ModelTrace], ModulePolicy]:
+    policies, root, segments = part.policies, part.root, part.segments
+    return lambda trace: ModulePolicy(trace=trace, policies=policies, root=root, segments=segments)

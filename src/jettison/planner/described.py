@@ -1,0 +1,233 @@
+"""A step on some batch, described so far that it can be planned and dry-run: the plainest one, or somebody's own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jettison.capture.fakes import fake_batch, fake_mode
+from jettison.capture.model_trace import Loop, ModelTrace, as_batch, as_call, loss_of
+from jettison.capture.signature import as_signed
+from jettison.capture.tracer import trace_model
+from jettison.capture.trees import tree_leaves
+from jettison.dryrun.imagined_pipeline import Scheduled, modules_of
+from jettison.dryrun.op_costs import Pricing
+from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
+from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserStep, copies_of, observe
+from jettison.errors import TraceError
+from jettison.parallel.imagined import inside_of_ddp
+from jettison.parallel.pipeline import stand_in_loss
+from jettison.planner.options import step_of
+from jettison.planner.parts import plan_parts
+from jettison.planner.planner import Planner, make_planner
+from jettison.progress import Progress
+from jettison.runtime.batch_shape import BatchShape
+from jettison.solve.plan import Plan
+
+MOST_KINDS = 32
+"""Calls of one model with other arguments that are recorded ahead; further ones are when they come."""
+
+
+class Described(Protocol):
+    """A step on some batch, described so far that it can be planned and dry-run."""
+
+    @property
+    def traces(self) -> Sequence[ModelTrace]:
+        """Of the models that are planned."""
+        ...
+
+    @property
+    def calls(self) -> Sequence[Sequence[BatchShape]]:
+        """What each of them is called with."""
+        ...
+
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        """One for each of them.
+
+        Raises:
+            Infeasible: none fit.
+        """
+        ...
+
+    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
+        """Of the step, treated so."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel:
+    """See `Described`: one forward and one backward of a model."""
+
+    model: nn.Module
+    traced: ModelTrace
+    optimizer: torch.optim.Optimizer | None
+    progress: Progress
+
+    @property
+    def traces(self) -> Sequence[ModelTrace]:
+        """See `Described`."""
+        return (self.traced,)
+
+    @property
+    def calls(self) -> Sequence[Sequence[BatchShape]]:
+        """See `Described`."""
+        return ((BatchShape.of(*as_call(self.traced.batch)),),)
+
+    @functools.cached_property
+    def mirrored(self) -> torch.optim.Optimizer | None:
+        """The optimizer over the fake copy."""
+        return fake_optimizer(self.optimizer, self.model, self.traced) if self.optimizer is not None else None
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """Made when it is first asked for: seconds."""
+        return make_planner(self.traced, optimizer=self.mirrored, progress=self.progress)
+
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        """See `Described`."""
+        return [self.planner.as_plan(self.planner.plan(budget_bytes), budget_bytes)]
+
+    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
+        """See `Described`."""
+        return step_of(parts, OneBatch(trace=self.traced, optimizer=self.mirrored), Pricing()).peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A model of the step that runs with gradients."""
+
+    number: int
+    model: nn.Module
+    use: ModelUse
+    trace: ModelTrace
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of its blocks."""
+        return list(dict.fromkeys(call.name for call in self.trace.calls))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnStep:
+    """See `Described`."""
+
+    step: Step
+    modules: Sequence[nn.Module]
+    copies: Copies
+    batches: Sequence[Any]
+    parts: Sequence[Part]
+    optimizer: torch.optim.Optimizer | None
+    mode: FakeTensorMode
+    loop: Loop
+    progress: Progress
+
+    @property
+    def traces(self) -> Sequence[ModelTrace]:
+        """See `Described`."""
+        return [part.trace for part in self.parts]
+
+    @property
+    def calls(self) -> Sequence[Sequence[BatchShape]]:
+        """See `Described`."""
+        return [[BatchShape.of(call.args, call.kwargs) for call in part.use.calls] for part in self.parts]
+
+    @functools.cached_property
+    def dry_step(self) -> UserStep:
+        """Over copies of the models."""
+        planned = [part.number for part in self.parts]
+        held = self.loop.gradients_held
+        dry_step = UserStep(self.step, self.copies, planned, self.batches, self.mode, gradients_held=held)
+        if self.optimizer is not None:
+            dry_step.optimizer = optimizer_over(self.optimizer, self.modules, dry_step.all, self.mode)
+        return dry_step
+
+    def plans(self, budget_bytes: int) -> list[Plan]:
+        """See `Described`."""
+        in_flight = [part.use.in_flight for part in self.parts]
+        return plan_parts(self.traces, in_flight, self.dry_step, budget_bytes, progress=self.progress)
+
+    def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
+        """See `Described`."""
+        return step_of(parts, self.dry_step, Pricing()).peak_bytes
+
+
+def describe_step(
+    step: Step,
+    models: Sequence[nn.Module | Scheduled],
+    batches: Sequence[Any],
+    optimizer: torch.optim.Optimizer | None,
+    blocks: Mapping[int, Sequence[str]],
+    regions: Iterable[str] | None,
+    loop: Loop,
+    progress: Progress,
+) -> OwnStep:
+    """Run the step on fake tensors, and trace the models as it calls them.
+
+    Args:
+        blocks: of each model, where they are known; else ``regions``, or what repeats.
+    """
+    progress("running the step on fake tensors")
+    mode = fake_mode(allow_non_fake_inputs=True)
+    batches = [_without_meta(batch, models, mode) for batch in batches]
+    copies = copies_of(models, mode)
+    uses = observe(step, copies, batches, mode)
+    progress("tracing")
+    parts = [
+        _part(number, inside_of_ddp(one), use, mode, blocks.get(number, regions), loop)
+        for number, (one, use) in enumerate(zip(modules_of(models), uses, strict=True))
+        if use.calls
+    ]
+    return OwnStep(
+        step=step,
+        modules=modules_of(models),
+        copies=copies,
+        batches=sorted(batches, key=nbytes_of),
+        parts=parts,
+        optimizer=optimizer,
+        mode=mode,
+        loop=loop,
+        progress=progress,
+    )
+
+
+def nbytes_of(batch: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _without_meta(batch: Any, models: Sequence[nn.Module | Scheduled], mode: FakeTensorMode) -> Any:
+    """A batch of tensors without values, as if they were where the models are; those that share memory still do."""
+    if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(batch)):
+        return batch
+    device = next((p.device for model in modules_of(models) for p in model.parameters()), None)
+    return fake_batch(batch, mode, device)
+
+
+def _part(
+    number: int, model: nn.Module, use: ModelUse, mode: FakeTensorMode, regions: Iterable[str] | None, loop: Loop
+) -> Part:
+    loop = replace(loop, gradients_held=loop.gradients_held or use.adds_up)
+
+    def traced(call: ModelCall, regions: Iterable[str] | None) -> ModelTrace:
+        with as_signed(call.switches):
+            given = as_batch(call.args, call.kwargs)
+            return trace_model(model, given, loss_fn=_some_loss, regions=regions, mode=mode, loop=loop)
+
+    first, *others = use.kinds
+    trace = traced(first, regions)
+    part = Part(number=number, model=model, use=use, trace=trace)
+    trace.more = [traced(call, part.blocks) for call in others[:MOST_KINDS]]
+    return part
+
+
+def _some_loss(output: Any) -> Tensor:
+    """The model's own loss, or a scalar of its output: the step's is computed elsewhere."""
+    try:
+        return loss_of(output)
+    except TraceError:
+        return stand_in_loss(output)

@@ -1,0 +1,129 @@
+"""Steps that run out of memory all the same: planned again with less, and repeated as if they had not begun.
+
+    for attempt in handle.guard():
+        with attempt:
+            loss = step(model, batch)
+
+An attempt that fails is undone: gradients, buffers and random streams are what they were. The second is not caught.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from jettison.capture.streams import Streams
+from jettison.predict.allowance import FRAGMENTS
+from jettison.units import format_bytes
+
+if TYPE_CHECKING:
+    from jettison.planner.batches import BatchPlans
+
+_ON_CPU = "can't allocate memory"  # what torch's allocator on the CPU says, in a RuntimeError
+LESS = 0.9
+"""Of what was predicted, where nobody says what there is: so much is planned for next."""
+
+
+def attempts(plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any = None) -> Iterator[Attempt]:
+    """One, and a second if the first runs out of memory.
+
+    Args:
+        plans: of the handle; None where no other plan can be made, and no error is caught.
+        batch: of the step, where the model does not see it as it is.
+    """
+    first = Attempt(plans, models, batch)
+    yield first
+    if first.failed:
+        yield Attempt(None, models, None)
+
+
+class Attempt:
+    """``with attempt:`` around one step. ``failed``: it ran out of memory, and is to be repeated."""
+
+    def __init__(self, plans: BatchPlans | None, models: Sequence[nn.Module], batch: Any) -> None:
+        self.plans, self.models, self.batch = plans, models, batch
+        self.failed = False
+
+    def __enter__(self) -> Attempt:
+        if self.plans is None:
+            return self
+        if self.batch is not None:
+            self.plans.meet(self.batch)
+        self._stepped = False
+        self._streams = Streams.now()
+        self._gradients = [(p, _aside(p.grad)) for model in self.models for p in model.parameters()]
+        self._buffers = [(b, _aside(b)) for model in self.models for b in model.buffers()]
+        self._hook = register_optimizer_step_pre_hook(self._note_step)
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _where: TracebackType | None
+    ) -> bool:
+        if self.plans is None:
+            return False
+        self._hook.remove()
+        if error is None or not is_out_of_memory(error):
+            self._forget()
+            return False
+        if self._stepped or (distributed.is_initialized() and distributed.get_world_size() > 1):
+            error.add_note(
+                "not repeated: "
+                + ("an optimizer had stepped already" if self._stepped else "other ranks wait inside of this step")
+            )
+            self._forget()
+            return False
+        traceback.clear_frames(error.__traceback__)  # they hold what the step had
+        self._undo()
+        self.failed = True
+        self.plans.restrict(_what_is_left(self.models, self.plans))
+        return True
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def _undo(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                if value is not None:
+                    buffer.copy_(value)
+        self._streams.restore()
+        self._forget()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _forget(self) -> None:
+        self._gradients, self._buffers = [], []
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device has no memory left, or the host says so."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and _ON_CPU in str(error)
+    )
+
+
+def _aside(tensor: Tensor | None) -> Tensor | None:
+    """A copy that takes nothing on an accelerator."""
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+
+
+def _what_is_left(models: Sequence[nn.Module], plans: BatchPlans) -> int:
+    """A budget for the second attempt: below what the first was promised, and below what the device has."""
+    assert plans.now is not None
+    budget = min(plans.budget_bytes, int(LESS * plans.now.peak_bytes))
+    device = next((p.device for model in models for p in model.parameters() if p.device.type == "cuda"), None)
+    if device is not None:
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = min(budget, int((free + torch.cuda.memory_reserved(device)) * (1 - FRAGMENTS[2])))
+    plans.progress(f"out of memory; planning for {format_bytes(budget)} instead")
+    return budget

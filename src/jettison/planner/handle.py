@@ -1,0 +1,162 @@
+"""The handle of a plan that is at work: what it says, what it is told, and how it goes away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from jettison.capture.model_trace import as_batch
+from jettison.planner.batches import BatchPlans, ShapeReport
+from jettison.planner.budget import Budget
+from jettison.planner.guard import Attempt, attempts
+from jettison.planner.peak_watch import CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
+from jettison.runtime.planned import PlannedForward
+from jettison.runtime.report import Live, RegionReport
+from jettison.solve.plan import Plan
+
+
+@dataclass(kw_only=True)
+class Applied:
+    """A plan at work on a model. `remove()` gives the model back as it was.
+
+    Args:
+        plans: of each model, in the order of the step's, where there are several; ``plan`` is the first of them.
+        budget: where the budget comes from, in words, if it was not given in bytes.
+        batches: plans by batch, where other batches than the first are planned for when they come.
+    """
+
+    regions: list[PlannedForward]
+    plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
+    budget: str = ""
+    batches: BatchPlans | None = None
+    watch: PeakWatch | None = None
+    hooks: list[Any] = field(default_factory=list)
+
+    def remove(self) -> None:
+        """Every module runs its own forward again."""
+        for region in reversed(self.regions):
+            region.remove()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def report(self) -> list[RegionReport]:
+        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
+        return [region.report() for region in self.regions]
+
+    def expect(self, batch: Any) -> None:
+        """The next step is on this batch. Where no plan covers it, one is made now; without effect on ranks that share
+        parameters, which would have to do it together.
+
+        Only for loops that gave ``step=``: without it the model sees its batch by itself.
+        """
+        if self.batches is not None:
+            self.batches.meet(batch)
+
+    def shapes(self) -> list[ShapeReport]:
+        """Batches that came, by shape (padding buckets), with the plan that each runs under; most frequent first."""
+        return self.batches.report() if self.batches is not None else []
+
+    def guard(self, batch: Any = None) -> Iterator[Attempt]:
+        """``for attempt in handle.guard():`` and in it ``with attempt:`` around the forwards and backwards of a step.
+
+        An attempt that runs out of memory is undone (gradients, buffers, random streams), what remains to be done is
+        planned for less, and a second attempt follows. Gradients that are there already are copied to the host.
+
+        Args:
+            batch: of the step, where ``step=`` was given.
+
+        Raises:
+            torch.OutOfMemoryError: the second attempt ran out of memory too; an optimizer had stepped; or there are
+                other ranks, which wait inside of the step.
+        """
+        models = [region.module for region in self.regions if region.is_root]
+        return attempts(self.batches, models, batch)
+
+    def memory(self) -> MemoryReport | None:
+        """What the device took in the steps so far, reserved memory and what of it was fragments; None on the CPU."""
+        return self.watch.report() if self.watch is not None else None
+
+    def look_at(
+        self, meter: Meter, optimizer: torch.optim.Optimizer | None, predicted_bytes: int, budget: Budget
+    ) -> None:
+        """Hold a device's peaks against the plan, from now on."""
+
+        def predicted() -> int:
+            now = self.batches.now if self.batches is not None else None
+            return predicted_bytes if now is None else now.peak_bytes
+
+        def exceeded(nbytes: int) -> bool:
+            if self.batches is not None:
+                self.batches.restrict(self.batches.budget_bytes - nbytes)
+            return self.batches is not None
+
+        self.watch = PeakWatch(
+            meter=meter,
+            predicted=predicted,
+            budget_bytes=budget.nbytes,
+            exceeded=exceeded,
+            reserved_budget_bytes=budget.reserved_bytes,
+        )
+        self.hooks = phase_hooks(self.watch, optimizer) if optimizer is not None else []
+        self.watch.begin()
+
+    def plan_text(self) -> str:
+        """The plan as JSON; empty where a policy was applied."""
+        return "" if self.plan is None else self.plan.to_json()
+
+    def live(self) -> dict[str, Live]:
+        """What is between its forward and its backward now, by region."""
+        return {region.name: region.live() for region in self.regions}
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Listener:
+    """What the first model of a step tells its handle."""
+
+    def __init__(self, plans: BatchPlans | None, watch: PeakWatch | None) -> None:
+        self.plans, self.watch = plans, watch
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `CallListener`."""
+        if self.watch is not None:
+            self.watch.enter("forward")
+        if self.plans is not None:
+            self.plans.meet(as_batch(args, kwargs))
+
+    def ends(self) -> None:
+        """See `CallListener`."""
+        if self.watch is not None:
+            self.watch.enter("backward")
+
+
+def follow_loop(
+    applied: Applied,
+    budget: Budget,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    plans: BatchPlans | None,
+    by_itself: bool,
+) -> None:
+    """From now on batches that no plan covers are planned for when they come, and real peaks are looked at.
+
+    Args:
+        plans: None on ranks that share parameters: there one cannot plan again without the others.
+        by_itself: the model's own arguments are the batch.
+    """
+    made = applied.plans or ((applied.plan,) if applied.plan is not None else ())
+    applied.batches = plans
+    root = next(region for region in applied.regions if region.is_root)
+    device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
+    if device is not None:
+        applied.look_at(CudaMeter(device=device), optimizer, max(p.predicted.peak_bytes for p in made), budget)
+    root.listener = _Listener(plans if by_itself else None, applied.watch)

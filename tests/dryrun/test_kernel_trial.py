@@ -1,0 +1,34 @@
+"""What kernels take inside, where it hangs on values that are made up."""
+
+import pytest
+import torch
+
+from jettison.dryrun.kernel_trial import OpRequest
+from jettison.dryrun.op_costs import measure_ops
+from jettison.measure.peak import allocation_deltas
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_a_grouped_product_is_priced_for_its_least_even_split(one_thread: None, of_weights: bool) -> None:
+    """What its kernel takes on the CPU hangs on the largest group, which is not known ahead."""
+    rows, inner, outer, groups = 320, 128, 64, 4
+    a = torch.randn(rows, inner).bfloat16()
+    b = torch.randn(rows, outer).bfloat16() if of_weights else torch.randn(groups, inner, outer).bfloat16()
+    first = a.t() if of_weights else a
+    even = torch.arange(rows // groups, rows + 1, rows // groups, dtype=torch.int32)
+    request = OpRequest.of(torch.ops.aten._grouped_mm.default, (first, b, even))
+    price = measure_ops([request])[request.key].workspace_bytes
+
+    def taken(largest: int) -> int:
+        left = rows - largest
+        ends = torch.tensor([left // 3, left * 2 // 3, left, rows], dtype=torch.int32)
+        live = peak = 0
+        for delta in allocation_deltas(lambda: torch._grouped_mm(first, b, ends)):
+            live += delta
+            peak = max(peak, live)
+        kept = 2 * (groups * inner * outer if of_weights else rows * outer)
+        return peak - kept
+
+    needs = [taken(largest) for largest in range(80, rows + 1, 16)]
+    assert len(set(needs)) > 1, "this machine's kernel takes the same for all: nothing was tested"
+    assert max(needs) <= price

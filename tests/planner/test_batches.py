@@ -1,0 +1,214 @@
+"""Batches of other shapes than the first: each runs under a plan that it fits, made when it comes."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import jettison
+from jettison.measure import measured_peak
+from jettison.measure.memory import static_tensors
+from jettison.planner import batches
+from jettison.runtime.batch_shape import BatchShape
+from support.toys import Headed, Mlp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, ROWS, BLOCKS = 64, 64, 4
+
+
+def net(rate: float = 0.1) -> nn.Module:
+    torch.manual_seed(0)
+    return Headed([Mlp(WIDTH, 4 * WIDTH, rate) for _ in range(BLOCKS)], WIDTH, 4)
+
+
+def rows(count: int, length: int = 4) -> Tensor:
+    return torch.randn(count, length, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+def once(model: Any, x: Tensor) -> None:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(x).backward()
+
+
+def peak_of(model: nn.Module, x: Tensor) -> int:
+    """Of a step from no gradients, once what there is to plan is planned."""
+    once(model, x)
+    model.zero_grad(set_to_none=True)
+    return measured_peak(lambda: once(model, x), static_tensors=static_tensors(model, (x,))).peak_bytes
+
+
+def share_of(x: Tensor, share: float, rate: float = 0.1) -> int:
+    """A budget between what plain autograd needs for this batch, and its parameters."""
+    return int(share * peak_of(net(rate), x))
+
+
+def test_a_larger_batch_is_planned_for_when_it_comes() -> None:
+    budget = share_of(rows(ROWS), 0.9)
+    model, plain = net(), net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), budget, holds_output=False)
+    for count, length in ((ROWS, 4), (80, 4), (16, 4), (20, 12), (ROWS, 4), (80, 4)):
+        x = rows(count, length)
+        assert peak_of(model, x) <= budget, (count, length)
+        before = torch.get_rng_state()
+        plain.zero_grad()
+        once(plain, x)
+        assert torch.equal(before, torch.get_rng_state())
+        model.zero_grad()
+        once(model, x)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert {one.shape for one in handle.shapes()} == {
+        f"{count} x {length} x {WIDTH} (0)" for count, length in ((ROWS, 4), (80, 4), (16, 4), (20, 12))
+    }
+    assert all(one.peak_bytes <= budget for one in handle.shapes())
+    by_shape = {one.shape: one for one in handle.shapes()}
+    assert by_shape[f"80 x 4 x {WIDTH} (0)"].planned_for == f"80 x 4 x {WIDTH} (0)"
+    assert by_shape[f"16 x 4 x {WIDTH} (0)"].planned_for == f"{ROWS} x 4 x {WIDTH} (0)"
+    assert by_shape[f"80 x 4 x {WIDTH} (0)"].steps == 6
+    handle.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_planning_in_the_middle_of_training_moves_no_random_stream() -> None:
+    model, plain = net(), net()
+    jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    drawn = []
+    for one in (model, plain):
+        torch.manual_seed(3)
+        random.seed(3)
+        for count in (ROWS, 96, ROWS):
+            one.zero_grad()
+            one(rows(count)).backward()
+        drawn.append((torch.rand(3).tolist(), random.random()))
+    assert drawn[0] == drawn[1]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_what_is_nowhere_longer_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    assert handle.batches is not None
+    monkeypatch.setattr(handle.batches, "describe", None)  # not to be called
+    for count in (ROWS, 8, 16, 24):
+        once(model, rows(count))
+    assert [one.planned_for for one in handle.shapes()] == [f"{ROWS} x 4 x {WIDTH} (0)"] * 4
+
+
+def test_a_small_batch_that_comes_often_gets_a_plan_of_its_own() -> None:
+    budget = share_of(rows(ROWS), 0.8)
+    model = net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), budget)
+    plans = handle.batches
+    assert plans is not None and plans.now is not None and plans.now.added_seconds > 0
+    plans.planning_seconds = 2.5 * plans.now.added_seconds * (16 / ROWS)
+    for step in range(4):
+        assert len(plans.treatments) == (1 if step < 3 else 2)
+        once(model, rows(16))
+    own = plans.treatments[1]
+    assert own.added_seconds == 0.0, "it fits without computing anything again"
+    once(model, rows(ROWS))
+    assert plans.now is plans.treatments[0]
+    assert peak_of(model, rows(ROWS)) <= budget
+
+
+def test_what_fits_under_a_plan_that_is_there_runs_under_it() -> None:
+    model = net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    plans = handle.batches
+    assert plans is not None
+    once(model, rows(8, 16))  # half the tokens, in longer rows
+    assert len(plans.treatments) == 1
+    assert len(plans.covers) == 2
+
+
+def test_what_fits_under_no_plan_is_said() -> None:
+    model = net()
+    jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.8))
+    with pytest.warns(UserWarning, match=r"a batch of 512 x 4 x 64 .* does not fit into .* the smallest plan for it"):
+        once(model, rows(512))
+    with warnings.catch_warnings(action="error"):
+        once(model, rows(512))
+
+
+def test_a_batch_that_cannot_be_recorded_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = net(), net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.8))
+    assert handle.batches is not None
+
+    def fails(_: Any) -> Any:
+        raise jettison.errors.TraceError("no")
+
+    monkeypatch.setattr(handle.batches, "describe", fails)
+    larger = pytest.warns(UserWarning, match="the batch is larger than the one that was planned for")
+    with pytest.warns(UserWarning, match=r"cannot be planned for \(no\)"), larger:
+        once(model, rows(96))
+    once(plain, rows(96))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_evaluation_is_nobodys_batch() -> None:
+    model = net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    with torch.no_grad():
+        model(rows(512))
+    assert handle.shapes() == []
+
+
+def twice(model: Any, x: Tensor) -> None:
+    torch.manual_seed(1)
+    (model(x) + model(x * 0.5)).backward()
+
+
+def test_a_step_of_ones_own_says_what_comes() -> None:
+    budget = int(0.9 * measured(net(), twice, rows(ROWS)))
+    model, plain = net(), net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), budget, step=twice)
+    for count in (ROWS, 80, 16, 80):
+        x = rows(count)
+        model.zero_grad()
+        plain.zero_grad()
+        handle.expect(x)
+        twice(model, x)
+        twice(plain, x)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert measured(model, twice, x) <= budget
+    assert next((one.shape, one.steps) for one in handle.shapes()) == (f"80 x 4 x {WIDTH} (0)", 2)
+
+
+def measured(model: nn.Module, step: Any, x: Tensor) -> int:
+    step(model, x)
+    model.zero_grad(set_to_none=True)
+    return measured_peak(lambda: step(model, x), static_tensors=static_tensors(model, (x,))).peak_bytes
+
+
+def test_shapes_that_came_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_SHAPES", 3)
+    model = net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    for count in range(1, 8):
+        once(model, rows(count))
+    assert [one.shape for one in handle.shapes()] == [f"{count} x 4 x {WIDTH} (0)" for count in (5, 6, 7)]
+
+
+def test_one_shape_covers_another_that_is_nowhere_longer() -> None:
+    whole = BatchShape.of((), {"ids": torch.zeros(4, 8), "mask": torch.zeros(4, 8, dtype=torch.bool)})
+    assert whole.covers(BatchShape.of((), {"ids": torch.zeros(4, 8)}))
+    assert whole.covers(BatchShape.of((), {"ids": torch.zeros(3, 8), "mask": torch.zeros(3, 1, dtype=torch.bool)}))
+    for other in (torch.zeros(1, 9), torch.zeros(4, 8, dtype=torch.double), torch.zeros(32), torch.zeros(4, 8, 1)):
+        assert not whole.covers(BatchShape.of((), {"ids": other}))
+    assert not whole.covers(BatchShape.of((), {"labels": torch.zeros(1)}))
+    assert str(whole) == "4 x 8 (ids, mask)"
+
+
+def test_a_copy_of_a_planned_model_meets_no_batches() -> None:
+    model = net()
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    once(copy.deepcopy(model), rows(512))
+    assert handle.shapes() == []

@@ -1,0 +1,96 @@
+"""Without HiGHS and without numpy: bounds that hold, answers as good, and certificates that say so."""
+
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jettison.solve import StepProblem, choose, label_setting, minimum_budget
+from jettison.solve.ascent import ascend
+from jettison.solve.bound import BudgetedWalk, best_multipliers, relax
+from jettison.solve.label_setting import fastest_path
+from jettison.solve.moves import walks
+from support.plan_cases import brute_force, deep_problem, step_problems
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)  # importing it is an ImportError
+
+
+@settings(max_examples=100)
+@given(step_problems(), st.integers(0, 200))
+def test_prices_are_valid_and_bound_from_below(problem: StepProblem, more: int) -> None:
+    budget = minimum_budget(problem) + more
+    fitting = [seconds for peak, seconds in brute_force(problem) if peak <= budget]
+    assume(fitting)
+    for walk in walks(problem):
+        if walk.minimum_budget_bytes > budget:
+            continue
+        prices = ascend(BudgetedWalk.of(walk, budget))
+        assert len(prices) == walk.count + 1 and min(prices) >= 0
+    lowest = min(
+        relax(b, ascend(b)).picoseconds
+        for w in walks(problem)
+        if w.minimum_budget_bytes <= budget
+        for b in [BudgetedWalk.of(w, budget)]
+    )
+    assert lowest <= min(fitting) * 1e12 + 1
+
+
+@pytest.mark.parametrize(("same", "gradient_mib"), [(True, 1), (True, 600), (False, 1), (False, 600)])
+def test_bounds_are_nearly_those_of_highs(same: bool, gradient_mib: int) -> None:
+    """Of a deep model, at budgets from the smallest to one that fits all: at most 3 % of the dearest plan lower."""
+    problem = deep_problem(same=same, gradient=gradient_mib << 20, count=32)
+    dearest = sum(max(o.seconds for o in region.options) for region in problem.regions) * 1e12
+    for more in (0, 1, 5, 20, 60):
+        for walk in walks(problem):
+            budgeted = BudgetedWalk.of(walk, minimum_budget(problem) + more * GIB)
+            ours, best = (relax(budgeted, f(budgeted)).picoseconds for f in (ascend, best_multipliers))
+            assert ours >= best - 0.03 * dearest
+            nothing = relax(budgeted, [0.0] * (walk.count + 1)).picoseconds
+            assert best - nothing < 0.03 * dearest or ours > nothing
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_answer_is_as_fast_and_proven(without_highs: None, same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = deep_problem(same=same, gradient=1 << 20, count=32)
+    for more in (0, 1, 5, 20):
+        budget = minimum_budget(problem) + more * GIB
+        mine = choose(problem, budget)
+        assert mine.certificate.gap <= 0.005
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "highspy")
+            other = choose(problem, budget)
+        assert mine.levels.seconds <= other.levels.seconds * 1.005 + 1e-12
+
+
+@settings(max_examples=100)
+@given(step_problems(), st.integers(0, 200), st.sampled_from([1, 2, 3, 1000]), st.booleans(), st.integers(0, 60))
+def test_labels_in_lists_are_those_in_arrays(
+    problem: StepProblem, more: int, width: int, beam: bool, below: int
+) -> None:
+    """Also thinned, and below a limit (0: none)."""
+    budget = minimum_budget(problem) + more
+    limit = below * 10**10 or None
+    for walk in walks(problem):
+        if walk.minimum_budget_bytes > budget:
+            continue
+        budgeted = BudgetedWalk.of(walk, budget)
+        bound = relax(budgeted, best_multipliers(budgeted))
+        arrays = fastest_path(budgeted, bound, width=width, below=limit, beam=beam)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(label_setting, "np", None)
+            assert fastest_path(budgeted, bound, width=width, below=limit, beam=beam) == arrays
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_deep_model_is_planned_in_lists(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = deep_problem(same=same, gradient=1 << 20, count=32)
+    budget = minimum_budget(problem) + 5 * GIB
+    expected = choose(problem, budget)
+    monkeypatch.setattr(label_setting, "np", None)
+    assert choose(problem, budget).levels.seconds == expected.levels.seconds
