@@ -140,8 +140,8 @@ def _check(config: Any) -> None:
             )
     if config.parallelism.pipeline_parallel_degree > 1:
         raise UnsupportedModule(
-            "torchtitan is to run a pipeline, whose micro-batches in flight auto_checkpoint does not plan; say "
-            "parallelism.pipeline_parallel_degree=1, or train with `jettison train`, which plans pipelines"
+            "torchtitan is to run a pipeline, which is not handed over; say parallelism.pipeline_parallel_degree=1. In "
+            "a loop of your own jettison.auto_checkpoint plans torch's schedules"
         )
 
 
