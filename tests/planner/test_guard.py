@@ -208,6 +208,29 @@ def test_more_than_was_predicted_is_said_at_once_and_planned_for(watched: Any, p
     assert handle.memory().phase == phase
 
 
+def test_what_follows_a_step_is_none_of_it(watched: Any) -> None:
+    """An evaluation, say, which may take more than training does."""
+    model, optimizer, handle, meter, budget = watched
+    with warnings.catch_warnings(action="error"):
+        once(model, rows(ROWS))
+        optimizer.step()
+        meter.peak = meter.taken = 10 * budget
+        once(model, rows(ROWS))
+        optimizer.step()
+    assert handle.batches.budget_bytes == budget
+    assert handle.memory().phase == "what follows the optimizer's step"
+
+
+def test_without_an_optimizer_nobody_knows_what_follows_a_backward(watched: Any) -> None:
+    model, _, handle, meter, budget = watched
+    handle.watch.sees_steps = False
+    with warnings.catch_warnings(action="error"):
+        once(model, rows(ROWS))
+        meter.peak = 10 * budget
+        once(model, rows(ROWS))
+    assert handle.batches.budget_bytes == budget
+
+
 def test_reserved_memory_above_its_budget_is_planned_for(watched: Any) -> None:
     model, optimizer, handle, meter, budget = watched
     once(model, rows(ROWS))

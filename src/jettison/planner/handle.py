@@ -100,6 +100,7 @@ class Applied:
             predicted=predicted,
             budget_bytes=budget.nbytes,
             exceeded=exceeded,
+            sees_steps=optimizer is not None,
             reserved_budget_bytes=budget.reserved_bytes,
         )
         self.hooks = phase_hooks(self.watch, optimizer) if optimizer is not None else []

@@ -15,6 +15,7 @@ import torch
 
 from jettison.units import format_bytes
 
+FOLLOWS = "what follows the optimizer's step"
 SLACK_BYTES = 1 << 20
 """A step may take so much more than predicted before it is said: blocks of the allocator are rounded."""
 
@@ -86,12 +87,15 @@ class PeakWatch:
         predicted: peak of the plan that holds now.
         reserved_budget_bytes: that reserved memory is to stay under, if it is to.
         exceeded: told by how many bytes a budget did not hold; whether it was planned for that.
+        sees_steps: it is told where the optimizer steps. Else what follows a backward may be anything (a step that was
+            not planned for, an evaluation), and is noted only.
     """
 
     meter: Meter
     predicted: Callable[[], int]
     budget_bytes: int
     exceeded: Callable[[int], bool]
+    sees_steps: bool = True
     reserved_budget_bytes: int | None = None
     running: str = ""  # the phase
     phase: str = ""
@@ -111,13 +115,16 @@ class PeakWatch:
         self.highest_reserved = max(reserved, self.highest_reserved)
         if higher:
             self.highest, self.phase, self.predicted_then = peak, before, self.predicted()
-            if peak > self.predicted_then + SLACK_BYTES:
+            if self._is_of_a_step(before) and peak > self.predicted_then + SLACK_BYTES:
                 self._say_higher(peak)
         limit = self.reserved_budget_bytes
-        if more and limit is not None and reserved > limit:
+        if more and self._is_of_a_step(before) and limit is not None and reserved > limit:
             over = reserved - limit
             what = f"reserved memory rose to {format_bytes(reserved)} in {before or 'a step'}"
             self._say(f"{what}, {format_bytes(over)} above its budget of {format_bytes(limit)}", self.exceeded(over))
+
+    def _is_of_a_step(self, phase: str) -> bool:
+        return phase not in ("", FOLLOWS) and (self.sees_steps or phase != "backward")
 
     def report(self) -> MemoryReport:
         """See there."""
@@ -155,6 +162,6 @@ def phase_hooks(watch: PeakWatch, optimizer: torch.optim.Optimizer) -> list[Any]
 
     def after(stepping: Any, *_: Any) -> None:
         if stepping is optimizer:
-            watch.enter("what follows the optimizer's step")
+            watch.enter(FOLLOWS)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
