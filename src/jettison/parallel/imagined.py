@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,7 @@ def imagined_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         UnsupportedModule: it is sharded in a way that cannot be repeated on a copy.
     """
     if isinstance(model, DistributedDataParallel):
-        return ImaginedReplica(fake_copy(model.module, mode))
+        return ImaginedReplica(fake_copy(model.module, mode), views=gradients_stay(model))
     if not sharded_modules(model):
         return fake_copy(model, mode)
     copied = fake_copy(model, mode, stored=True)
@@ -79,13 +80,23 @@ def gradients_stay(model: nn.Module) -> bool:
 
 
 class ImaginedReplica(nn.Module):
-    """What is left of DistributedDataParallel where nothing is sent: its reducer wants real tensors."""
+    """What is left of DistributedDataParallel where nothing is sent: its reducer wants real tensors.
 
-    def __init__(self, module: nn.Module) -> None:
+    Once it knows in which order gradients come, it makes its buckets anew, as a forward begins. Gradients that are
+    views of the old ones, and are there by then, move over: for that moment there are both.
+
+    Args:
+        views: gradients are views of buckets.
+    """
+
+    def __init__(self, module: nn.Module, *, views: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.views, self.gradients_wait = module, views, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.views and self.gradients_wait:
+            anew = [torch.empty_like(p) for p in self.module.parameters() if p.grad is not None]
+            del anew
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import ModulePolicy, OneBatch, fake_optimizer, optimizer_over
 from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserStep, copies_of, observe
 from jettison.errors import TraceError
-from jettison.parallel.imagined import inside_of_ddp
+from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.options import step_of
 from jettison.planner.parts import plan_parts
@@ -177,6 +177,10 @@ def describe_step(
     batches = [_without_meta(batch, models, mode) for batch in batches]
     copies = copies_of(models, mode)
     uses = observe(step, copies, batches, mode)
+    for copied, use in zip(modules_of(copies), uses, strict=True):
+        if isinstance(copied, ImaginedReplica):
+            copied.gradients_wait = loop.gradients_held or use.adds_up
+    loop = replace(loop, gradients_held=loop.gradients_held or any(map(gradients_stay, modules_of(models))))
     progress("tracing")
     parts = [
         _part(number, inside_of_ddp(one), use, mode, blocks.get(number, regions), loop)

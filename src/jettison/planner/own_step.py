@@ -20,7 +20,7 @@ from jettison.dryrun.user_step import Step
 from jettison.errors import PlanMismatch, UnsupportedModule, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for, ranks_in
-from jettison.parallel.imagined import gradients_stay, held_by_ddp
+from jettison.parallel.imagined import held_by_ddp
 from jettison.planner.apply import agreed, apply_from_another_rank, apply_plan, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget
@@ -130,7 +130,7 @@ def auto_checkpoint_step(
     with Agreement(pipelines) as stages, Agreement(groups) as agreement:
         budget_bytes = agreement.least(budget.nbytes) if budget.words else budget.nbytes
         held = any(p.grad is not None for one in modules for p in one.parameters())
-        held = (held if gradients_held is None else gradients_held) or any(map(gradients_stay, modules))
+        held = held if gradients_held is None else gradients_held
         beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
         beside += sum(map(held_by_ddp, modules))
         loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside)

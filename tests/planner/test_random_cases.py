@@ -1,0 +1,72 @@
+"""Cases by chance (`planner.random_cases`): the budget holds, nothing differs, nothing ends in an error of ours."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import jettison
+from planner.random_cases import FAILED, FINE, judge, run, summary
+from support.random_programs import WRAPPERS, Case
+
+HOURS = 10
+ROWS = ((6, 16),) * 3
+TINY = ((1, 4),) * 3  # gradients are larger than activations
+CHANGING = ((4, 9), (4, 9), (8, 16), (8, 16), (2, 25), (2, 25))
+QUICK = [
+    Case(seed=1, source="toy:words", dtype="bf16", tied=True, holds_output=False, check="full", budget=0.2),
+    Case(seed=2, source="toy:rows", wrapper="step", how="two forwards", gradients_held=True, budget="below"),
+    Case(seed=3, source="toy:words", layers=1, wrapper="models", optimizer="Adagrad", dropout=0.1),
+    Case(seed=4, source="toy:rows", wrapper="shapes", shapes=((3, 9), (8, 16), (6, 25)), frozen=0.3),
+    Case(seed=5, source="toy:words", wrapper="ddp", how="accumulated", shapes=ROWS, optimizer="SGD momentum"),
+    Case(seed=6, source="toy:rows", wrapper="ddp", gradients_held=True, shapes=TINY, optimizer="none", budget=0.0),
+    Case(seed=7, source="toy:words", layers=1, wrapper="fsdp2", how="autocast", shapes=ROWS, dropout=0.1, budget=0.3),
+    Case(seed=8, source="toy:words", wrapper="pipeline", shapes=ROWS, optimizer="SGD", budget=0.3),
+    Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
+    Case(seed=10, source="kit:qwen3", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1::2]),
+]
+PLAIN = QUICK[0]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.wrapper}-{case.seed}")
+def test_a_case_of_each_wrapper(case: Case) -> None:
+    found = judge(case)
+    assert (found.outcome, found.notes) == (FINE, [])
+    assert 0.5 < found.closest <= 1
+    assert found.said == []
+
+
+def test_no_wrapper_is_left_out() -> None:
+    assert {case.wrapper for case in QUICK} == set(WRAPPERS)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "note"), [("budget", "bytes over"), ("gradients", "another gradient"), ("error", "RuntimeError: broken")]
+)
+def test_what_is_broken_fails(monkeypatch: pytest.MonkeyPatch, breaks: str, note: str) -> None:
+    whole = jettison.auto_checkpoint
+
+    def broken(model: Any, batch: Any, budget: Any, **more: Any) -> Any:
+        if breaks == "error":
+            raise RuntimeError("broken")
+        if breaks == "gradients":
+            next(model.parameters()).register_hook(lambda gradient: gradient * (1 + torch.finfo(gradient.dtype).eps))
+        return whole(model, batch, budget if budget == 1 or breaks != "budget" else 2 * budget, **more)
+
+    monkeypatch.setattr(jettison, "auto_checkpoint", broken, raising=False)
+    found = judge(PLAIN)
+    assert found.outcome == FAILED
+    assert note in found.notes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(HOURS * 3600)
+def test_a_thousand_cases() -> None:
+    told = summary(run(range(1000), 2))
+    print(json.dumps(told, indent=2))
+    assert told["cases"] == 1000
+    assert told["failures"] == []
+    assert told["outcomes"][FINE] >= 800, "most of what is drawn has to be planned"
