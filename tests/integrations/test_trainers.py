@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import jettison
 from jettison.errors import UnsupportedModule
-from jettison.integrations.transformers import TrainerPlan, auto_checkpoint_trainer
+from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.runtime.planned import PlannedForward
@@ -173,7 +173,7 @@ def test_checkpointing_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_can_be_taken_back_before_it_is_made(tmp_path: Path) -> None:
     trainer = plain_trainer(tmp_path)
-    TrainerPlan(trainer, "1GiB", {}).remove()
+    TransformersPlan(trainer, "1GiB", {}).remove()
     assert "training_step" not in vars(trainer)
 
 

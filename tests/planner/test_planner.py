@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import jettison
 import jettison.planner.live as live_module
+import jettison.planner.options as options_module
 import jettison.planner.planner as planner_module
 from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
@@ -481,3 +482,16 @@ def test_many_budgets_cost_little_more_than_one(monkeypatch):
         assert other.predicted.step_seconds <= one.predicted.step_seconds, "it knows more choices"
     with pytest.raises(UsageError, match="no memory budgets"):
         jettison.plan.sweep(traced, [])
+
+
+def test_a_plan_takes_few_dry_runs_of_the_whole_step(monkeypatch):
+    whole = []
+    dry_run = options_module.dry_run
+    monkeypatch.setattr(options_module, "dry_run", lambda *given, **more: whole.append(1) or dry_run(*given, **more))
+    traced = trace_model(stack(layers=32), (torch.randn(ROWS, HIDDEN),))
+    plain = jettison.plan(traced, "1GiB").predicted.peak_bytes
+    assert len(whole) <= 3, "without a plan, as small as can be, and with all kept"
+    whole.clear()
+    found = jettison.plan(traced, int(0.7 * plain))
+    assert found.predicted.peak_bytes <= 0.7 * plain
+    assert len(whole) <= 5

@@ -31,6 +31,9 @@ TWO = (
     "blocks offloaded",
     "whole",
     "two in one unit",
+    "nothing left for the root",
+    "gathered ahead",
+    "functions around",
     "ddp",
     "ddp views",
     "ddp accumulated without sync",
@@ -51,6 +54,9 @@ def wrapped(how: str) -> Any:
     if how == "tp":
         return model
     mesh = axes if how == "hsdp" else axes["a"] if "tp" in how else init_device_mesh("cpu", (ranks,))
+    if how == "functions around":
+        for layer in model.layers:
+            around(layer)
     options: dict[str, Any] = {"mesh": mesh}
     if "mixed" in how:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -61,10 +67,23 @@ def wrapped(how: str) -> Any:
     if how == "two in one unit":
         for first in range(0, 6, 2):
             fully_shard([model.layers[first], model.layers[first + 1]], **options)
+    elif how == "nothing left for the root":
+        for unit in (model.embed, *model.layers[:5], [model.layers[5], model.head]):
+            fully_shard(unit, **options)
     elif how != "whole":
         for layer in model.layers:
             fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)
+    if how == "gathered ahead":
+        for number in range(1, 6):
+            model.layers[number].set_modules_to_backward_prefetch(list(model.layers[:number]))
+    return model
+
+
+def around(module: Any) -> None:
+    """A function on the instance, around its forward."""
+    own = module.forward
+    module.forward = lambda x: own(x) * 2
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
 PIPELINES: dict[str, dict[str, Any]] = {
     "gpipe": {"layout": {"pp": 2, "schedule": "gpipe"}},
     "1f1b": {"layout": {"pp": 2}},
+    "1f1b, autocast": {"layout": {"pp": 2}, "precision": "bf16-autocast"},
     "zero-bubble": {"layout": {"pp": 2, "schedule": "zero-bubble"}, "share": 0.85},
 }
 LONGER: dict[str, dict[str, Any]] = {
@@ -45,7 +46,11 @@ LONGER: dict[str, dict[str, Any]] = {
     "zero-bubble": {"layout": {"pp": 2, "schedule": "zero-bubble"}, "batch": (24, 2), "share": 0.9},
 }
 FOUR: dict[str, dict[str, Any]] = {
+    "replicas, zero 2, bf16": {"layout": {"zero": 2, "shards": 2}, "precision": "bf16"},
+    "replicas, zero 3, accumulated": {"layout": {"zero": 3, "shards": 2}, "batch": (16, 2)},
     "tp, zero 3": {"layout": {"tp": 2, "zero": 3}},
+    "tp, replicas": {"layout": {"tp": 2, "zero": 3, "shards": 1}},
+    "tp, gpipe, autocast": {"layout": {"tp": 2, "pp": 2, "schedule": "gpipe"}, "precision": "bf16-autocast"},
     "zero-bubble, zero 2": {"layout": {"pp": 2, "zero": 2, "schedule": "zero-bubble"}, "share": 0.9},
 }
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -34,6 +35,7 @@ from support.ranks import torchrun
 
 TESTS = Path(__file__).resolve().parents[1]
 STEPS = 8
+_NOWHERE = CheckpointSection()
 
 
 def recipe(folder: Path, *, factory: str = "support.train_models:tiny64", steps: int = STEPS) -> TrainRecipe:
@@ -182,6 +184,41 @@ def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> 
     assert list(found) == list(range(1, 7))
     for step, values in found.items():
         assert values == pytest.approx(expected[step], rel=1e-4)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_of_shards_are_one_process(tmp_path: Path, zero: Literal[2, 3]) -> None:
+    """Two replicas, each spread over two ranks; one process has their curve, and goes on from their checkpoint."""
+    made = recipe(tmp_path, steps=4)
+    made = replace(made, batch=replace(made.batch, micro_batch=1))  # each rank has two in a step
+    train(replace(recipe(tmp_path / "alone"), batch=made.batch))
+    code, out = finished(replace(made, layout=LayoutSection(zero=zero, shards=2)), tmp_path, ranks=4)
+    assert code == 0, out
+    result = train(replace(recipe(tmp_path), batch=made.batch), must_resume=True)
+    assert result.resumed_step == 4
+    expected, found = curve(tmp_path / "alone"), curve(tmp_path)
+    assert list(found) == list(range(1, STEPS + 1))
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_autocast_in_a_pipeline(tmp_path: Path, schedule: Literal["1f1b", "zero-bubble"]) -> None:
+    """Forwards of all stages are under it, and backwards are not: the first loss of one process to the bit."""
+    model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
+    batch = BatchSection(global_batch=8, micro_batch=2, seq=64)
+    alone = replace(recipe(tmp_path / "alone", steps=3), model=model, batch=batch, precision="bf16-autocast")
+    train(alone)
+    train(replace(alone, precision="fp32", log=LogSection(folder=str(tmp_path / "wide" / "log")), checkpoint=_NOWHERE))
+    layout, plan = LayoutSection(pp=2, schedule=schedule), PlanSection(policy="full")
+    made = replace(recipe(tmp_path, steps=3), model=model, batch=batch, precision="bf16-autocast")
+    code, out = finished(replace(made, layout=layout, plan=plan), tmp_path)
+    assert code == 0, out
+    expected, found, wide = curve(tmp_path / "alone"), curve(tmp_path), curve(tmp_path / "wide")
+    assert found[1][0] == expected[1][0] != wide[1][0]
+    assert found[1][1] == pytest.approx(expected[1][1], rel=1e-6)  # gradients are added up in another order
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=1e-3)
 
 
 def test_a_signal_to_the_launcher(tmp_path: Path) -> None:

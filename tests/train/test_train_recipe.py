@@ -60,9 +60,16 @@ def test_a_recipe_is_read_as_it_is_written() -> None:
         (GOOD + '[data]\nkind = "bytes"\n', "data: kind 'bytes' needs files"),
         (GOOD + '[data]\nfiles = ["a"]\n', "data: kind 'stdlib' does not take files"),
         (GOOD + "[log]\nfolder = 1979-05-27\n", "expected numbers, texts, flags and lists only"),
-        (GOOD.replace('architecture = "gpt"', ""), "model: got none of architecture, preset, config, factory"),
+        (GOOD.replace('architecture = "gpt"', ""), "got none of architecture, preset, config, pretrained, factory"),
         (GOOD.replace('"gpt"', '"gpt"\npreset = "gpt2"'), "got architecture and preset"),
         (GOOD.replace('"gpt"', '"gpt"\npositions = 8'), "batch.seq: got 16; expected at most model.positions, 8"),
+        (GOOD.replace('"gpt"', '"gpt"\nbuild = "meta"'), "model.build: got \"meta\"; expected 'sharded' or 'whole'"),
+        (GOOD + "[eval]\nevery = 3\n", "eval: got no data; expected a section [eval.data]"),
+        (GOOD + "[eval]\nevery = -1\n[eval.data]\n", "eval: got every -1; expected 0 or more"),
+        (GOOD + '[eval.data]\nkinds = "bytes"\n', "eval.data.kinds is not a key; the closest are kind"),
+        (GOOD + '[eval.data]\nkind = "bytes"\n', "eval.data: kind 'bytes' needs files"),
+        (GOOD + '[export]\nmax_file = "5"\n', "export: got '5' without a unit"),
+        (GOOD + '[export]\ndtype = "int8"\n', "export.dtype: got \"int8\"; expected 'fp32', 'bf16' or 'fp16'"),
         ("log = 3" + GOOD, "log: got 3; expected a section [log]"),
     ],
 )
@@ -97,6 +104,12 @@ def test_a_layout_fills_the_ranks() -> None:
     layout = LayoutSection(tp=2, pp=2).over(16)
     assert (layout.dp, layout.tp, layout.pp, layout.sp, layout.world) == (4, 2, 2, True, 16)
     assert not LayoutSection(tp=2, sp=False).over(2).sp
+    assert [LayoutSection(zero=zero).spread(8) for zero in (0, 2, 3)] == [(8, 1), (1, 8), (1, 8)]
+    assert LayoutSection(zero=3, shards=2).spread(8) == (4, 2)
+    with pytest.raises(UsageError, match=r"layout.shards: got 3, which does not divide the 8 data-parallel ranks"):
+        LayoutSection(zero=3, shards=3).spread(8)
+    with pytest.raises(UsageError, match=r"got shards 2 with zero 0, which spreads nothing; expected zero 2 or 3"):
+        LayoutSection(shards=2)
     for section, ranks in ((LayoutSection(tp=2), 3), (LayoutSection(dp=2), 1), (LayoutSection(tp=4), 2)):
         with pytest.raises(UsageError, match=rf"but there (are|is) {ranks} ranks?"):
             section.over(ranks)

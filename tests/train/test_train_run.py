@@ -25,7 +25,7 @@ from jettison.parse_units import parse_bytes
 from jettison.spec.presets import preset
 from jettison.train.failures import RankLost
 from jettison.train.log import RunLog
-from jettison.train.optim import clip, ensure_state, make_optimizer, total_norm
+from jettison.train.optim import clip, ensure_state, make_optimizer, squared_norm
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.recipe import (
     BatchSection,
@@ -269,7 +269,7 @@ def test_the_norm_and_the_clipping_are_those_of_torch() -> None:
     other.load_state_dict(one.state_dict())
     for model in (one, other):
         (model(torch.arange(14.0).reshape(2, 7)) ** 2).sum().backward()
-    norm = total_norm(one.parameters())
+    norm = squared_norm(one.parameters()).sqrt()
     clip(one.parameters(), norm, 0.25)
     expected = nn.utils.clip_grad_norm_(other.parameters(), 0.25)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)

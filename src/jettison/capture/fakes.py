@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from jettison.capture.closures import close_over_copies
 from jettison.capture.sharded import (
     leave_casts,
     leave_unsharded,
@@ -194,7 +195,9 @@ def _copied(
     for module, fake_model in copies:
         fake_model.__setstate__(copy.deepcopy(vars(module), memo))
         (leave_unsharded if stored else leave_casts)(module, fake_model)
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    close_over_copies(model, memo)
+    return copied
 
 
 def _share_what_cannot_be_copied(value: Any, memo: dict[int, Any], depth: int) -> None:

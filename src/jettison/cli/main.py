@@ -24,6 +24,9 @@ from jettison.search.request import SearchRequest
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from jettison.train.export_run import ExportResult
+    from jettison.train.result import TrainResult
+
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -272,6 +275,9 @@ def train(
     plan: Annotated[Path | None, Parameter(help="A plan.json or a run's log folder, instead of [plan].")] = None,
     recompute: Annotated[str | None, Parameter(help="A policy word, instead of [plan].")] = None,
     gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    export: Annotated[
+        Path | None, Parameter(help="Only write the newest checkpoint's weights there, for from_pretrained.")
+    ] = None,
     form: Format = "human",
 ) -> None:
     """Train as a recipe says, in this process or in each that torchrun starts; resumes where it stopped."""
@@ -285,17 +291,20 @@ def train(
         say("loading torch")
         from jettison.train.ranks import said_by_leader
         from jettison.verbs.train import train as run_recipe
+        from jettison.verbs.train import write_weights
+
+        def warn(text: str) -> None:
+            hint(f"warning: {text}")
 
         try:
-            result = run_recipe(
-                recipe,
-                steps=steps,
-                plan=chosen if chosen.given else None,
-                gpu=gpu,
-                must_resume=resume,
-                progress=say,
-                warn=lambda text: hint(f"warning: {text}"),
-            )
+            result: TrainResult | ExportResult
+            if export is not None:
+                result = write_weights(recipe, str(export), progress=say, warn=warn)
+            else:
+                given = chosen if chosen.given else None
+                result = run_recipe(
+                    recipe, steps=steps, plan=given, gpu=gpu, must_resume=resume, progress=say, warn=warn
+                )
         except JettisonError as error:
             if leads or not said_by_leader(error):
                 raise

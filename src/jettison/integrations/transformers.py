@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from jettison.errors import UnsupportedModule
+from jettison.integrations.first_batch import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
 
@@ -18,35 +19,24 @@ _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""
 
 
-class TrainerPlan:
-    """What becomes of a trainer: ``applied`` is there once its first batch was."""
+class TransformersPlan(TrainerPlan):
+    """See `auto_checkpoint_trainer`."""
 
-    def __init__(self, trainer: Any, memory_budget: str | int, options: dict[str, Any]) -> None:
-        self.trainer, self.memory_budget, self.options = trainer, memory_budget, options
-        self.applied: Applied | None = None
-        self._own = trainer.training_step
-        trainer.training_step = self._step
+    method = "training_step"
 
-    def _step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Plan the first step; and later ones, where they come with a larger batch."""
-        if self.applied is None:
-            self.applied = self._plan(model, inputs, *args, **kwargs)
-        self.applied.expect(inputs)
-        return self._own(model, inputs, *args, **kwargs)
+    def batch_of(self, _model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Any:
+        """See `TrainerPlan`."""
+        return inputs
 
-    def _plan(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Applied:
-        others = {name: found for name in _REFERENCES if isinstance(found := self._attribute(name), nn.Module)}
+    def plan(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Applied:
+        """See `TrainerPlan`."""
+        named = {name: getattr(self.trainer, name, None) for name in _REFERENCES}
+        others = {name: found for name, found in named.items() if isinstance(found, nn.Module)}
 
         def step(*given: Any) -> Any:
             *models, batch = given
-            before = {name: self._attribute(name) for name in others}
-            for name, copied in zip(others, models[1:], strict=True):
-                setattr(self.trainer, name, copied)
-            try:
-                return self._own(models[0], batch, *args, **kwargs)
-            finally:
-                for name, own in before.items():
-                    setattr(self.trainer, name, own)
+            with holding(self.trainer, **dict(zip(others, models[1:], strict=True))):
+                return self.own(models[0], batch, *args, **kwargs)
 
         optimizer = self.trainer.optimizer
         return auto_checkpoint(
@@ -59,15 +49,6 @@ class TrainerPlan:
             gradients_held=self.trainer.args.gradient_accumulation_steps > 1,
             **self.options,
         )
-
-    def _attribute(self, name: str) -> Any:
-        return getattr(self.trainer, name, None)
-
-    def remove(self) -> None:
-        """The trainer trains plainly again."""
-        if self.applied is not None:
-            self.applied.remove()
-        vars(self.trainer).pop("training_step", None)
 
 
 def auto_checkpoint_trainer(trainer: Any, memory_budget: str | int, **options: Any) -> TrainerPlan:
@@ -86,4 +67,4 @@ def auto_checkpoint_trainer(trainer: Any, memory_budget: str | int, **options: A
             "the trainer's arguments switch gradient checkpointing on (TRL's do by default); say "
             "gradient_checkpointing=False: Jettison would recompute inside what is recomputed"
         )
-    return TrainerPlan(trainer, memory_budget, options)
+    return TransformersPlan(trainer, memory_budget, options)

@@ -6,18 +6,21 @@ sbh(34 + 5as/h) bytes for backward, and the statistics of two norms. `Llama` is 
 2302.13971, grouped heads of 2305.13245): RMSNorm, rotary positions, SwiGLU, fused attention, b × s × h.
 
 s sequence · b micro-batch · h hidden · a heads · k key-value heads · d head dim · f feed-forward width · V vocabulary.
-Both infer from their tensors how many heads they have at hand, so that a rank may hold some of them.
+Both infer from their tensors how many heads they have at hand, so that a rank may hold some of them. Both keep
+documents that share a row apart where they are told their numbers (`document_numbers`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.errors import UsageError
+from jettison.models.documents import document_mask, positions_within, product_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,13 +70,15 @@ class GptAttention(nn.Module):
         self.dropout = Dropout(config.dropout)
         self.out = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x_sbh: Tensor, mask_ss: Tensor) -> Tensor:
-        """What the block adds to the residual stream, before dropout."""
+    def forward(self, x_sbh: Tensor, mask: Tensor) -> Tensor:
+        """What the block adds to the residual stream, before dropout; the mask is s × s, or b × 1 × s × s."""
         s, b, _ = x_sbh.shape
         d = self.head_dim
         heads = self.qkv(x_sbh).view(s, b, -1, 3 * d)
         q, k, v = (part.view(s, -1, d).transpose(0, 1) for part in heads.chunk(3, dim=-1))
-        scores = torch.baddbmm(mask_ss, q, k.transpose(1, 2), alpha=d**-0.5)  # keeps q and k, not the mask
+        if mask.dim() == 4:
+            mask = mask.expand(-1, q.shape[0] // b, -1, -1).flatten(0, 1)  # once for each head
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # keeps q and k, not the mask
         probabilities = self.dropout(scores.softmax(dim=-1))
         return self.out(torch.bmm(probabilities, v).transpose(0, 1).reshape(s, b, -1))
 
@@ -103,9 +108,9 @@ class GptLayer(nn.Module):
         self.mlp = GptMlp(config)
         self.mlp_dropout = Dropout(config.dropout)
 
-    def forward(self, x_sbh: Tensor, mask_ss: Tensor) -> Tensor:
+    def forward(self, x_sbh: Tensor, mask: Tensor) -> Tensor:
         """The residual stream after the layer."""
-        x_sbh = x_sbh + self.attention_dropout(self.attention(self.attention_norm(x_sbh), mask_ss))
+        x_sbh = x_sbh + self.attention_dropout(self.attention(self.attention_norm(x_sbh), mask))
         return x_sbh + self.mlp_dropout(self.mlp(self.mlp_norm(x_sbh)))
 
 
@@ -124,14 +129,13 @@ class Gpt(nn.Module):
         _initialise(self)
         self.head.weight = self.tokens.weight
 
-    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None) -> Tensor:
+    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None, documents_bs: Tensor | None = None) -> Tensor:
         """Logits, s × b × V; or the mean loss, given for every position the token that follows it."""
-        s = ids_bs.shape[1]
-        mask_ss = causal_mask(s, self.norm.weight)
-        places = torch.arange(s, device=ids_bs.device).unsqueeze(1)
+        beside = gpt_beside(ids_bs.shape[1], self.norm.weight, documents_bs)
+        places = gpt_places(ids_bs, documents_bs)
         x_sbh = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
         for layer in self.layers:
-            x_sbh = layer(x_sbh, mask_ss)
+            x_sbh = layer(x_sbh, *beside)
         logits_sbv = self.head(self.norm(x_sbh))
         return logits_sbv if labels_bs is None else mean_loss(logits_sbv, labels_bs.t())
 
@@ -170,14 +174,18 @@ class LlamaAttention(nn.Module):
         self.value = nn.Linear(h, config.kv_heads * d, bias=False)
         self.out = nn.Linear(config.heads * d, h, bias=False)
 
-    def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """What the block adds to the residual stream."""
+    def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor], mask_b1ss: Tensor | None = None) -> Tensor:
+        """What the block adds to the residual stream; without a mask attention is causal."""
         b, s, _ = x_bsh.shape
         q, k, v = (
             layer(x_bsh).view(b, s, -1, self.head_dim).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if mask_b1ss is None:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:  # kernels that take a mask know no groups
+            k, v = (_for_each_head(part, q.shape[1]) for part in (k, v))
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_b1ss)
         return self.out(out.transpose(1, 2).reshape(b, s, -1))
 
 
@@ -205,9 +213,9 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=1e-5)
         self.mlp = LlamaMlp(config)
 
-    def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor], *mask: Tensor) -> Tensor:
         """The residual stream after the layer."""
-        x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), rotary)
+        x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), rotary, *mask)
         return x_bsh + self.mlp(self.mlp_norm(x_bsh))
 
 
@@ -223,14 +231,32 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         _initialise(self)
 
-    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None) -> Tensor:
+    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None, documents_bs: Tensor | None = None) -> Tensor:
         """Logits, b × s × V; or the mean loss, given for every position the token that follows it."""
         x_bsh = self.tokens(ids_bs)
-        rotary = rotary_tables(ids_bs.shape[1], self.config, x_bsh)
+        beside = llama_beside(ids_bs.shape[1], self.config, x_bsh, documents_bs)
         for layer in self.layers:
-            x_bsh = layer(x_bsh, rotary)
+            x_bsh = layer(x_bsh, *beside)
         logits_bsv = self.head(self.norm(x_bsh))
         return logits_bsv if labels_bs is None else mean_loss(logits_bsv, labels_bs)
+
+
+def gpt_beside(s: int, like: Tensor, documents_bs: Tensor | None) -> tuple[Tensor]:
+    """What every layer of a `Gpt` is called with beside its stream."""
+    return (causal_mask(s, like) if documents_bs is None else document_mask(documents_bs, product_dtype(like)),)
+
+
+def gpt_places(ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
+    """Positions of a `Gpt`'s tokens, s × 1; counted in each document, s × b."""
+    if documents_bs is None:
+        return torch.arange(ids_bs.shape[1], device=ids_bs.device).unsqueeze(1)
+    return positions_within(documents_bs).t().contiguous()
+
+
+def llama_beside(s: int, config: LlamaConfig, like: Tensor, documents_bs: Tensor | None) -> tuple[Any, ...]:
+    """What every layer of a `Llama` is called with beside its stream. Its positions are relative."""
+    rotary = rotary_tables(s, config, like)
+    return (rotary,) if documents_bs is None else (rotary, document_mask(documents_bs, product_dtype(like)))
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
@@ -256,6 +282,11 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy, in fp32 at least. Labels of -100 do not count."""
     wide = logits if logits.dtype is torch.float64 else logits.float()
     return functional.cross_entropy(wide.flatten(0, 1), labels.reshape(-1))
+
+
+def _for_each_head(x_bksd: Tensor, heads: int) -> Tensor:
+    groups = heads // x_bksd.shape[1]
+    return x_bksd if groups == 1 else x_bksd.repeat_interleave(groups, dim=1)
 
 
 def _initialise(model: nn.Module) -> None:

@@ -4,7 +4,12 @@ NOTE [ Agreement ]
 Before the first step every rank says what it is about to compute again, region by region, and all of them learn whether
 they say the same. They talk through the key-value store of `torch.distributed`, not by a collective: a rank that never
 comes is named after a time, where a collective would hang, and nothing is sent over the wires that the step will use.
-The first rank of a group compares; the others wait for its verdict, so that n ranks cost the store 2 n messages.
+What is said are digests, 32 bytes a rank, which are compared on their way up a tree (NOTE [ A tree of ranks ]). Where
+they differ, one rank of each of the two largest camps says what its digest was made of, so that all learn which region
+it is.
+
+A rank may be in several groups. It takes them in the order of their ranks, as all do, so that no two wait for each
+other.
 
 FSDP2 may come after the plan. Its gathers take turns with what is computed again, so ranks whose plans differ would
 wait for each other for ever. The model's own region therefore looks once more as its first step begins, and has the
@@ -18,14 +23,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +39,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from jettison.capture.sharded import sharded_parameters
 from jettison.capture.tensor_subclasses import wrapping
 from jettison.errors import PlanMismatch
+from jettison.parallel.camps import DIGEST_BYTES, Camp, camps_of, listed, merged, ranks_in_words
+from jettison.parallel.rank_tree import RankFailed, RanksMissing, RankTree, Store
 from jettison.runtime.planned import PlannedForward
 
 TIMEOUT_SECONDS = 300.0
@@ -42,7 +49,7 @@ TIMEOUT_SECONDS = 300.0
 Made = TypeVar("Made")
 PADDING = frozenset({"aten.constant_pad_nd.default"})
 PLAN = "the plan as a whole"
-_FAILED = "failed!"  # no name of a module
+_SAME: Final = b"same"
 
 Group: TypeAlias = Any  # a ProcessGroup or a DeviceMesh
 _rounds: defaultdict[tuple[int, ...], int] = defaultdict(int)
@@ -115,14 +122,13 @@ class Agreement:
 
     def __init__(self, groups: Iterable[tuple[int, ...]], *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.timeout_seconds = timeout_seconds
-        self.rounds = [_Round(ranks, timeout_seconds) for ranks in groups]
-        self._said = False
+        self.rounds = [_next_round(ranks, timeout_seconds) for ranks in groups]
 
     def __enter__(self) -> Agreement:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and not self._said:
+        if error is not None:
             for each in self.rounds:
                 each.give_up(f"{type(error).__name__}: {error}")
 
@@ -133,13 +139,14 @@ class Agreement:
         Raises:
             PlanMismatch: they do not.
         """
-        self._said = True
-        for each in self.rounds:
-            each.say(said.digests)
-        for each in self.rounds:
-            each.wait()
+        self._compare(said.digests)
         known = [each.ranks for each in self.rounds]
         said.regions[-1].before_first = partial(_check_newcomers, said, known, self.timeout_seconds)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        for each in sorted(self.rounds, key=lambda one: one.ranks):
+            each.say(digests)
+            each.wait()
 
     def done(self) -> None:
         """Wait until all ranks of every group have come so far. An agreement says this or `check`, not both.
@@ -147,19 +154,18 @@ class Agreement:
         Raises:
             PlanMismatch: one failed, or did not come in time.
         """
-        self._said = True
-        for each in self.rounds:
-            each.say({PLAN: "done"})
-        for each in self.rounds:
-            each.wait()
+        self._compare({PLAN: "done"})
 
     def least(self, number: int) -> int:
         """The smallest that any rank of the first group has.
 
         Raises:
-            PlanMismatch: a rank did not come in time.
+            PlanMismatch: a rank failed, or did not come in time.
         """
-        return self.rounds[0].least(number) if self.rounds else number
+        if not self.rounds:
+            return number
+        self.rounds[0].say_number(number)
+        return self.rounds[0].least()
 
     def first(self, make: Callable[[], Made], tell: Callable[[Made], str]) -> Made | str:
         """What ``make`` returns, on the first rank of the group; on the others what ``tell`` says of it.
@@ -169,7 +175,7 @@ class Agreement:
         Raises:
             PlanMismatch: it failed there, or took longer than the timeout.
         """
-        if self.rounds and not self.rounds[0].leads:
+        if self.rounds and not self.rounds[0].tree.leads:
             return self.rounds[0].told()
         made = make()
         if self.rounds:
@@ -186,121 +192,125 @@ def _check_newcomers(said: Summary, known: list[tuple[int, ...]], timeout_second
             agreement.check(said)
 
 
-class _Round:
-    """One agreement of one group. All ranks count their rounds alike, so that the keys of two never meet."""
+def _next_round(ranks: tuple[int, ...], timeout_seconds: float) -> Round:
+    """All ranks of a group count its rounds alike, so that the keys of two never meet."""
+    _rounds[ranks] += 1
+    store = distributed.distributed_c10d._get_default_store()
+    return Round(ranks, timeout_seconds, rank=distributed.get_rank(), store=store, number=_rounds[ranks])
 
-    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float) -> None:
+
+class Round:
+    """One rank's part in one agreement of one group: digests, and before them perhaps a number, and a plan.
+
+    Args:
+        number: of the group's rounds in this process.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], timeout_seconds: float, *, rank: int, store: Store, number: int) -> None:
         self.ranks = ranks
         self.timeout_seconds = timeout_seconds
-        self.rank = distributed.get_rank()
-        _rounds[ranks] += 1
-        self.key = f"jettison/{','.join(map(str, ranks))}/{_rounds[ranks]}"
-        self.store = distributed.distributed_c10d._get_default_store()
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == self.ranks[0]
+        self.rank = rank
+        key = f"jettison/{_group_key(ranks)}/{number}"
+        self.tree = RankTree(store, place=ranks.index(rank), size=len(ranks), key=key, seconds=timeout_seconds)
+        self._digests: Mapping[str, str] = {}
+        self._over = False
 
     def say(self, said: Mapping[str, str]) -> None:
-        self.store.set(f"{self.key}/{self.rank}", json.dumps(said, sort_keys=True))
+        """A digest by region; see `summary`."""
+        self._digests = said
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+        with self._words():
+            word = self.tree.say("digest", digest, merged(self.tree.size))
+        if word is not None:
+            self.tree.tell("digest", _SAME if len(word) == DIGEST_BYTES else word)
+
+    def wait(self) -> None:
+        """For the first rank's verdict.
+
+        Raises:
+            PlanMismatch: on every rank.
+        """
+        with self._words():
+            verdict = self.tree.hear("digest")
+            self._over = True
+            if verdict != _SAME:
+                raise PlanMismatch(self._difference(verdict))
+
+    def say_number(self, number: int) -> None:
+        """Of which the smallest is wanted."""
+        with self._words():
+            word = self.tree.say("least", str(number).encode(), lambda words: min((word for _, word in words), key=int))
+        if word is not None:
+            self.tree.tell("least", word)
+
+    def least(self) -> int:
+        """The smallest that was said."""
+        with self._words():
+            return int(self.tree.hear("least"))
+
+    def hand_out(self, text: str) -> None:
+        """On the first rank."""
+        self.tree.tell("text", zlib.compress(text.encode()))
+
+    def told(self) -> str:
+        """What the first rank hands out."""
+        with self._words():
+            return zlib.decompress(self.tree.told("text")).decode()
 
     def give_up(self, why: str) -> None:
         """This rank will say nothing."""
-        self.say({_FAILED: why})
-        if self.leads:
-            self.store.set(f"{self.key}/text", json.dumps({_FAILED: why}))
-            self.store.set(f"{self.key}/verdict", self._no_plan(self.rank, why))
+        if not self._over:
+            self._over = True
+            self.tree.fail(
+                f"{ranks_in_words([self.rank])} has no plan, so none of ranks {listed(self.ranks)} starts: {why}"
+            )
 
-    def wait(self) -> None:
-        if self.leads:
-            verdict = self._compare()
-            self.store.set(f"{self.key}/verdict", verdict)
-        else:
-            heard = self._get("verdict", self.timeout_seconds * 1.1 + 1)  # the leader's own time comes first
-            verdict = _absent([self.ranks[0]], self) if heard is None else heard
-        if verdict:
-            raise PlanMismatch(verdict)
-
-    def least(self, number: int) -> int:
-        """Every rank says its own; the leader looks through them, and says which is the smallest."""
-        self.store.set(f"{self.key}/number/{self.rank}", str(number))
-        if self.leads:
-            said = {rank: self._get(f"number/{rank}", self.timeout_seconds) for rank in self.ranks}
-            absent = [rank for rank, text in said.items() if text is None]
-            if absent:
-                raise PlanMismatch(_absent(absent, self))
-            self.store.set(f"{self.key}/least", str(min(int(text) for text in said.values() if text is not None)))
-        found = self._get("least", self.timeout_seconds * 1.1 + 1)
-        if found is None:
-            raise PlanMismatch(_absent([self.ranks[0]], self))
-        return int(found)
-
-    def hand_out(self, text: str) -> None:
-        self.store.set(f"{self.key}/text", json.dumps({"text": text}))
-
-    def told(self) -> str:
-        got = json.loads(self._get("text", self.timeout_seconds) or "{}")
-        if "text" in got:
-            return str(got["text"])
-        leader = self.ranks[0]
-        raise PlanMismatch(self._no_plan(leader, got[_FAILED]) if got else _absent([leader], self))
-
-    def _get(self, what: str, seconds: float) -> str | None:
-        """What was set; None where nothing was in time."""
-        key = f"{self.key}/{what}"
+    @contextmanager
+    def _words(self) -> Iterator[None]:
+        """Others that fail or stay away are a `PlanMismatch`."""
         try:
-            self.store.wait([key], timedelta(seconds=seconds))
-        except distributed.DistStoreError:
-            return None
-        return str(self.store.get(key).decode())
+            yield
+        except RankFailed as error:
+            self._over = True
+            raise PlanMismatch(str(error)) from None
+        except RanksMissing as error:
+            self._over = True
+            text = (
+                f"{ranks_in_words(self.ranks[place] for place in error.places)} did not say within "
+                f"{self.timeout_seconds:g} s which plan to run; every one of ranks {listed(self.ranks)} must apply "
+                "one, and as often as the others"
+            )
+            if self.tree.leads:
+                self.tree.fail(text)
+            raise PlanMismatch(text) from None
 
-    def _compare(self) -> str:
-        """What is wrong; empty where nothing is."""
-        end = time.monotonic() + self.timeout_seconds
-        found = {rank: self._get(str(rank), max(0.05, end - time.monotonic())) for rank in self.ranks}
-        absent = [rank for rank, text in found.items() if text is None]
-        if absent:
-            return _absent(absent, self)
-        said = {rank: json.loads(text) for rank, text in found.items() if text is not None}
-        failed = {rank: it[_FAILED] for rank, it in said.items() if _FAILED in it}
-        for rank, why in failed.items():
-            return self._no_plan(rank, why)
-        return _difference(said)
+    def _difference(self, verdict: bytes) -> str:
+        """What is wrong, in words: a rank of each of the two largest camps knows where they differ."""
+        most, *others = camps_of(verdict, range(self.tree.size))
+        one, other = most.runs[0][0], others[0].runs[0][0]
+        if self.tree.place == one:
+            self.tree.tell("digests", zlib.compress(json.dumps(self._digests).encode()))
+        if self.tree.place == other:
+            theirs: Mapping[str, str] = json.loads(zlib.decompress(self.tree.told("digests")))
+            where = next(name for name in (*theirs, *self._digests) if theirs.get(name) != self._digests.get(name))
+            self.tree.tell("where", where.encode())
+        where = self.tree.told("where").decode()
+        differing = ranks_in_words(self._in(*others), sum(camp.count for camp in others))
+        return (
+            f"{differing} would run another plan than {ranks_in_words(self._in(most), most.count)}; they differ first "
+            f"in {where or 'the part around the blocks'}. Ranks that share a model compute the same ops again: give "
+            "all of them one plan or one policy, and batches of one shape"
+        )
 
-    def _no_plan(self, rank: int, why: str) -> str:
-        return f"rank {rank} has no plan, so none of ranks {_listed(self.ranks)} starts: {why}"
-
-
-def _difference(said: Mapping[int, Mapping[str, str]]) -> str:
-    by_text: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, it in said.items():
-        by_text[json.dumps(it, sort_keys=True)].append(rank)
-    if len(by_text) == 1:
-        return ""
-    camps = sorted(by_text.values(), key=lambda ranks: (-len(ranks), ranks))
-    most, others = camps[0], sorted(rank for camp in camps[1:] for rank in camp)
-    a, b = said[most[0]], said[camps[1][0]]
-    where = next(name for name in (*a, *b) if a.get(name) != b.get(name))
-    return (
-        f"{_ranks(others)} would run another plan than {_ranks(most)}; they differ first in "
-        f"{where or 'the part around the blocks'}. Ranks that share a model compute the same ops again: give all of "
-        "them one plan or one policy, and batches of one shape"
-    )
-
-
-def _absent(ranks: list[int], round_: _Round) -> str:
-    return (
-        f"{_ranks(ranks)} did not say within {round_.timeout_seconds:g} s which plan to run; every one of ranks "
-        f"{_listed(round_.ranks)} must apply one, and as often as the others"
-    )
+    def _in(self, *camps: Camp) -> Iterator[int]:
+        for first, last in (run for camp in camps for run in camp.runs):
+            yield from self.ranks[first : last + 1]
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
+@cache
+def _group_key(ranks: tuple[int, ...]) -> str:
+    """A short name of a group, however many they are."""
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 
 def _repeated(region: PlannedForward) -> Iterable[Any]:

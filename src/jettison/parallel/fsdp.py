@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from jettison.capture.blocks import find_blocks
 
@@ -33,3 +33,13 @@ def shard_blocks(
         fully_shard(model.get_submodule(name), mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model
+
+
+def forget_forwards(model: nn.Module) -> None:
+    """After forwards that no backward follows: free what they gathered, and what they noted for prefetching."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 from jettison.capture.fakes import fake_copy
 from jettison.capture.sharded import managed_parameters, sharded_modules
 from jettison.errors import UnsupportedModule
+
+_PREFETCHED = ("_states_to_forward_prefetch", "_states_to_backward_prefetch")
+_SET_ON_GROUPS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "unshard_in_backward",
+)
+"""What FSDP's modules can be told later on, by the names that it has inside. Memory hangs on all of them: with a factor
+of one's own, for example, gradients of a mesh of one rank are divided into new tensors.
+"""
 
 _imagined: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
 
@@ -95,12 +108,12 @@ class ImaginedReplica(nn.Module):
 def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
     """`fully_shard` on the copy what it was called on in the model, innermost first, with the same arguments."""
     names = {module: name for name, module in model.named_modules()}
-    done: list[Any] = []
+    made: list[tuple[Any, Any]] = []  # FSDP's states of the model, and of the copy
+    group: Any = None
     for module in reversed(sharded_modules(model)):
         state = module._get_fsdp_state()
-        if any(state is other for other in done):
+        if any(state is other for other, _ in made):
             continue
-        done.append(state)
         modules = [copied.get_submodule(names[m]) for m in state._modules]
         placements, dtensor = {}, False
         for sharded in managed_parameters(module):
@@ -109,14 +122,10 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
             placements[parameter] = sharded.fsdp_placement
             dtensor = dtensor or sharded.is_dtensor
         groups = state._fsdp_param_groups
-        if len(groups) != 1:
-            if placements:
-                raise UnsupportedModule(
-                    f"{names[module] or 'the model'} is sharded by FSDP2 over several meshes at once, which no dry run "
-                    "repeats yet; use apply() with a policy or a plan"
-                )
-            continue  # its parameters are all managed by modules inside of it
-        (group,) = groups
+        _check_groups(names[module] or "the model", groups)
+        group = groups[0] if groups else group  # a unit may have no parameters left: the root is still the root
+        if group is None:
+            continue
         own = {p for m in modules for p in m.parameters()}
         shard: Any = fully_shard
         shard(
@@ -128,6 +137,42 @@ def _shard_alike(model: nn.Module, copied: nn.Module) -> None:
             offload_policy=group.offload_policy,
             ignored_params={p for p in own if p not in placements and not _is_sharded(p)},
         )
+        made.append((state, modules[0]._get_fsdp_state()))
+    _set_alike(made)
+
+
+def _check_groups(name: str, groups: Sequence[Any]) -> None:
+    """Whether what FSDP manages in one module can be sharded again.
+
+    Raises:
+        UnsupportedModule: it cannot.
+    """
+    if len(groups) > 1:
+        raise UnsupportedModule(
+            f"{name} is sharded by FSDP2 over several meshes at once, which no dry run repeats yet; use apply() with a "
+            "policy or a plan"
+        )
+    if any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups):  # older versions have no such
+        raise UnsupportedModule(
+            f"{name} was sharded with dp_mesh_dims=, its parameters distributed over the whole mesh, which no dry run "
+            "repeats yet; give fully_shard the data-parallel axes alone (torchtitan: "
+            "parallelism.spmd_backend='partial_dtensor')"
+        )
+
+
+def _set_alike(made: Sequence[tuple[Any, Any]]) -> None:
+    """What was set after `fully_shard`, by its modules' ``set_...`` methods.
+
+    Args:
+        made: FSDP's states of a model, and those of its copy.
+    """
+    ours = {id(state): copied for state, copied in made}
+    for state, copied in made:
+        for name in _PREFETCHED:
+            setattr(copied, name, [ours[id(other)] for other in getattr(state, name) if id(other) in ours])
+        for group, same in zip(state._fsdp_param_groups, copied._fsdp_param_groups, strict=True):
+            for name in _SET_ON_GROUPS:
+                setattr(same, name, getattr(group, name))
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

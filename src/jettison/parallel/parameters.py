@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from jettison.errors import UsageError
@@ -36,6 +37,22 @@ def local_part(parameter: Tensor | None, *, partial: bool = False) -> Tensor | N
         return parameter
     local: Tensor = parameter.to_local(grad_placements=(Partial(),) if partial else None)
     return local
+
+
+def put_whole(tensor: Tensor, values: Tensor) -> None:
+    """Copy a whole tensor's values into what this rank holds of it. No rank waits for another.
+
+    Args:
+        values: of as many elements as the tensor has altogether, which may have a dim more: see `ColumnParallel`.
+    """
+    values = values.reshape(tensor.shape)
+    if isinstance(tensor, DTensor):
+        sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            values = values.narrow(dim, start, size)
+        tensor = tensor.to_local()
+    with torch.no_grad():
+        tensor.copy_(values)
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:

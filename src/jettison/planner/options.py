@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
@@ -68,16 +68,15 @@ def options_of(
         hardware: for ops that are not run; left out, `usual_hardware`'s.
         dry_step: as for `jettison.planner.planner.make_planner`.
     """
-    progress("pricing ops" if pricing.run else "dry-running the plain step")
+    progress("dry-running options")
     device = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
     module = dry_step.modules[0] if dry_step else trace.fake_model
     builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module)
     everything = dict.fromkeys((c.name for c in trace.calls), KeepAll())
     opaque = {c.name: builder.observed(c.class_key)[0] for c in trace.calls if trace.classes[c.class_key].opaque}
     part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
-    baseline = step_of([part], dry_step or OneBatch(trace=trace, optimizer=optimizer), pricing)
-    progress("dry-running options")
-    return builder.options(baseline)
+    step = dry_step or OneBatch(trace=trace, optimizer=optimizer)
+    return builder.options(lambda: step_of([part], step, pricing))
 
 
 def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing) -> StepPeaks:
@@ -106,8 +105,13 @@ class _Builder:
             self._observations[key] = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
         return self._observations[key]
 
-    def options(self, baseline: StepPeaks) -> Options:
-        """See `options_of`."""
+    def options(self, plain: Callable[[], StepPeaks]) -> Options:
+        """See `options_of`.
+
+        Args:
+            plain: runs the step without a plan. It comes last: blocks have told of nearly all ops by then, and a run
+                that meets ops without a price has to be repeated.
+        """
         trace = self.trace
         points: dict[str, dict[str, FrontierPoint]] = {}
         options: dict[str, tuple[RegionOption, ...]] = {}
@@ -123,12 +127,15 @@ class _Builder:
             options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
         of_root = self._points_of_root()
         kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
+        root = tuple(self._root(p, kept) for p in of_root)
+        segments = tuple(self._segments(options))
+        baseline = plain()
         problem = StepProblem(
             static_bytes=baseline.static_bytes,
             optimizer_peak_bytes=max(0, baseline.optimizer_peak_bytes - baseline.static_bytes),
             regions=tuple(self._regions(options)),
-            root=tuple(self._root(p, kept) for p in of_root),
-            segments=tuple(self._segments(options)),
+            root=root,
+            segments=segments,
             plain_seconds=self.plain_seconds(),
         )
         return Options(baseline=baseline, problem=problem, points=points, root_points={p.key: p for p in of_root})

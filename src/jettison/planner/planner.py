@@ -167,7 +167,12 @@ class Planner:
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        return min([self.candidate(choose(way, minimum_budget(way))) for way in ways], key=lambda one: one.needs)
+        first, *others = sorted(
+            (choose(way, minimum_budget(way)) for way in ways), key=lambda found: found.levels.peak_bytes
+        )
+        least = self.candidate(first)
+        found = [self.candidate(other) for other in others if other.levels.peak_bytes < least.needs]
+        return min([least, *found], key=lambda one: one.needs)
 
     @functools.cached_property
     def minimum_budget_bytes(self) -> int:
@@ -185,12 +190,11 @@ class Planner:
         Raises:
             Infeasible: none does; the error carries the dry-run peak of the smallest plan.
         """
-        smallest = self.smallest
-        if min(smallest.needs, self.plain_budget_bytes) > budget_bytes:
+        if self.minimum_budget_bytes > budget_bytes and self.smallest.needs > budget_bytes:
             raise Infeasible(
                 minimum_budget_bytes=self.minimum_budget_bytes,
                 budget_bytes=budget_bytes,
-                reason=f"The {smallest.step.phase} pass sets the peak.",
+                reason=f"The {self.smallest.step.phase} pass sets the peak.",
             )
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
             return self.candidate(choose(self.options.problem, 2 * budget_bytes))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,14 @@ import torch
 from torch import nn
 
 from jettison.capture.model_trace import LossFn
+from jettison.capture.streams import Streams
 from jettison.errors import UsageError
+from jettison.models.deferred import Deferred, NotDeferrable, deferred
 from jettison.models.huggingface import ConfigRequest
 from jettison.models.huggingface import build as build_hub_model
 from jettison.models.huggingface import read_config as read_hub_config
+from jettison.models.llama_names import hub_name, reference_config
+from jettison.models.pretrained import WeightsFolder, open_weights
 from jettison.models.reference import Gpt, GptConfig, Llama, LlamaConfig
 from jettison.models.request import call_factory
 from jettison.spec.huggingface_config import parse_config, read_config
@@ -24,26 +28,76 @@ from jettison.train.recipe import ModelSection
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """Weights in files.
+
+    Args:
+        names: what the folder calls each tensor, by its name in the model.
+    """
+
+    folder: WeightsFolder
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Built:
     """A model in training mode.
 
     Args:
         call: what the model is called with for token rows [b, s + 1]: positional arguments, or keywords.
         spec: None where only the code knows what it is.
+        weights: parameters are on ``meta``, and are made by this; None: they are there.
+        whole_since: why they are there, where they should not be.
+        pretrained: what they are read from, instead.
     """
 
     model: nn.Module
     call: Callable[[torch.Tensor], Any]
     loss_fn: LossFn | None = None
     spec: ModelSpec | None = None
+    weights: Deferred | None = None
+    whole_since: str = ""
+    pretrained: Pretrained | None = None
 
 
 def build(section: ModelSection, *, seq: int, device: torch.device) -> Built:
-    """The whole model, its weights drawn from torch's default generators, on the device.
+    """The model, its weights drawn from torch's default generators on the device: now, or once it is cut.
 
     Raises:
-        UsageError: the section says what there is not.
+        UsageError: the section says what there is not, or its weights are not those of its model.
     """
+    if section.pretrained is None:
+        return _built(section, seq, device)
+    folder = open_weights(Path(section.pretrained))
+    made = _built(section, seq, device)
+    rename = hub_name if isinstance(made.model, Llama) else str
+    return replace(made, pretrained=Pretrained(folder=folder, names=folder.names_for(made.model, rename)))
+
+
+def _built(section: ModelSection, seq: int, device: torch.device) -> Built:
+    if (section.build or ("whole" if section.factory else "sharded")) == "whole":
+        return _whole(section, seq, device)
+    before = Streams.now()
+    made: list[Built] = []
+
+    def make() -> nn.Module:
+        made.append(_whole(section, seq, device))
+        return made[0].model
+
+    try:
+        weights = deferred(make)
+    except Exception as error:  # a constructor does what it wants; built whole, it says what is wrong with it, if it is
+        why = str(error) if isinstance(error, NotDeferrable) else f"{type(error).__name__}: {error}"
+        if section.build is not None and not isinstance(error, UsageError):
+            raise UsageError(
+                f'model.build: the model cannot be built without its weights: {why}; expected build = "whole"'
+            ) from error
+        before.restore()
+        return replace(_whole(section, seq, device), whole_since=why)
+    return replace(made[0], weights=weights)
+
+
+def _whole(section: ModelSection, seq: int, device: torch.device) -> Built:
     if section.factory is not None:
         return _from_factory(section.factory, device)
     if (section.code or ("reference" if section.architecture else "huggingface")) == "reference":
@@ -76,11 +130,18 @@ def _from_factory(target: str, device: torch.device) -> Built:
         got = ", ".join(type(part).__name__ for part in parts)
         raise UsageError(f"{target} returned ({got}); expected a model, (model, batch) or (model, batch, loss_fn)")
     model, _, loss_fn = (*parts, None, None)[:3]
-    return Built(model=model.to(device).train(), call=shifted_within, loss_fn=loss_fn)
+    if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
+        model.to(device)
+    return Built(model=model.train(), call=shifted_within, loss_fn=loss_fn)
 
 
 def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
     """Our own code, which has one form of each architecture."""
+    if section.pretrained is not None:
+        path = Path(section.pretrained)
+        sizes = reference_config(read_hub_config(path))
+        with device:
+            return Built(model=Llama(sizes).train(), call=shifted_before, spec=read_config(path))
     values = _sizes(section, seq)
     spec = parse_config(values, name=str(section.architecture))
     fixed: dict[str, Any] = {"tied": False, "attention": "sdpa"}
@@ -118,8 +179,8 @@ def _reference(section: ModelSection, seq: int, device: torch.device) -> Built:
 
 def _described(section: ModelSection, seq: int) -> tuple[Any, ModelSpec]:
     """A configuration as transformers has it, and what it comes to."""
-    if section.config is not None:
-        path = Path(section.config)
+    if section.config is not None or section.pretrained is not None:
+        path = Path(section.config or section.pretrained or "")
         return read_hub_config(path), read_config(path)
     if section.preset is not None:
         spec = preset(section.preset)

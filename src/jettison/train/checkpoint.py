@@ -31,9 +31,9 @@ from torch.distributed.tensor import DTensor
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress
-from jettison.train.checkpoint_reading import DAMAGE, load_tensors, require_checksums
+from jettison.train.checkpoint_reading import DAMAGE, load_tensors, reason, require_checksums
 from jettison.train.checkpoint_state import RUN, RunState, digest_of, read_state
-from jettison.train.ranks import World, agreed
+from jettison.train.ranks import World, agreed, sockets_when_used
 from jettison.train.recipe import CheckpointSection
 from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
 
@@ -70,8 +70,10 @@ class Checkpoints:
         self._tried: int | None = None  # the last step that was loaded or begun to be saved: the same on all ranks
         self._proven: int | None = None
         self._pending: _Pending | None = None
-        # threads of async saves talk over a group of their own, or their words would mix with the training's
-        self._group = dist.new_group(backend="gloo")
+        # torch's checkpoints send through a group on the host, and threads of async saves through one of their own, or
+        # their words would mix with the training's
+        with sockets_when_used():
+            self._group = dist.new_group(backend="gloo")
 
     def find(self) -> Path | None:
         """The newest complete checkpoint. What an interrupted save has left is removed.
@@ -89,13 +91,13 @@ class Checkpoints:
         """
         state, values = self.world.together(lambda: _state_for(run, path))
         try:
-            load_tensors(tensors, path, str(values.get("description")), self.world)
+            load_tensors(tensors, path, str(values.get("description")), self.world, self._group)
         except DAMAGE as error:
             if isinstance(error, UsageError):
                 raise
             older = [one for one in self._complete() if one < path]
             way = f"; remove it to go on from {older[-1].name}" if older else ""
-            raise agreed(UsageError(f"checkpoint {path} is damaged: {_reason(error)}{way}")) from error
+            raise agreed(UsageError(f"checkpoint {path} is damaged: {reason(error)}{way}")) from error
         for text in run.changes(state):
             self.warn(f"checkpoint {path} was made with {text}")
         self._tried = self._proven = state.step
@@ -107,10 +109,9 @@ class Checkpoints:
         if self._tried == state.step:
             return
         self._tried = state.step
-        spoilt = [name for name, tensor in tensors.items() if not _is_finite(tensor)]
-        if self.world.most(float(len(spoilt)))[0]:
-            names = next(names for names in self.world.gather(spoilt[:1]) if names)
-            self._refuse(state.step, names[0])
+        spoilt = self.world.first(next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None))
+        if spoilt is not None:
+            self._refuse(state.step, spoilt)
             return
         target = str(self._partial(state.step))
         try:
@@ -192,11 +193,11 @@ class Checkpoints:
                 try:
                     remove(old)
                 except OSError as error:
-                    self.warn(f"checkpoint {old} could not be removed: {_reason(error)}")
+                    self.warn(f"checkpoint {old} could not be removed: {reason(error)}")
 
     def _give_up(self, step: int, error: BaseException) -> None:
         self.failed = True
-        self.unsaved = _reason(error)
+        self.unsaved = reason(error)
         if self.world.leads:
             shutil.rmtree(self._partial(step), ignore_errors=True)
             text = f"checkpoint of step {step} could not be written to {self.folder}: {self.unsaved}"
@@ -275,12 +276,3 @@ def _is_finite(tensor: Tensor) -> bool:
     if not (local.is_floating_point() or local.is_complex()) or not local.numel():
         return True
     return bool(torch.linalg.vector_norm(local.detach(), float("inf")).isfinite())
-
-
-def _reason(error: BaseException) -> str:
-    """One line about the first thing that went wrong, on whichever rank."""
-    if isinstance(error, dcp.CheckpointException):
-        rank, (inner, _) = next(iter(sorted(error.failures.items())))
-        return f"rank {rank}: {_reason(inner)}"
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

@@ -15,23 +15,24 @@ itself.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jettison.errors import UsageError
+from jettison.parallel.parameters import put_whole
 from jettison.train.checkpoint_state import digest_of
 from jettison.train.ranks import World, agreed
 
@@ -166,8 +167,13 @@ def require_checksums() -> None:
         )
 
 
-def load_tensors(tensors: Mapping[str, Tensor], path: Path, description: str, world: World) -> None:
+def load_tensors(
+    tensors: Mapping[str, Tensor], path: Path, description: str, world: World, group: dist.ProcessGroup
+) -> None:
     """Read all of a checkpoint's tensors into these. Every rank calls it, with the tensors that it has.
+
+    Args:
+        group: of all ranks, on the host; torch says through it who reads what.
 
     Raises:
         UsageError: some have no place here, or are not there, or are of another shape or dtype.
@@ -176,34 +182,72 @@ def load_tensors(tensors: Mapping[str, Tensor], path: Path, description: str, wo
     metadata = world.together(lambda: Reader(path, description).read_metadata())
     there = dict(metadata.state_dict_metadata)
     _require_all(tensors, there, path, world)
+    read_tensors(tensors, there, lambda: Reader(path, description), world, group)
+
+
+def read_tensors(
+    tensors: Mapping[str, Tensor],
+    there: Mapping[str, TensorStorageMetadata],
+    reader: Callable[[], dcp.StorageReader],
+    world: World,
+    group: dist.ProcessGroup,
+) -> None:
+    """Read each rank's part of these, once they are known to fit. Every rank calls it, with the tensors that it has.
+
+    Raises:
+        one of `DAMAGE`: the files are not what was written.
+    """
     plain = {name: tensor for name, tensor in tensors.items() if tensor.shape == there[name].size}
-    _read(plain, path, description, world)
-    _read_grouped({name: t for name, t in tensors.items() if name not in plain}, there, path, description, world)
+    _read(plain, reader, group)
+    grouped = {name: tensor for name, tensor in tensors.items() if name not in plain}
+    if world.most(len(grouped)):
+        _read_grouped(grouped, there, reader, group)
 
 
-def _read(tensors: Mapping[str, Tensor], path: Path, description: str, world: World) -> None:
-    dcp.load(dict(tensors), storage_reader=Reader(path, description), process_group=world.control)
+def regrouped(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Is one the other with its last dim cut in two?"""
+    short, long = sorted((tuple(one), tuple(other)), key=len)
+    return len(long) == len(short) + 1 and short[:-1] == long[:-2] and short[-1:] == (long[-2] * long[-1],)
+
+
+def reason(error: BaseException) -> str:
+    """One line about the first thing that went wrong, on whichever rank."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (inner, _) = next(iter(sorted(error.failures.items())))
+        return f"rank {rank}: {reason(inner)}"
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+def some(names: Iterable[str]) -> str:
+    """The first, and how many more."""
+    first, *more = names
+    return f"{first} and {len(more)} more" if more else first
+
+
+def shape_text(sizes: Iterable[int]) -> str:
+    """For people."""
+    return "x".join(map(str, sizes)) or "a number"
+
+
+def _read(tensors: Mapping[str, Tensor], reader: Callable[[], dcp.StorageReader], group: dist.ProcessGroup) -> None:
+    dcp.load(dict(tensors), storage_reader=reader(), process_group=group)
 
 
 def _read_grouped(
-    tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: Path, description: str, world: World
+    tensors: Mapping[str, Tensor],
+    there: Mapping[str, Any],
+    reader: Callable[[], dcp.StorageReader],
+    group: dist.ProcessGroup,
 ) -> None:
     """Those that are cut into groups on one side only: read whole, and each rank's part taken.
 
     Tensor parallelism gives the projection that is q, k and v in one a dim for the three.
     """
-    if not world.most(float(len(tensors)))[0]:
-        return
     whole = {name: torch.empty(there[name].size, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    _read(whole, path, description, world)
+    _read(whole, reader, group)
     for name, tensor in tensors.items():
-        values = whole[name].view(tensor.shape)
-        if isinstance(tensor, DTensor):
-            sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                values = values.narrow(dim, start, size)
-            tensor = tensor.to_local()
-        tensor.copy_(values)
+        put_whole(tensor, whole[name])
 
 
 def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: Path, world: World) -> None:
@@ -216,27 +260,22 @@ def _require_all(tensors: Mapping[str, Tensor], there: Mapping[str, Any], path: 
     def compare() -> None:
         missing = sorted(tensors.keys() - there.keys())
         if missing:
-            raise _unlike(path, f"it lacks {_some(missing)}")
+            raise _unlike(path, f"it lacks {some(missing)}")
         for name, tensor in tensors.items():
             saved = there[name]
-            if tensor.shape != saved.size and not _regrouped(tuple(tensor.shape), tuple(saved.size)):
-                shapes = f"{_shape(saved.size)} there and {_shape(tensor.shape)} here"
+            if tensor.shape != saved.size and not regrouped(tensor.shape, saved.size):
+                shapes = f"{shape_text(saved.size)} there and {shape_text(tensor.shape)} here"
                 raise _unlike(path, f"{name} is {shapes}")
             if tensor.dtype != saved.properties.dtype:
                 raise _unlike(path, f"{name} is {saved.properties.dtype} there and {tensor.dtype} here")
 
     world.together(compare)
     names = sorted(there)
-    known = world.most(*(float(name in tensors) for name in names))
-    surplus = [name for name, found in zip(names, known, strict=True) if not found]
+    own = sum(1 << number for number, name in enumerate(names) if name in tensors)  # a bit for each: ranks are many
+    known = world.merged(own, operator.or_)
+    surplus = [name for number, name in enumerate(names) if not known >> number & 1]
     if surplus:
-        raise agreed(_unlike(path, f"it also has {_some(surplus)}"))
-
-
-def _regrouped(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Is one the other with its last dim cut in two?"""
-    short, long = sorted((one, other), key=len)
-    return len(long) == len(short) + 1 and short[:-1] == long[:-2] and short[-1:] == (long[-2] * long[-1],)
+        raise agreed(_unlike(path, f"it also has {some(surplus)}"))
 
 
 def _unlike(path: Path, how: str) -> UsageError:
@@ -244,12 +283,3 @@ def _unlike(path: Path, how: str) -> UsageError:
         f"checkpoint {path} does not fit this model and optimizer: {how}. "
         "Use the recipe that it was made with, or another checkpoint folder"
     )
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *more = names
-    return f"{first} and {len(more)} more" if more else first
-
-
-def _shape(sizes: Iterable[int]) -> str:
-    return "x".join(map(str, sizes)) or "a number"

@@ -16,8 +16,8 @@ SCHEMA: Final = "jettison.checkpoint/2"
 RUN: Final = "run.json"
 
 _PLAIN: Final = (bool, int, float, str, type(None))
-_NOT_COMPARED: Final = frozenset({"config", "attention"})
-"""Of [model]: a path, whose contents are compared, and which kernels compute the same function."""
+_NOT_COMPARED: Final = frozenset({"config", "pretrained", "attention", "build"})
+"""Of [model]: paths, whose contents are compared; which kernels compute the same function; where weights are made."""
 _NOT_IN_A_CONFIG: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 
 
@@ -126,6 +126,7 @@ def schedule(recipe: TrainRecipe) -> dict[str, Any]:
         "optimizer.decay_steps": end,
         "precision": recipe.precision,
         "model.attention": recipe.model.attention,
+        "data.document_end": recipe.data.document_end,
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.train.data_order import Order
+from jettison.train.data_order import InOrder, Order
 from jettison.train.recipe import DataSection
 
 _BLOCK: Final = 1 << 22  # tokens that are looked at in one go
@@ -115,7 +115,7 @@ class Batches:
     """Micro-batches of a run by position, see NOTE [ Positions ]."""
 
     corpus: Corpus
-    order: Order
+    order: Order | InOrder
     global_batch: int
     micro_batch: int
 

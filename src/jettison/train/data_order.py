@@ -36,6 +36,14 @@ class Order:
         return _Shuffle(self.windows, derived_seed(self.seed, "order", turn)).at(place)
 
 
+class InOrder:
+    """Every window in its place, from the first."""
+
+    def window(self, n: int) -> int:
+        """The window that sequence ``n`` is."""
+        return n
+
+
 @dataclass(frozen=True)
 class _Shuffle:
     """A permutation of range(n) that is worked out point by point: a Feistel network, walked until it is within range.

@@ -22,6 +22,7 @@ from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.model_trace import ModelTrace
 from jettison.measure.memory import AllocationCounter
 from jettison.train.engine import Engine, MicroBatch
+from jettison.train.evaluation import undisturbed
 from jettison.train.optim import make_optimizer
 from jettison.train.rank_layout import Places
 from jettison.train.recipe import OptimizerSection
@@ -31,15 +32,24 @@ class LoopStep:
     """See `jettison.dryrun.step.DryStep`."""
 
     def __init__(
-        self, engine: Engine, places: Places, section: OptimizerSection, rows: Tensor, micro_batches: int
+        self,
+        engine: Engine,
+        places: Places,
+        section: OptimizerSection,
+        rows: Tensor,
+        micro_batches: int,
+        *,
+        evaluates: bool,
     ) -> None:
         """Of an engine whose parts are not sharded yet. All ranks call it.
 
         Args:
             rows: of one micro-batch, as the engine gets them.
+            evaluates: between steps; that has to fit as well, and counts as a part of the forward.
         """
+        self._evaluates = evaluates
         self.mode: FakeTensorMode = fake_mode(allow_non_fake_inputs=True)
-        self.modules: Sequence[nn.Module] = [fake_copy(part, self.mode) for part in engine.parts]
+        self.modules: Sequence[nn.Module] = [fake_copy(part, self.mode, rows.device) for part in engine.parts]
         self._imagined = places.imagined()
         for module in self.modules:
             self._imagined.shard(module)
@@ -63,18 +73,33 @@ class LoopStep:
     def passes(self, counter: AllocationCounter) -> tuple[int, int, None]:
         """See `DryStep`. Where passes alternate, both peaks are that of them all."""
         counts = self._engine.dry_run_counts(self._micro_batches)
+        left = self._micro_batches - counts[-1]
+        evaluated = self._evaluated(counter, left)
         start, peaks = counter.live_bytes, []
         for count in counts:
             self.optimizer.zero_grad(set_to_none=not self._buckets)
             peaks.append(self._run(count, counter, start))
         forward, backward = peaks[-1]
-        left = self._micro_batches - counts[-1]
         if len(counts) == 1:
             each = self._engines[counts[0]].micro_batch_bytes() + self._rows.numel() * self._rows.element_size()
             more = (left * each,) * 2
         else:
             more = (left * (forward - peaks[0][0]), left * (backward - peaks[0][1]))
-        return forward + more[0], backward + more[1], None
+        return max(forward + more[0], evaluated), backward + more[1], None
+
+    def _evaluated(self, counter: AllocationCounter, left: int) -> int:
+        """The peak of an evaluation, which has one micro-batch at a time, beside what steps receive into.
+
+        It comes before the passes, whose gradients the optimizer wants; but for the first ones, which nobody measures.
+        """
+        if not self._evaluates or not self._engines:
+            return 0
+        self.optimizer.zero_grad(set_to_none=not self._buckets)
+        engine = next(iter(self._engines.values()))
+        counter.reset_peak()
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), undisturbed(engine):
+            engine.evaluate([MicroBatch(rows=self._rows.clone(), seed=0) for _ in range(self._micro_batches)])
+        return counter.peak_bytes + left * engine.micro_batch_bytes()
 
     def _run(self, micro_batches: int, counter: AllocationCounter, start: int) -> tuple[int, int]:
         peaks: dict[str, int] = {}

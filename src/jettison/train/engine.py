@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.errors import TraceError, UsageError
+from jettison.parallel.fsdp import forget_forwards
 from jettison.train.build_model import Built
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
@@ -79,6 +80,10 @@ class Engine(Protocol):
         """
         ...
 
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """The loss of each, if this rank knows it; modules are as for inference, and nothing wants a gradient."""
+        ...
+
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has used the gradients."""
         ...
@@ -89,6 +94,7 @@ class WholeModel:
 
     Micro-batches are added up on each rank and averaged once, after the last. Only with parameters that are gathered
     twice (zero 3) each one is averaged for itself: whole gradients, held until the last, would undo what that saves.
+    Shards of replicas are averaged once in any case.
     """
 
     def __init__(self, built: Built, places: Places, *, autocast: bool, device: torch.device) -> None:
@@ -149,13 +155,27 @@ class WholeModel:
             self._places.complete(self.parts[0].parameters())
         return torch.stack(losses).sum()
 
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """See `Engine`. Past DistributedDataParallel, which has nothing to average."""
+        losses = []
+        try:
+            for batch in batches:
+                self._places.seed(batch.seed)
+                with self.context():
+                    output = call_model(self.parts[0], self._built.call(batch.rows))
+                    losses.append(checked_loss(output, self._built.loss_fn))
+                del output
+        finally:
+            forget_forwards(self.parts[0])
+        return torch.stack(losses)
+
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients stay where they are places in a bucket: others would be made beside the bucket, and copied."""
         optimizer.zero_grad(set_to_none=not isinstance(self._run, DistributedDataParallel))
 
     def context(self) -> AbstractContextManager[object]:
         """Autocast, if asked for."""
-        return torch.autocast(self._device.type, torch.bfloat16) if self._autocast else nullcontext()
+        return forward_context(self._device, autocast=self._autocast)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return checked_loss(call_model(self._run, self._built.call(batch.rows)), self._built.loss_fn)
@@ -166,6 +186,7 @@ class WholeModel:
         if isinstance(self._run, FSDPModule):
             self._run.set_is_last_backward(last)
             self._run.set_requires_gradient_sync(last or self._places.layout.zero == 3)
+            self._run.set_requires_all_reduce(last)
         return nullcontext()
 
 
@@ -179,6 +200,11 @@ def _fill_buckets(run: DistributedDataParallel) -> None:
         run.reducer._rebuild_buckets()
         run.reducer.prepare_for_backward([])
         torch.autograd.backward(parameters[::-1], [torch.zeros_like(p) for p in parameters[::-1]])
+
+
+def forward_context(device: torch.device, *, autocast: bool) -> AbstractContextManager[object]:
+    """Autocast to bf16, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
 
 
 def checked_loss(output: object, loss_fn: LossFn | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch import distributed as dist
 
 from jettison.errors import JettisonError, UsageError
 from jettison.train.rank_watch import Watch
-from jettison.train.ranks import World, agreed
+from jettison.train.ranks import RankLost, World, agreed
 from jettison.train.recipe import TrainRecipe
 from jettison.train.setup import Session
 
@@ -20,26 +21,32 @@ _LOST: Final = ("Connection closed by peer", "Connection reset by peer", "Broken
 _TIMED_OUT: Final = ("timed out", "timeout")
 
 
-class RankLost(JettisonError, RuntimeError):
-    """Another rank has gone, or hangs: what was computed since the last checkpoint is lost, the checkpoint is not."""
-
-
 class NotFinite(JettisonError, RuntimeError):
     """A loss or gradient is not finite, and the recipe says to stop then, or skipping did not help."""
 
 
 def same_everywhere(recipe: TrainRecipe, world: World) -> None:
-    """Ranks that do different things wait for each other until a timeout.
+    """Ranks that do different things wait for each other until a timeout. Digests are compared; what is in the recipe
+    goes round only where they differ.
 
     Raises:
         UsageError: on every rank, about the first that was given something else than rank 0.
     """
-    first, *others = [dict(_flat(fields, "")) for fields in world.gather(asdict(recipe))]
-    for rank, given in enumerate(others, start=1):
-        for name, expected in first.items():
-            if given[name] != expected:
-                text = f"{name}: rank {rank} was given {given[name]!r} and rank 0 {expected!r}"
-                raise agreed(UsageError(f"{text}; expected one recipe, with the same flags, on every rank"))
+    own = dict(_flat(asdict(recipe), ""))
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    if world.merged(digest, lambda a, b: a if a == b else b"") == digest:
+        return
+    expected: dict[str, Any] = world.from_leader(lambda: own)
+    text = next(
+        (
+            f"{name}: rank {world.rank} was given {own[name]!r} and rank 0 {value!r}"
+            for name, value in expected.items()
+            if own[name] != value
+        ),
+        None,
+    )
+    if (found := world.first(text)) is not None:  # what is equal may be written in two ways
+        raise agreed(UsageError(f"{found}; expected one recipe, with the same flags, on every rank"))
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from jettison.parse_units import parse_seconds
 from jettison.progress import Progress, silent
 from jettison.train.checkpoint import SaveFailed
 from jettison.train.data_order import derived_seed
 from jettison.train.engine import MicroBatch
+from jettison.train.evaluation import Evaluated, EvaluationSet, evaluate
+from jettison.train.export_run import export_session
 from jettison.train.failures import NotFinite, is_loss_of_a_rank, leave, lost, out_of_range, same_everywhere
 from jettison.train.log import SCHEMA, RunLog
-from jettison.train.optim import clip, set_rate, total_norm
+from jettison.train.optim import clip, set_rate, squared_norm
 from jettison.train.phase_memory import PhasePeaks
 from jettison.train.rank_watch import Watch
 from jettison.train.ranks import World, agreed, joined, waiting_for
@@ -29,9 +32,11 @@ from jettison.train.recipe import TrainRecipe
 from jettison.train.result import TrainResult
 from jettison.train.setup import Session, prepare
 from jettison.train.signals import StopRequest
+from jettison.train.step_totals import StepTotals, step_totals
 
 _SKIPPED_IN_A_ROW: Final = 10
 """After so many it is not the batch: the weights are spoilt, and skipping changes nothing."""
+_NAMED: Final = 8  # ranks, of those whose loss is not finite
 
 
 def train(
@@ -49,6 +54,7 @@ def train(
         UsageError: what was asked makes no sense on this machine or with these files.
         Infeasible: no plan fits the budget.
         SaveFailed: a checkpoint could not be written, and the recipe says to stop then.
+        ExportFailed: the weights could not be written at the end.
         RankLost: another rank has gone, or hangs.
         NotFinite: a loss or gradient is not, and the recipe says to stop then.
     """
@@ -59,11 +65,14 @@ def train(
         same_everywhere(recipe, world)
         session = prepare(recipe, world, held, must_resume=must_resume, say=say, warn=warn)
         seconds = parse_seconds(recipe.timeout)
-        held.enter_context(waiting_for(seconds))
-        watch = held.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
+        stepping = held.enter_context(ExitStack())
+        stepping.enter_context(waiting_for(world, seconds))
+        watch = stepping.enter_context(Watch(world, seconds, leave if world.device.type == "cuda" else None))
         run = _Run(session, watch, stop, say, warn)
         try:
-            return run.to_the_end()
+            result = run.to_the_end()
+            stepping.close()
+            return result if result.stopped else replace(result, export=export_session(session, say))
         except IndexError as error:
             raise out_of_range(error, session) from error
         except RuntimeError as error:
@@ -91,6 +100,8 @@ class _Seen:
     seconds: list[float] = field(default_factory=list)  # of steps that nothing slowed down
     peaks: dict[int, PhasePeaks] = field(default_factory=dict)  # of the first two steps of this process, and the last
     skipped: int = 0
+    evaluated: Evaluated | None = None
+    eval_peak_bytes: int | None = None  # of the first one
 
 
 class _Run:
@@ -104,6 +115,7 @@ class _Run:
         self.say, self.warn = say, warn
         self.seen = _Seen()
         self._skipped_in_a_row = 0
+        self._eval_meter = session.eval_meter()
         self.first_step = session.step
         self.log = self.world.together(lambda: self._open_log() if self.world.leads else None)
 
@@ -117,13 +129,17 @@ class _Run:
         stopped: str | None = None
         while session.step < recipe.steps and stopped is None:
             interval.measured |= session.meter.measuring and self.world.device.type == "cpu"
-            loss, norm, peaks, stopped = self._step()
+            totals, peaks, stopped = self._step()
             interval.steps += 1
             self._keep(peaks)
             if session.step % recipe.log.every == 0 or session.step == recipe.steps:
-                self._report(loss, norm, peaks, interval)
+                self._report(totals, peaks, interval)
                 interval = _Interval(started=time.perf_counter())
             self.watch.at(f"after step {session.step}")
+            if session.evaluation is not None and stopped is None:
+                last, every = session.step == recipe.steps, recipe.eval.every
+                if last or (every and session.step % every == 0):
+                    interval.started += self._evaluate(session.evaluation)
             if session.checkpoints is not None:
                 session.checkpoints.poll()
                 if recipe.checkpoint.every and session.step % recipe.checkpoint.every == 0:
@@ -140,25 +156,27 @@ class _Run:
 
     # a step ----------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> tuple[float | None, float, PhasePeaks | None, str | None]:
-        """Forward, backward, update. The loss is this rank's, if it knows one; last, which signal asks to stop."""
+    def _step(self) -> tuple[StepTotals, PhasePeaks | None, str | None]:
+        """Forward, backward, update. Last, which signal asks to stop: see NOTE [ One sum a step ]."""
         session, section = self.session, self.session.recipe.optimizer
         rate = learning_rate(section, session.step, session.recipe.steps)
         set_rate(session.optimizer, rate)
+        checkpoints = session.checkpoints
         with session.meter.step() as measured:
-            own = session.engine.forward_backward(self._batches(), self._phase)
+            loss = session.engine.forward_backward(self._batches(), self._phase)
             with self._phase("optimizer"):
-                norm = total_norm(session.parameters, stages=session.layout.pp, copies=set(session.engine.tied))
-            loss, size = None if own is None else own.item(), norm.item()
-            stopped, update = self._agree(loss, size)
+                squares = squared_norm(session.parameters, stages=session.layout.pp, copies=set(session.engine.tied))
+                asked, failed = self.stop.name is not None, checkpoints is not None and checkpoints.failed
+                totals = step_totals(squares, loss, asked=asked, failed=failed)
+            update = self._agreed(totals, loss)
             with self._phase("optimizer"):
                 if update:
                     if section.clip:
-                        clip(session.parameters, norm, section.clip)
+                        clip(session.parameters, totals.norm, section.clip)
                     session.optimizer.step()
                 session.engine.clear(session.optimizer)
         session.step += 1
-        return loss, size, measured(), stopped
+        return totals, measured(), (self.stop.name or "a signal to another rank") if totals.asked else None
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -180,38 +198,33 @@ class _Run:
 
     # what hangs on it ------------------------------------------------------------------------------------------------
 
-    def _agree(self, loss: float | None, norm: float) -> tuple[str | None, bool]:
-        """Ranks stop after the same step, though they get a signal at different moments; and skip the same ones.
+    def _agreed(self, totals: StepTotals, loss: Tensor | None) -> bool:
+        """Are weights to be changed? All ranks come to the same.
 
-        Returns:
-            The signal, if any, and whether weights are to be changed.
+        Raises:
+            SaveFailed, NotFinite: the recipe says to stop then.
         """
         checkpoints, recipe = self.session.checkpoints, self.session.recipe
-        failed = checkpoints is not None and checkpoints.failed
-        finite = isfinite(norm) and (loss is None or isfinite(loss))
-        asked, failed_anywhere, spoilt = self.world.most(
-            float(self.stop.name is not None), float(failed), float(not finite)
-        )
-        stopped = (self.stop.name or "a signal to another rank") if asked else None
-        if failed_anywhere and recipe.checkpoint.on_error == "stop":
+        if totals.failed and recipe.checkpoint.on_error == "stop":
             raise agreed(SaveFailed('stopping: a checkpoint could not be written and checkpoint.on_error is "stop"'))
-        if not spoilt:
+        if totals.finite:
             self._skipped_in_a_row = 0
             if checkpoints is not None:
                 checkpoints.proves(self.session.step)
-            return stopped, True
-        return stopped, self._spoilt(loss, norm)
+            return True
+        return self._spoilt(totals, None if loss is None else loss.item())
 
-    def _spoilt(self, loss: float | None, norm: float) -> bool:
+    def _spoilt(self, totals: StepTotals, loss: float | None) -> bool:
         """What `on_nan` says; are weights to be changed all the same?
 
         Raises:
             NotFinite: the run is to stop.
         """
         recipe, step = self.session.recipe, self.session.step + 1
-        losses = [(rank, of_rank) for rank, of_rank in enumerate(self.world.gather(loss)) if of_rank is not None]
-        bad = [f"{of_rank} on rank {rank}" for rank, of_rank in losses if not isfinite(of_rank)]
-        text = f"step {step}: the loss is {', '.join(bad) or 'finite'}, the norm of the gradient {norm}"
+        own = [] if loss is None or isfinite(loss) else [f"{loss} on rank {self.world.rank}"]
+        bad, count = self.world.merged((own, len(own)), lambda a, b: ([*a[0], *b[0]][:_NAMED], a[1] + b[1]))
+        words = ", ".join(bad) + (f" and {count - len(bad):,} more" if count > len(bad) else "")
+        text = f"step {step}: the loss is {words or 'finite'}, the norm of the gradient {totals.size}"
         if recipe.on_nan == "continue":
             self.warn(text)
             return True
@@ -234,6 +247,32 @@ class _Run:
             text += f"; {self.world.from_leader(checkpoints.newest)}"
         return agreed(NotFinite(f"{text}. Lower optimizer.lr or optimizer.clip, look at the data, {advice}"))
 
+    def _evaluate(self, found: EvaluationSet) -> float:
+        """On the other text; how many seconds it took."""
+        session = self.session
+        self.watch.at(f"evaluating after step {session.step}")
+        with self._eval_meter.step() as measured, self._eval_meter.phase("evaluation"):
+            seen = evaluate(
+                found, session.engine, self.world, data_rank=session.data_rank, accumulation=session.accumulation
+            )
+        self.seen.evaluated = seen
+        peaks = measured()
+        if peaks is not None and self.seen.eval_peak_bytes is None:
+            self.seen.eval_peak_bytes = peaks.peak_bytes
+        values = {"loss": seen.loss, "perplexity": seen.perplexity}
+        self._write(
+            "eval",
+            step=session.step,
+            tokens=found.tokens,
+            **values,
+            seconds=seen.seconds,
+            peak_bytes=None if peaks is None else peaks.peak_bytes,
+        )
+        if self.log is not None:
+            self.log.scalars(session.step, {f"eval/{name}": value for name, value in values.items()})
+        self.say(f"step {session.step}/{session.recipe.steps}  evaluation loss {seen.loss:.4f}")
+        return seen.seconds
+
     def _save(self) -> None:
         assert self.session.checkpoints is not None
         self.watch.at(f"saving step {self.session.step}")
@@ -252,29 +291,27 @@ class _Run:
         self.say("saving")
         self._save()
         checkpoints.wait()
-        reasons = [reason for reason in self.world.gather(checkpoints.unsaved) if reason is not None]
-        if reasons:
+        reason = self.world.first(checkpoints.unsaved)
+        if reason is not None:
             raise agreed(
                 SaveFailed(
-                    f"the last weights, of step {self.session.step}, are not saved: {reasons[0]}; "
+                    f"the last weights, of step {self.session.step}, are not saved: {reason}; "
                     f"{self.world.from_leader(checkpoints.newest)}"
                 )
             )
 
-    def _report(self, loss: float | None, norm: float, peaks: PhasePeaks | None, interval: _Interval) -> None:
+    def _report(self, totals: StepTotals, peaks: PhasePeaks | None, interval: _Interval) -> None:
         session = self.session
-        total, knowing = self.world.sum(*((0.0, 0) if loss is None else (loss, 1)))
-        mean = total / knowing
         seconds = (time.perf_counter() - interval.started) / interval.steps
         batch = session.recipe.batch
         tokens = batch.global_batch * batch.seq
-        self.seen.losses.append(mean)
+        self.seen.losses.append(totals.loss)
         if not interval.measured:
             self.seen.seconds.append(seconds)
         values: dict[str, float | None] = {
-            "loss": mean,
+            "loss": totals.loss,
             "lr": session.optimizer.param_groups[0]["lr"],
-            "grad_norm": norm,
+            "grad_norm": totals.size,
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "mfu": session.work.mfu(seconds),
@@ -301,14 +338,15 @@ class _Run:
 
     def _about(self) -> dict[str, Any]:
         session = self.session
-        planned, layout = session.planned, session.layout
+        planned = session.planned
         return {
             "schema": SCHEMA,
             "step": session.step,
             "world": self.world.size,
-            "layout": {"dp": layout.dp, "zero": layout.zero, "tp": layout.tp, "sp": layout.sp, "pp": layout.pp},
+            "layout": session.sizes,
             "accumulation": session.accumulation,
             "data": session.text.digest,
+            "eval_data": None if session.evaluation is None else session.evaluation.text.digest,
             "parameters": sum(p.numel() for p in session.parameters),
             "plans": [] if planned is None else [plan.hash for plan in planned.plans],
             "predicted_peak_bytes": None if planned is None else planned.predicted_peak_bytes,
@@ -327,13 +365,10 @@ class _Run:
 
     def _result(self, stopped: str | None) -> TrainResult:
         session, batch = self.session, self.session.recipe.batch
-        gathered: list[Mapping[int, PhasePeaks]] = self.world.gather(self.seen.peaks)
-        worst = {
-            number: max((of_rank[number] for of_rank in gathered if number in of_rank), key=lambda p: p.peak_bytes)
-            for number in {number for of_rank in gathered for number in of_rank}
-        }
+        worst = self.world.merged(self.seen.peaks, _highest)
         seconds = median(self.seen.seconds) if self.seen.seconds else None
-        planned = session.planned
+        planned, evaluated = session.planned, self.seen.evaluated
+        eval_peak = int(self.world.most(self.seen.eval_peak_bytes or 0))
         return TrainResult(
             steps=session.step,
             resumed_step=self.first_step,
@@ -349,10 +384,21 @@ class _Run:
             second_step_peaks=worst.get(2),
             later_peaks=worst.get(3),
             predicted_peak_bytes=None if planned is None else planned.predicted_peak_bytes,
+            eval_loss=None if evaluated is None else evaluated.loss,
+            eval_perplexity=None if evaluated is None else evaluated.perplexity,
+            eval_peak_bytes=eval_peak or None,
             budget=session.recipe.plan.budget,
             log=self.session.recipe.log.folder,
             checkpoint=session.recipe.checkpoint.folder,
         )
+
+
+def _highest(one: dict[int, PhasePeaks], other: dict[int, PhasePeaks]) -> dict[int, PhasePeaks]:
+    """By number, that of the rank where it is highest; of equal ones the first rank's."""
+    return {
+        number: max((of[number] for of in (one, other) if number in of), key=lambda peaks: peaks.peak_bytes)
+        for number in one.keys() | other.keys()
+    }
 
 
 def _line(step: int, recipe: TrainRecipe, values: Mapping[str, float | None]) -> str:

@@ -1,4 +1,4 @@
-"""The optimizer: its groups, its state by name, and the norm of the gradient over all ranks."""
+"""The optimizer: its groups, its state by name, and a rank's share of the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -63,10 +63,12 @@ def saved_tensors(
     return out
 
 
-def total_norm(parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: Collection[nn.Parameter] = ()) -> Tensor:
-    """The 2-norm of the whole gradient, wherever its parts lie: one sum over all ranks.
+def squared_norm(
+    parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: Collection[nn.Parameter] = ()
+) -> Tensor:
+    """This rank's share of the square of the whole gradient's 2-norm, of float64: a sum over all ranks makes it whole.
 
-    Each rank adds the squares of what it holds, divided by how many ranks hold the same.
+    A rank's share are the squares of what it holds, divided by how many ranks hold the same.
 
     Args:
         stages: of a pipeline; ranks of different stages have different parameters.
@@ -79,10 +81,7 @@ def total_norm(parameters: Iterable[nn.Parameter], *, stages: int = 1, copies: C
             alike = ranks / _shards(parameter.grad) * (2 if parameter in copies else 1)
             held.setdefault(alike, []).append(_local(parameter.grad))
     norms = [torch.nn.utils.get_total_norm(group).double().square() / alike for alike, group in held.items()]
-    total = torch.stack(norms).sum()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(total)
-    return total.sqrt()
+    return torch.stack(norms).sum()
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, largest: float) -> None:

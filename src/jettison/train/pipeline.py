@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -18,14 +18,17 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from jettison.capture.model_trace import as_batch
 from jettison.dryrun.imagined_pipeline import SendingStage, send_nothing
 from jettison.errors import UsageError
 from jettison.ledger.schedule import in_flight, order
 from jettison.measure.memory import unique_bytes
+from jettison.models.documents import document_numbers
+from jettison.parallel.fsdp import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss
 from jettison.spec.layout import Schedule
 from jettison.train.data_order import derived_seed
-from jettison.train.engine import MicroBatch, Phase
+from jettison.train.engine import MicroBatch, Phase, forward_context
 from jettison.train.pipeline_stages import StageModule, cut
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import RankModule
@@ -35,10 +38,20 @@ TIED = ("tokens.weight", "head.weight")
 """Names of a weight that the first and the last stage of a GPT have in common; checkpoints know the first."""
 
 
+class _Stage(PipelineStage):
+    """A stage whose forwards run in a context. A schedule's step is both passes, and autocast is for the first."""
+
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
+        with self.context():
+            return super().forward_maybe_with_nosync(*args, **more)
+
+
 class Pipeline:
     """This rank's stages. Each draws from streams of its own, seeded by micro-batch and stage."""
 
-    stage_class = PipelineStage
+    stage_class: type[_Stage] = _Stage
 
     def __init__(
         self,
@@ -47,15 +60,22 @@ class Pipeline:
         batch: BatchSection,
         device: torch.device,
         ends: dist.ProcessGroup | None = None,
+        *,
+        autocast: bool,
+        document_end: int | None,
     ) -> None:
         """Over stages as they are cut, or fake copies of them. Plan and shard them next, then call `start`.
 
         Args:
             ends: the first and the last rank, if their stages have a weight in common.
+            autocast: forwards run under it.
+            document_end: the token that ends a document, where documents are kept apart.
         """
         self._places = places
         self._batch = batch
         self._device = device
+        self._autocast = autocast
+        self._document_end = document_end
         self.stages = stages
         self.parts: Sequence[nn.Module] = stages
         rank = places.mesh["pp"].get_local_rank()
@@ -67,7 +87,16 @@ class Pipeline:
         self._calls = [0] * len(stages)
 
     @classmethod
-    def of(cls, whole: nn.Module, places: Places, batch: BatchSection, device: torch.device) -> Pipeline:
+    def of(
+        cls,
+        whole: nn.Module,
+        places: Places,
+        batch: BatchSection,
+        device: torch.device,
+        *,
+        autocast: bool,
+        document_end: int | None,
+    ) -> Pipeline:
         """Cut the model.
 
         Raises:
@@ -75,14 +104,17 @@ class Pipeline:
         """
         stages = cut(whole, places.layout, places.mesh["pp"].get_local_rank(), seq=batch.seq)
         tied = getattr(whole, "tokens", None) is not None and whole.tokens.weight is whole.head.weight
-        made = cls(stages, places, batch, device, _group_of_ends(places) if tied else None)
+        ends = _group_of_ends(places) if tied else None
+        made = cls(stages, places, batch, device, ends, autocast=autocast, document_end=document_end)
         for chunk, stage in enumerate(stages):
             stage.register_forward_pre_hook(lambda *_, chunk=chunk: made._seed(chunk))
         return made
 
     def imagined(self, fake_modules: Sequence[nn.Module], places: Places) -> Pipeline:
         """See `Engine`."""
-        return _ImaginedPipeline([cast(StageModule, m) for m in fake_modules], places, self._batch, self._device)
+        stages = [cast(StageModule, m) for m in fake_modules]
+        batch, end = self._batch, self._document_end
+        return _ImaginedPipeline(stages, places, batch, self._device, autocast=self._autocast, document_end=end)
 
     def dry_run_counts(self, micro_batches: int) -> tuple[int, ...]:
         """With GPipe the peak grows with every micro-batch, alike; other schedules repeat themselves after a while."""
@@ -119,7 +151,7 @@ class Pipeline:
             batch = (rows[:, :-1],) if stage.is_first else received(stream)
             yield RankModule(
                 model=stage,
-                batch=batch,
+                batch=as_batch(batch, self._told(rows)),
                 loss_fn=stand_in_loss,
                 regions=blocks_of(stage),
                 in_flight=min(whole + half, micro_batches),
@@ -127,8 +159,8 @@ class Pipeline:
             )
 
     def context(self) -> AbstractContextManager[object]:
-        """Nothing."""
-        return nullcontext()
+        """Autocast, if asked for."""
+        return forward_context(self._device, autocast=self._autocast)
 
     def start(self, micro_batches: int) -> None:
         """Lay out the schedule.
@@ -136,9 +168,13 @@ class Pipeline:
         Raises:
             UsageError: it cannot be run with so many micro-batches.
         """
+        self._made, self._schedule = self._laid_out(micro_batches, self._places.layout.schedule)
+
+    def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
+        """Stages that talk to each other, and their schedule."""
         layout = self._places.layout
         count = layout.pp * layout.virtual_stages
-        self._made = made = [
+        made = [
             self.stage_class(
                 stage,
                 number,
@@ -150,16 +186,16 @@ class Pipeline:
             )
             for stage, number in zip(self.stages, self._numbers, strict=True)
         ]
-        loss = self.stages[-1].loss
+        for stage in made:
+            stage.context = self.context
+        loss = self._loss
         try:
-            if layout.schedule is Schedule.GPIPE:
-                self._schedule = ScheduleGPipe(made[0], micro_batches, loss)
-            elif layout.schedule is Schedule.ZERO_BUBBLE:
-                self._schedule = ScheduleInterleavedZeroBubble(list(made), micro_batches, loss)
-            elif layout.virtual_stages > 1:
-                self._schedule = ScheduleInterleaved1F1B(list(made), micro_batches, loss)
-            else:
-                self._schedule = Schedule1F1B(made[0], micro_batches, loss)
+            if kind is Schedule.ZERO_BUBBLE:
+                return made, ScheduleInterleavedZeroBubble(list(made), micro_batches, loss)
+            if layout.virtual_stages > 1:
+                return made, ScheduleInterleaved1F1B(list(made), micro_batches, loss)
+            single = ScheduleGPipe if kind is Schedule.GPIPE else Schedule1F1B
+            return made, single(made[0], micro_batches, loss)
         except ValueError as error:
             raise UsageError(f"layout.schedule: {error}") from error
 
@@ -176,12 +212,34 @@ class Pipeline:
                 target=rows[:, 1:] if last else None,
                 losses=losses if last else None,
                 return_outputs=False,
+                **self._told(rows),
             )
             parameters = [p for stage in self.stages for p in stage.parameters()]
             self._places.complete(parameters)
             for parameter in self.tied:
                 _summed(parameter, self._ends)
         return torch.stack([loss.detach() for loss in losses]).mean() if losses else None
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """See `Engine`. One after another: each stage holds one, as it does not in torch's schedules of several."""
+        first, last = self.stages[0].is_first, self.stages[-1].is_last
+        _, schedule = self._laid_out(1, Schedule.GPIPE)
+        losses: list[Tensor] = []
+        try:
+            for batch in batches:
+                self._places.seed(batch.seed)
+                of_this: list[Tensor] = []
+                schedule.eval(
+                    *((batch.rows[:, :-1],) if first else ()),
+                    target=batch.rows[:, 1:] if last else None,
+                    losses=of_this if last else None,
+                    return_outputs=False,
+                )
+                losses += of_this
+        finally:
+            for stage in self.stages:
+                forget_forwards(stage)
+        return torch.stack(losses) if last else None
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients go."""
@@ -191,7 +249,8 @@ class Pipeline:
         """Buffers that it is received into, and its rows once more."""
         infos = [info for stage in self._made for info in (*stage.args_recv_info[0], *stage.grad_recv_info[0])]
         buffers = [info.buffer for info in infos if getattr(info, "buffer", None) is not None]
-        rows = self._batch.micro_batch * (self._batch.seq + 1) * torch.int64.itemsize
+        each = self._batch.seq + 1 + (0 if self._document_end is None else self._batch.seq)
+        rows = self._batch.micro_batch * each * torch.int64.itemsize
         return rows + unique_bytes([*buffers, *(buffer.grad for buffer in buffers if buffer.grad is not None)])
 
     def _seed(self, chunk: int) -> None:
@@ -201,7 +260,18 @@ class Pipeline:
         self._calls[chunk] += 1
         self._places.seed(derived_seed(seed, "stage", self._numbers[chunk]))
 
+    def _loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
+        with self.context():
+            return self.stages[-1].loss(logits, labels_bs)
+
+    def _told(self, rows: Tensor) -> dict[str, Tensor]:
+        """What every stage is called with by name."""
+        if self._document_end is None:
+            return {}
+        return {"documents_bs": document_numbers(rows[:, :-1], self._document_end)}
+
     def _dtype(self, stage: StageModule) -> torch.dtype:
+        """Of the stream: autocast leaves what is added up in the type of the parameters."""
         return torch.bfloat16 if self._places.mixed else next(stage.parameters()).dtype
 
     def _stream(self, stage: StageModule) -> Tensor:
@@ -217,18 +287,31 @@ class Pipeline:
     def _output(self, stage: StageModule) -> Tensor:
         if not stage.is_last:
             return self._stream(stage)
-        return stage.logits(self._batch.micro_batch, self._dtype(stage))
+        return stage.logits(self._batch.micro_batch, torch.bfloat16 if self._autocast else self._dtype(stage))
+
+
+class _ImaginedStage(SendingStage, _Stage):
+    """Of a schedule that sends nothing."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **more: Any) -> Any:
+        try:
+            return super().forward_maybe_with_nosync(*args, **more)
+        finally:
+            torch.clear_autocast_cache()  # the recording's autocast is around this one, which else would do it
 
 
 class _ImaginedPipeline(Pipeline):
     """Over fake copies of stages on fake tensors, and groups that send nothing."""
 
-    stage_class = SendingStage
+    stage_class = _ImaginedStage
 
-    def start(self, micro_batches: int) -> None:
+    def _laid_out(self, micro_batches: int, kind: Schedule) -> tuple[list[Any], Any]:
         """As for real; but what stages would ask each other they know."""
-        super().start(micro_batches)
-        send_nothing(self._schedule, self._made)
+        made, schedule = super()._laid_out(micro_batches, kind)
+        send_nothing(schedule, made)
+        for stage in made:
+            stage.waits |= micro_batches == 1
+        return made, schedule
 
     def forward_backward(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor | None:
         """See `Engine`."""

@@ -6,12 +6,13 @@ Parts keep the names that they have in the whole model, so that checkpoints know
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jettison.errors import UsageError
-from jettison.models.reference import Gpt, Llama, LlamaConfig, causal_mask, mean_loss, rotary_tables
+from jettison.models.reference import Gpt, Llama, LlamaConfig, gpt_beside, gpt_places, llama_beside, mean_loss
 from jettison.spec.layout import Layout
 
 
@@ -32,14 +33,18 @@ class StageModule(nn.Module):
         if self.is_last:
             self.norm, self.head = whole.norm, whole.head
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents_bs: Tensor | None = None) -> Tensor:
         """From ids, or the stream of the stage before, to the stream, or logits."""
         if self.is_first:
-            x = self._embedded(x)
+            x = self._embedded(x, documents_bs)
         config, seq = self.config, self.seq
-        beside = rotary_tables(seq, config, x) if isinstance(config, LlamaConfig) else causal_mask(seq, x)
+        beside: tuple[Any, ...] = (
+            llama_beside(seq, config, x, documents_bs)
+            if isinstance(config, LlamaConfig)
+            else gpt_beside(seq, x, documents_bs)
+        )
         for layer in self.layers.values():
-            x = layer(x, beside)
+            x = layer(x, *beside)
         return self.head(self.norm(x)) if self.is_last else x
 
     def loss(self, logits: Tensor, labels_bs: Tensor) -> Tensor:
@@ -56,12 +61,12 @@ class StageModule(nn.Module):
         sizes = (self.seq, micro_batch) if self.is_gpt else (micro_batch, self.seq)
         return torch.empty((*sizes, self.config.vocab), dtype=dtype, device="meta", requires_grad=True)
 
-    def _embedded(self, ids_bs: Tensor) -> Tensor:
+    def _embedded(self, ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
         if not self.is_gpt:
             embedded: Tensor = self.tokens(ids_bs)
             return embedded
-        places = torch.arange(self.seq, device=ids_bs.device).unsqueeze(1)
-        summed: Tensor = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
+        places = self.positions(gpt_places(ids_bs, documents_bs))
+        summed: Tensor = self.dropout(self.tokens(ids_bs.t().contiguous()) + places)
         return summed
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
 from jettison.parallel.fsdp import shard_blocks
 from jettison.spec.layout import Layout
-from jettison.train.ranks import World
+from jettison.train.ranks import World, sockets_when_used
 
 _AXES = ("pp", "replica", "shard", "tp")
 """From the slowest link to the fastest. The two in the middle are data parallelism: ranks that have equal parameters,
@@ -31,6 +31,7 @@ class Places:
     """A rank's place on each axis.
 
     Args:
+        mesh: sizes along ``_AXES``. Where neither of the two data-parallel ones is 1, it is HSDP.
         mixed: parameters are read as bf16 copies, which is FSDP2's to do.
     """
 
@@ -39,11 +40,12 @@ class Places:
     mixed: bool
 
     @classmethod
-    def of(cls, layout: Layout, world: World, *, mixed: bool) -> Places:
-        """Lay the ranks out."""
-        replicas, shards = (1, layout.dp) if layout.zero else (layout.dp, 1)
-        sizes = (layout.pp, replicas, shards, layout.tp)
-        return cls(layout=layout, mesh=init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES), mixed=mixed)
+    def of(cls, layout: Layout, world: World, *, spread: tuple[int, int], mixed: bool) -> Places:
+        """Lay the ranks out; ``spread``: replicas, and ranks over which each is spread."""
+        sizes = (layout.pp, *spread, layout.tp)
+        with sockets_when_used():
+            mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES)
+        return cls(layout=layout, mesh=mesh, mixed=mixed)
 
     @property
     def averaging(self) -> Averaging:
@@ -101,7 +103,8 @@ class Places:
         if self.averaging != "fsdp":
             return
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        mesh = self.mesh["shard"] if self.layout.zero else self.mesh["replica", "shard"]
+        replicated = not self.layout.zero or self.mesh["replica"].size() > 1
+        mesh = self.mesh["replica", "shard"] if replicated else self.mesh["shard"]
         options = {"mp_policy": policy} if self.mixed else {}
         shard_blocks(model, mesh, reshard_after_forward=self.layout.zero == 3, **options)
 

@@ -70,7 +70,8 @@ class Planned:
 
     Args:
         recomputed_flops: of one micro-batch, on this rank.
-        plans: of every part of the model, in its order; none where a policy was applied.
+        plans: on rank 0 of every part of the model, in its order, elsewhere of this rank's parts; none where a policy
+            was applied.
         predicted_peak_bytes: of the rank where it is highest; None where nothing is predicted.
     """
 

@@ -6,6 +6,9 @@ each rank leaves a *beat* in the ranks' store every now and then: where its main
 has begun in each of its groups. In a group, ranks with fewer than others are behind. Who waits for one group may be
 behind in another; the rank that hangs is behind somewhere and ahead nowhere. A process that is stopped leaves no more
 beats. Between stages of a pipeline nothing is counted: there it is whoever has not given up waiting.
+
+The first rank that has waited long enough reads the beats of all, twice; the others ask for what it found. Otherwise n
+ranks would read n beats each.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch.distributed import distributed_c10d as c10d
 from jettison.train.ranks import World
 
 _LONGEST_SECONDS = 2.0
+_READING_SECONDS = 30.0  # all beats, by the one that reads them
+_AT_ONCE = 512  # beats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,7 @@ class Watch:
         self._world, self._seconds, self._stuck = world, seconds, stuck
         self._every = min(_LONGEST_SECONDS, seconds / 8)
         self._place, self._moved = "nowhere yet", time.monotonic()
-        self._number, self._gave_up = 0, False
+        self._number, self._gave_up, self._asked = 0, False, 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
@@ -108,15 +113,29 @@ class Watch:
             return None
         try:
             self._beat()
-            before = self._beats()
-            time.sleep(2.5 * self._every)
-            now = self._beats()
+            found = self._found()
         except (RuntimeError, ValueError):  # the store is gone
             return None
-        found = [rank for rank in hanging(before, now) if rank != self._world.rank]
-        if not found:
-            return None
-        return " and ".join(f"rank {rank} ({_where(before[rank], now[rank])})" for rank in found)
+        others = [f"rank {rank} ({where})" for rank, where in found if rank != self._world.rank]
+        return " and ".join(others) or None
+
+    def _found(self) -> list[tuple[int, str]]:
+        """Ranks that hang, and where: by this rank if it is the first that asks, else as that found."""
+        self._asked += 1
+        key = f"{self._world.tree.key}/hangs/{self._asked}"
+        if self._store.add(f"{key}/asking", 1) > 1:
+            end = time.monotonic() + 2.5 * self._every + _READING_SECONDS
+            while not self._store.check([key]):
+                if time.monotonic() > end:
+                    return []
+                time.sleep(self._every / 4)  # without the store, or this rank's beats would stop
+            return [(rank, where) for rank, where in json.loads(self._store.get(key))]
+        before = self._beats()
+        time.sleep(2.5 * self._every)
+        now = self._beats()
+        found = [(rank, _where(before[rank], now[rank])) for rank in hanging(before, now)]
+        self._store.set(key, json.dumps(found))
+        return found
 
     def _run(self) -> None:
         while not self._over.wait(self._every):
@@ -142,10 +161,15 @@ class Watch:
 
     def _beats(self) -> list[Beat]:
         keys = [self._key(rank) for rank in range(self._world.size)]
+        return [beat for first in range(0, len(keys), _AT_ONCE) for beat in self._some_beats(keys[first:][:_AT_ONCE])]
+
+    def _some_beats(self, keys: list[str]) -> list[Beat]:
+        if self._store.check(keys):
+            return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)]
         return [Beat(**json.loads(self._store.get(key))) if self._store.check([key]) else Beat() for key in keys]
 
     def _key(self, rank: int) -> str:
-        return f"jettison/beat/{self._world.control.group_name}/{rank}"
+        return f"{self._world.tree.key}/beat/{rank}"
 
 
 def _where(before: Beat, now: Beat) -> str:

@@ -22,20 +22,24 @@ _STRICT: Final = ConfigDict(extra="forbid")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSection:
-    """What is trained: exactly one of ``architecture`` (with its sizes), ``preset``, ``config`` and ``factory``.
+    """What is trained: one of ``architecture`` (with its sizes), ``preset``, ``config``, ``pretrained``, ``factory``.
 
     Args:
         architecture: a GPT (learned positions, GELU) or a Llama of the sizes given here.
         preset: a published model by name, with random weights.
         config: a Hugging Face config.json, or its folder; random weights.
+        pretrained: a folder with a Hugging Face config.json and weights as safetensors, from which training goes on.
         factory: ``module:function`` that returns a model, (model, batch) or (model, batch, loss_fn).
         kv_heads: of a Llama: as many as heads.
         ffn: width of the feed-forward block: 4 x hidden for a GPT, 8/3 of it, rounded up to 64, for a Llama.
         tied: one weight for the token embedding and the head: a GPT has one, a Llama two.
         positions: the longest sequence: that of the batch.
         code: "reference" (``parallel/reference.py``) or "huggingface" (transformers): whose code runs. Left out, the
-            first for an architecture, the second for presets and configs.
+            first for an architecture, the second for all others; the first also knows weights of Llamas.
         attention: eager or sdpa; as the model's code has it where left out.
+        build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
+            time; "whole": every rank makes all of them, and lets go of what it does not keep. The weights are the same,
+            to the bit. Left out: sharded where that is possible; a factory's model whole.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -43,6 +47,7 @@ class ModelSection:
     architecture: Literal["gpt", "llama"] | None = None
     preset: str | None = None
     config: str | None = None
+    pretrained: str | None = None
     factory: str | None = None
     layers: int = 4
     hidden: int = 128
@@ -55,9 +60,10 @@ class ModelSection:
     tied: bool | None = None
     code: Literal["reference", "huggingface"] | None = None
     attention: Literal["eager", "sdpa"] | None = None
+    build: Literal["sharded", "whole"] | None = None
 
     def __post_init__(self) -> None:
-        ways = ("architecture", "preset", "config", "factory")
+        ways = ("architecture", "preset", "config", "pretrained", "factory")
         given = [way for way in ways if getattr(self, way) is not None]
         if len(given) != 1:
             raise UsageError(f"got {' and '.join(given) or 'none'} of {', '.join(ways)}; expected exactly one")
@@ -79,6 +85,8 @@ class DataSection:
         dtype: of a token file's integers, in this machine's byte order.
         name, subset, split, column: of the data set, and where its text is.
         tokenizer: of the hub; without one, a token is a byte.
+        document_end: the token that ends a document: attention then stays within documents, and positions start again
+            after it (train/documents.py). Left out, a sequence is one text.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -91,8 +99,11 @@ class DataSection:
     split: str = "train"
     column: str = "text"
     tokenizer: str | None = None
+    document_end: int | None = None
 
     def __post_init__(self) -> None:
+        if self.document_end is not None and self.document_end < 0:
+            raise UsageError(f"got document_end {self.document_end}; expected the number of a token, 0 or more")
         if bool(self.files) != (self.kind in ("bytes", "tokens")):
             verb = "needs" if self.kind in ("bytes", "tokens") else "does not take"
             raise UsageError(f"kind {self.kind!r} {verb} files")
@@ -179,6 +190,8 @@ class LayoutSection:
         dp: data-parallel ranks: what tp and pp leave.
         zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
             backward; 3: FSDP2 that gathers them again.
+        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp. Fewer make HSDP: dp / shards
+            replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
         schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
     """
@@ -187,6 +200,7 @@ class LayoutSection:
 
     dp: int | None = None
     zero: Literal[0, 2, 3] = 0
+    shards: int | None = None
     tp: int = 1
     sp: bool | None = None
     pp: int = 1
@@ -194,7 +208,9 @@ class LayoutSection:
     schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
 
     def __post_init__(self) -> None:
-        _positive(self, "dp", "tp", "pp", "virtual_stages")
+        _positive(self, "dp", "shards", "tp", "pp", "virtual_stages")
+        if self.shards is not None and self.zero == 0:
+            raise UsageError(f"got shards {self.shards} with zero 0, which spreads nothing; expected zero 2 or 3")
 
     def over(self, ranks: int) -> Layout:
         """The layout on this many ranks.
@@ -218,6 +234,19 @@ class LayoutSection:
             virtual_stages=self.virtual_stages,
             schedule=Schedule(self.schedule),
         )
+
+    def spread(self, dp: int) -> tuple[int, int]:
+        """Over so many data-parallel ranks: how many replicas there are, and over how many ranks each is spread.
+
+        Raises:
+            UsageError: the shards do not divide them.
+        """
+        if not self.zero:
+            return dp, 1
+        shards = dp if self.shards is None else self.shards
+        if dp % shards:
+            raise UsageError(f"layout.shards: got {shards}, which does not divide the {dp} data-parallel ranks")
+        return dp // shards, shards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,6 +298,53 @@ class CheckpointSection:
         if self.every < 0:
             raise UsageError(f"got every {self.every}; expected 0 or more")
         _positive(self, "keep")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportSection:
+    """Where the weights go at the end of a run, as a folder that transformers' ``from_pretrained`` loads.
+
+    Args:
+        folder: without one, nowhere.
+        max_file: files hold at most so many bytes ("5GB"), or one tensor that has more.
+        dtype: "fp32", "bf16" or "fp16"; as they are trained where left out.
+        overwrite: replace what is there, once the new one is whole.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    folder: str | None = None
+    max_file: str = "5GB"
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if parse_bytes(self.max_file) < 1:
+            raise UsageError(f"got max_file {self.max_file}; expected 1B or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalSection:
+    """The loss on another text, at the end of a run and in between.
+
+    Args:
+        data: that text, as ``[data]`` says it; without one nothing is evaluated.
+        every: steps between two evaluations; 0: only at the end.
+        batches: global batches of the text, from its start; all that it has where left out.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    data: DataSection | None = None
+    every: int = 0
+    batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise UsageError(f"got every {self.every}; expected 0 or more")
+        _positive(self, "batches")
+        if self.data is None and (self.every or self.batches):
+            raise UsageError("got no data; expected a section [eval.data] that names a text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,6 +407,8 @@ class TrainRecipe:
     layout: LayoutSection = field(default_factory=LayoutSection)
     plan: PlanSection = field(default_factory=PlanSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    export: ExportSection = field(default_factory=ExportSection)
+    eval: EvalSection = field(default_factory=EvalSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:

@@ -112,9 +112,10 @@ def _closest(location: tuple[Any, ...]) -> str:
 
 
 def _sections(section: Any) -> dict[str, Any]:
-    from typing import get_type_hints
+    from typing import get_args, get_type_hints
 
-    return {name: kind for name, kind in get_type_hints(section).items() if is_dataclass(kind)}
+    kinds = ((name, kind) for name, hint in get_type_hints(section).items() for kind in (hint, *get_args(hint)))
+    return {name: kind for name, kind in kinds if is_dataclass(kind)}
 
 
 @cache

@@ -23,6 +23,9 @@ class TrainResult:
         step_seconds: the median over steps whose memory was not measured by a profiler.
         first_step_peaks: of this process's first step, in which the optimizer's state is made (or was just read).
         later_peaks: of its last step, where that was measured.
+        export: the folder of the weights, if they were written.
+        eval_loss, eval_perplexity: of the last evaluation in this process.
+        eval_peak_bytes: of its first one.
     """
 
     steps: int
@@ -42,6 +45,10 @@ class TrainResult:
     log: str
     checkpoint: str | None
     skipped_steps: int = 0
+    export: str | None = None
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
+    eval_peak_bytes: int | None = None
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.train/1``."""
@@ -57,12 +64,15 @@ class TrainResult:
         how = f"stopped by {self.stopped} after" if self.stopped else "done:"
         if self.steps == self.resumed_step and self.stopped is None:
             yield f"nothing left to do: the checkpoint is of step {self.steps}, the last one"
+            yield from self._exported()
             return
         yield f"{how} {self.steps} steps{after}"
         if self.skipped_steps:
             yield f"{self.skipped_steps} of them skipped: the loss or the gradient was not finite"
         if self.first_loss is not None and self.last_loss is not None:
             yield f"loss from {self.first_loss:.6f} to {self.last_loss:.6f}"
+        if self.eval_loss is not None:
+            yield f"evaluation: loss {self.eval_loss:.6f}, perplexity {self.eval_perplexity:.3f}"
         if self.step_seconds is not None:
             speed = f"{format_seconds(self.step_seconds)} a step, {self.tokens_per_second:,.0f} tokens/s"
             used = [
@@ -81,3 +91,8 @@ class TrainResult:
             under = f", under a budget of {self.budget}" if self.budget else ""
             yield f"predicted peak: {format_bytes(self.predicted_peak_bytes)}{under}"
         yield f"log: {self.log}" + (f", checkpoints: {self.checkpoint}" if self.checkpoint else "")
+        yield from self._exported()
+
+    def _exported(self) -> Iterator[str]:
+        if self.export:
+            yield f"weights for from_pretrained: {self.export}"

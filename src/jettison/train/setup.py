@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from jettison.dryrun.step import DryStep
 from jettison.errors import Infeasible, UsageError
+from jettison.models.hub_form import HubForm, hub_form
 from jettison.progress import Progress
 from jettison.spec.layout import Layout, Schedule
 from jettison.train.build_model import Built, build
@@ -20,8 +21,12 @@ from jettison.train.checkpoint import Checkpoints
 from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
 from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
+from jettison.train.documents import check_occurs, keep_apart
 from jettison.train.dry_step import LoopStep, alive
 from jettison.train.engine import Engine, WholeModel, named_parameters
+from jettison.train.evaluation import EvaluationSet, evaluation_set
+from jettison.train.export import require_place
+from jettison.train.fill import fill
 from jettison.train.optim import ensure_state, make_optimizer, saved_tensors
 from jettison.train.phase_memory import MemoryMeter
 from jettison.train.pipeline import Pipeline
@@ -48,6 +53,8 @@ class Session:
     model: Mapping[str, Any]
     engine: Engine
     optimizer: torch.optim.Optimizer
+    hub: HubForm | None
+    evaluation: EvaluationSet | None
     planned: Planned | None
     work: StepWork
     meter: MemoryMeter
@@ -55,9 +62,27 @@ class Session:
     step: int = 0
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The layout, as it is written down."""
+        layout, (_, shards) = self.layout, self.recipe.layout.spread(self.layout.dp)
+        return {
+            "dp": layout.dp,
+            "zero": layout.zero,
+            "shards": shards,
+            "tp": layout.tp,
+            "sp": layout.sp,
+            "pp": layout.pp,
+        }
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained on this rank."""
         return [p for _, p in named_parameters(self.engine) if p.requires_grad]
+
+    def eval_meter(self) -> MemoryMeter:
+        """For evaluations: the first is measured on a CPU, if steps are."""
+        steps = min(1, self.recipe.log.memory_steps)
+        return _meter(self.world, steps, self.engine, self.optimizer)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds."""
@@ -65,7 +90,7 @@ class Session:
 
     def state(self) -> RunState:
         """What a checkpoint says."""
-        batch, layout = self.recipe.batch, self.layout
+        batch = self.recipe.batch
         return RunState(
             step=self.step,
             steps=self.recipe.steps,
@@ -74,7 +99,7 @@ class Session:
             seq=batch.seq,
             data=self.text.digest,
             world=self.world.size,
-            layout=f"dp {layout.dp} zero {layout.zero} tp {layout.tp} sp {layout.sp} pp {layout.pp}",
+            layout=" ".join(f"{name} {size}" for name, size in self.sizes.items()),
             model=self.model,
             optimizer=optimizer_state(self.recipe.optimizer),
             schedule=schedule(self.recipe),
@@ -101,24 +126,32 @@ def prepare(
     say("building the model")
     torch.manual_seed(derived_seed(recipe.seed, "weights"))
     built = world.together(lambda: build(recipe.model, seq=recipe.batch.seq, device=world.device))
+    if built.whole_since and world.size > 1:
+        warn(f"every rank builds the whole model before it keeps its share: {built.whole_since}")
     world.together(lambda: text.check_vocabulary(vocabulary(built)))
+    evaluation = evaluation_set(recipe, vocabulary(built), world)
+    if recipe.data.document_end is not None:
+        built = world.together(lambda: _apart(recipe, built, batches))
     model = described_model(recipe.model, built.model)
+    hub = world.together(lambda: _hub_form(recipe, built, world))
     work = _work(recipe, layout, accumulation, built, batches)
-    places = Places.of(layout, world, mixed=recipe.precision == "bf16")
+    spread = recipe.layout.spread(layout.dp)
+    places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
-    engine = world.together(lambda: _engine(recipe, built, places, world.device))
+    engine = world.together(lambda: _engine(recipe, replace(built, weights=None), places, world.device))
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
     if recipe.plan.budget is not None:
-        dry_step = world.together(lambda: LoopStep(engine, places, recipe.optimizer, example, accumulation))
+        dry_step = world.together(lambda: _dry_step(recipe, engine, places, example, accumulation))
     for part in engine.parts:
         places.shard(part)
+    fill(engine, built, world, say)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
     parts = [replace(part, mode=None if dry_step is None else dry_step.mode) for part in calls]
     with engine.context():
         planned = _plan(recipe, world, places, parts, dry_step, say)
     del dry_step
-    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0)[0] * accumulation)
+    work = replace(work, recomputed_flops=world.sum(planned.recomputed_flops if planned else 0) * accumulation)
     optimizer = make_optimizer(recipe.optimizer, (p for part in engine.parts for p in part.parameters()))
     world.together(lambda: engine.start(accumulation))
     session = Session(
@@ -132,15 +165,19 @@ def prepare(
         model=model,
         engine=engine,
         optimizer=optimizer,
+        hub=hub,
+        evaluation=evaluation,
         planned=planned,
         work=work,
-        meter=MemoryMeter(
-            world.device, recipe.log.memory_steps, lambda: alive(engine.parts, optimizer), storages=world.size > 1
-        ),
+        meter=_meter(world, recipe.log.memory_steps, engine, optimizer),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
     )
     _resume(session, must_resume=must_resume, say=say)
     return session
+
+
+def _meter(world: World, steps_on_cpu: int, engine: Engine, optimizer: torch.optim.Optimizer) -> MemoryMeter:
+    return MemoryMeter(world.device, steps_on_cpu, lambda: alive(engine.parts, optimizer), storages=world.size > 1)
 
 
 def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractContextManager[None]:
@@ -158,15 +195,45 @@ def _layout(recipe: TrainRecipe, ranks: int) -> tuple[Layout, int]:
             "layout: with zero 3, torch's split backward misses gradients of parameters that were gathered again; "
             "expected zero 2 with the schedule zero-bubble"
         )
-    if layout.pp > 1 and recipe.precision == "bf16-autocast":
-        raise UsageError('precision: got "bf16-autocast" with layout.pp; expected "bf16" or "fp32"')
+    recipe.layout.spread(layout.dp)
     return layout, recipe.batch.accumulation(layout.dp)
 
 
+def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
+    end = recipe.data.document_end
+    assert end is not None
+    check_occurs(batches.corpus, end)
+    return keep_apart(built, end, bf16=recipe.precision != "fp32")
+
+
+def _dry_step(
+    recipe: TrainRecipe, engine: Engine, places: Places, example: torch.Tensor, accumulation: int
+) -> LoopStep:
+    evaluates = recipe.eval.data is not None
+    return LoopStep(engine, places, recipe.optimizer, example, accumulation, evaluates=evaluates)
+
+
+def _hub_form(recipe: TrainRecipe, built: Built, world: World) -> HubForm | None:
+    """How the weights will be written; tried before they are trained."""
+    if recipe.export.folder is None:
+        return None
+    if world.leads:
+        require_place(recipe.export)
+    source, config = recipe.model.pretrained, recipe.model.pretrained or recipe.model.config
+    return hub_form(
+        built.model,
+        described=None if config is None else Path(config),
+        source=None if source is None else Path(source),
+        positions=recipe.batch.seq,
+    )
+
+
 def _engine(recipe: TrainRecipe, built: Built, places: Places, device: torch.device) -> Engine:
+    autocast = recipe.precision == "bf16-autocast"
     if places.layout.pp > 1:
-        return Pipeline.of(built.model, places, recipe.batch, device)
-    return WholeModel(built, places, autocast=recipe.precision == "bf16-autocast", device=device)
+        end = recipe.data.document_end
+        return Pipeline.of(built.model, places, recipe.batch, device, autocast=autocast, document_end=end)
+    return WholeModel(built, places, autocast=autocast, device=device)
 
 
 def _batches(recipe: TrainRecipe) -> Batches:
@@ -197,19 +264,30 @@ def _plan(
                 minimum_budget_bytes=error.minimum_budget_bytes, budget_bytes=error.budget_bytes, reason=where
             )
 
-    decisions = world.gather(world.together(decided))
-    failed = [found for found in decisions if isinstance(found, Infeasible)]
-    if failed:
-        raise agreed(max(failed, key=lambda error: error.minimum_budget_bytes))
-    decision: Decision = decisions[places.planner]
+    own = world.together(decided)
+    failed = world.merged(own if isinstance(own, Infeasible) else None, _needier)
+    if failed is not None:
+        raise agreed(failed)
+    highest = int(world.most(own.predicted_peak_bytes or 0 if isinstance(own, Decision) else 0))
+    if isinstance(own, Decision):
+        world.tell(f"plan of stage {places.stage}", own)
+    # rank 0, which is in stage 0, keeps the plans of all stages; the others follow that of their own
+    stages = range(places.layout.pp) if world.leads else (places.stage,)
+    made: list[Decision] = [world.told(f"plan of stage {stage}") for stage in stages]
+    decision = made[0]
     flops = world.together(lambda: carry_out(parts, decision))
-    made = [found for found in decisions if found is not None]
     rounds = range(len(decision.plans))  # chunks go round the stages
     return Planned(
         recomputed_flops=flops,
         plans=tuple(found.plans[chunk] for chunk in rounds for found in made),
-        predicted_peak_bytes=max((found.predicted_peak_bytes or 0 for found in made), default=0) or None,
+        predicted_peak_bytes=highest or None,
     )
+
+
+def _needier(one: Infeasible | None, other: Infeasible | None) -> Infeasible | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda error: error.minimum_budget_bytes)
 
 
 def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, batches: Batches) -> StepWork:
@@ -219,8 +297,7 @@ def _work(recipe: TrainRecipe, layout: Layout, accumulation: int, built: Built, 
     if built.spec is not None:
         flops = spec_flops(built.spec, sequences=recipe.batch.global_batch, seq=recipe.batch.seq)
     elif peak is not None:
-        device = next(built.model.parameters()).device
-        batch = built.call(batches.rows(0, 0).to(device))
+        batch = built.call(batches.rows(0, 0))
         flops = traced_flops(built, batch, micro_batches=accumulation * layout.dp)
     return StepWork(model_flops=flops, devices=layout.world, peak_flops_per_second=peak)
 

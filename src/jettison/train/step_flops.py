@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.tracer import trace_model
 from jettison.cost.flops import PASSES, forward_flops
 from jettison.cost.utilisation import utilisation
@@ -56,8 +57,9 @@ def spec_flops(spec: ModelSpec, *, sequences: int, seq: int) -> float:
 
 def traced_flops(built: Built, batch: Any, *, micro_batches: int) -> float | None:
     """The same from a trace of one micro-batch's forward; None where there can be none."""
+    mode = fake_mode(allow_non_fake_inputs=True)
     try:
-        traced = trace_model(built.model, batch, loss_fn=built.loss_fn)
+        traced = trace_model(fake_copy(built.model, mode, "cpu"), batch, loss_fn=built.loss_fn, mode=mode)
     except TraceError:
         return None
     programs = [traced.root.program, *(traced.program(call) for call in traced.calls)]

@@ -8,6 +8,8 @@ all. So a text that is changed anywhere is another text when a run is resumed, a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import nn
@@ -15,9 +17,24 @@ from torch import nn
 from jettison.errors import UsageError
 from jettison.train.build_model import Built
 from jettison.train.data import Block, Corpus, Survey
-from jettison.train.ranks import World, agreed
+from jettison.train.ranks import World
 
 _SMALL: Final = 16  # blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What some ranks found, the first of them first.
+
+    Args:
+        other: the first of them that has another text than the first, and how many tokens that has.
+    """
+
+    length: int
+    sample: str
+    blocks: Mapping[int, Block]
+    rank: int
+    other: tuple[int, int] | None = None
 
 
 def surveyed(corpus: Corpus, world: World) -> Survey:
@@ -28,25 +45,32 @@ def surveyed(corpus: Corpus, world: World) -> Survey:
     """
     step, first = (1, 0) if corpus.blocks <= _SMALL else (world.size, world.rank)
 
-    def look() -> tuple[int, str, dict[int, Block]]:
-        return len(corpus.tokens), corpus.sample, {n: corpus.block(n) for n in range(first, corpus.blocks, step)}
+    def look() -> _Seen:
+        blocks = {n: corpus.block(n) for n in range(first, corpus.blocks, step)}
+        return _Seen(length=len(corpus.tokens), sample=corpus.sample, blocks=blocks, rank=world.rank)
 
-    found = world.gather(world.together(look))
-    length, sample, blocks = found[0]
-    for rank, (its_length, its_sample, its_blocks) in enumerate(found[1:], start=1):
-        alike = all(blocks.get(number, block) == block for number, block in its_blocks.items())
-        if (length, sample) != (its_length, its_sample) or not alike:
-            raise agreed(
-                UsageError(
-                    f"data: rank {rank} has another text than rank 0: {its_length} tokens and {length}"
-                    f"{', of which some differ' if its_length == length else ''}; expected the same under one name "
-                    "on every machine"
-                )
+    found = world.gathered(world.together(look), _both)
+
+    def whole() -> Survey:
+        assert found is not None
+        if found.other is not None:
+            rank, length = found.other
+            raise UsageError(
+                f"data: rank {rank} has another text than rank 0: {length} tokens and {found.length}"
+                f"{', of which some differ' if length == found.length else ''}; expected the same under one name "
+                "on every machine"
             )
-    whole: dict[int, Block] = {}
-    for _, _, part in found:
-        whole |= part
-    return Survey.of([whole[number] for number in range(corpus.blocks)])
+        return Survey.of([found.blocks[number] for number in range(corpus.blocks)])
+
+    return world.from_leader(whole)
+
+
+def _both(one: _Seen, more: _Seen) -> _Seen:
+    """What ranks found, and others that come after them."""
+    alike = all(one.blocks.get(number, block) == block for number, block in more.blocks.items())
+    differs = (one.length, one.sample) != (more.length, more.sample) or not alike
+    other = one.other or ((more.rank, more.length) if differs else more.other)
+    return replace(one, blocks={**more.blocks, **one.blocks}, other=other)
 
 
 def vocabulary(built: Built) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jettison.progress import Progress, silent
+from jettison.train.export_run import ExportResult, export_run
 from jettison.train.loop import train as run_recipe
 from jettison.train.recipe import PlanSection, TrainRecipe
 from jettison.train.recipe_file import read_recipe
@@ -44,3 +45,23 @@ def train(
         return found
 
     return run_recipe(made, must_resume=must_resume, say=progress, warn=warn)
+
+
+def write_weights(
+    recipe: TrainRecipe | str, folder: str, *, progress: Progress = silent, warn: Progress = silent
+) -> ExportResult:
+    """Write the weights of a run's newest checkpoint to a new folder that transformers loads; nothing is trained.
+
+    Args:
+        recipe: of the run, or its TOML file, or ``module:name``; what it says of the export but the folder counts.
+
+    Raises:
+        UsageError: there is no checkpoint, the folder is there, or transformers has no such model.
+        ExportFailed: the weights could not be written.
+    """
+
+    def made() -> TrainRecipe:
+        found = read_recipe(recipe) if isinstance(recipe, str) else recipe
+        return replace(found, export=replace(found.export, folder=folder), plan=PlanSection())
+
+    return export_run(made, say=progress, warn=warn)

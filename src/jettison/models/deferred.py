@@ -1,0 +1,407 @@
+"""A model that is built without its weights, which are made later, one tensor at a time, as its constructor would have.
+
+NOTE [ Weights later ]
+The constructor runs on fake tensors while a dispatch mode writes down every operator that makes or changes one. The
+model then has parameters on ``meta``, which can be cut and sharded at no cost. `Deferred.fill` runs the operators
+again, for real and in their order, so that every random number is the one that the constructor would have drawn: the
+weights are those of the model built whole, to the bit. What nobody asks for is drawn and let go of; what is asked for
+is handed over as soon as nothing changes it any more. So one tensor is alive at a time, for all constructors that
+finish a parameter before they go on to the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from jettison.capture.fakes import fake_mode
+from jettison.capture.streams import Streams, default_stream
+from jettison.errors import JettisonError
+
+_ATEN: Final = torch.ops.aten
+_EMPTY: Final = frozenset(
+    {
+        _ATEN.empty.memory_format,
+        _ATEN.empty_strided.default,
+        _ATEN.empty_like.default,
+        _ATEN.new_empty.default,
+        _ATEN.new_empty_strided.default,
+    }
+)
+_OVERWRITES: Final = frozenset(
+    ["copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_", "random_", "uniform_", "zero_"]
+)
+"""Operators whose result does not hang on what was there before."""
+_REFUSED: Final = frozenset({"set_", "resize_", "resize_as_"})
+
+
+class NotDeferrable(JettisonError):
+    """A constructor does what cannot be done again later, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A tensor of the recording: where it lies in which storage."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Constant:
+    """A real tensor that an operator was given."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Op:
+    """An operator, its arguments with places instead of tensors, and what it returned that is new."""
+
+    func: Any
+    leaves: list[Any]
+    spec: Any
+    made: tuple[_Place | None, ...]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    draws: bool
+
+
+@dataclass(kw_only=True)
+class _Storage:
+    """One of the recording's, which holds no bytes."""
+
+    handle: torch.UntypedStorage  # kept, so that its address stays its own
+    nbytes: int
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """What a constructor did to tensors, in order."""
+
+    ops: list[_Op]
+    storages: list[_Storage]
+
+    def run(self, finish: Callable[[int, torch.UntypedStorage], None], wanted: Collection[int]) -> None:
+        """Make these storages; each is handed over once nothing changes or reads it any more, and let go of.
+
+        Raises:
+            NotDeferrable: a tensor that was given to the constructor is another by now.
+        """
+        ends, lasts = self._needed(wanted)
+        held: dict[int, torch.UntypedStorage] = {}
+        for number in sorted(ends):
+            self._run(self.ops[number], held)
+            for storage in sorted(ends[number]):
+                made = held.pop(storage)
+                if lasts.get(storage) == number:
+                    finish(storage, made)
+                del made
+        for storage in sorted(set(wanted) - lasts.keys()):  # nothing was ever written to it
+            finish(storage, self._allocated(storage).fill_(0))
+
+    def draws(self, wanted: Collection[int]) -> bool:
+        """Do they hang on random numbers?"""
+        return any(self.ops[number].draws for number in self._needed(wanted)[0])
+
+    def _needed(self, wanted: Collection[int]) -> tuple[dict[int, set[int]], dict[int, int]]:
+        """The operators to run, each with the storages that nobody reads after it; and by storage, which is the last.
+
+        Of those whose result is not needed, the ones that move the stream of a later one are run.
+        """
+        live: set[int] = set(wanted)
+        ends: dict[int, set[int]] = {}
+        lasts: dict[int, int] = {}
+        drawn_later = False
+        for number in range(len(self.ops) - 1, -1, -1):
+            op = self.ops[number]
+            if not (op.writes & live or (op.draws and drawn_later)):
+                continue
+            drawn_later |= op.draws
+            touched = op.reads | op.writes
+            last = {storage for storage in touched & set(wanted) if storage not in lasts}
+            lasts |= dict.fromkeys(last, number)
+            ends[number] = {storage for storage in touched if storage not in live} | last
+            live -= op.overwrites
+            live |= op.reads
+        return ends, lasts
+
+    def _run(self, op: _Op, held: dict[int, torch.UntypedStorage]) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, _Place):
+                if leaf.storage not in held:
+                    held[leaf.storage] = self._allocated(leaf.storage)
+                return _at(leaf, held[leaf.storage])
+            if isinstance(leaf, _Constant):
+                if leaf.tensor._version != leaf.version:
+                    raise NotDeferrable("a tensor that the constructor was given has been written to since")
+                return leaf.tensor
+            return leaf
+
+        args, kwargs = tree_unflatten([real(leaf) for leaf in op.leaves], op.spec)
+        out = op.func(*args, **kwargs)
+        for place, tensor in zip(op.made, tree_leaves(out), strict=True):
+            if place is None:
+                continue
+            laid_out = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            if laid_out != (place.size, place.stride, place.offset):
+                raise NotDeferrable(f"{op.func} lays its result out in another way than it does on fake tensors")
+            held[place.storage] = tensor.untyped_storage()
+
+    def _allocated(self, number: int) -> torch.UntypedStorage:
+        storage = self.storages[number]
+        return torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes operators down. Entered inside of a fake mode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+        self._numbers: dict[int, int] = {}
+        self.program = _Program(ops=[], storages=[])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            with _disable_current_modes():
+                return self.value(args[0]).item()
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        before = [self.place(leaf) if isinstance(leaf, FakeTensor) else leaf for leaf in leaves]
+        out = func(*args, **kwargs)
+        outs = tree_leaves(out)
+        if not any(isinstance(leaf, FakeTensor) for leaf in (*given, *outs)):
+            return out
+        self._note(func, before, spec, written(func, args, kwargs), outs)
+        return out
+
+    def place(self, tensor: Tensor) -> _Place:
+        """Of a tensor that the recording made.
+
+        Raises:
+            NotDeferrable: it came from elsewhere.
+        """
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            raise NotDeferrable("it reads a tensor from a file, or from before it began")
+        return _Place(
+            storage=number,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+        )
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The tensor, for real.
+
+        Raises:
+            NotDeferrable: it hangs on random numbers, which are drawn in their order or not at all.
+        """
+        place = self.place(tensor)
+        if self.program.draws({place.storage}):
+            raise NotDeferrable("it looks at a random number")
+        found: list[Tensor] = []
+        with _disable_current_modes(), torch.no_grad():
+            self.program.run(lambda _, storage: found.append(_at(place, storage)), {place.storage})
+        return found[0]
+
+    def require_gone(self) -> None:
+        """Does nobody hold a fake tensor any more?
+
+        Raises:
+            NotDeferrable: somebody does.
+        """
+        gc.collect()
+        for storage in self.program.storages:
+            if torch._C._storage_Use_Count(storage.handle._cdata) > 1:
+                raise NotDeferrable(f"a tensor of {storage.nbytes} bytes is held outside of the model's modules")
+
+    def _note(self, func: Any, leaves: list[Any], spec: Any, changed: list[Tensor], outs: list[Any]) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _REFUSED:
+            raise NotDeferrable(f"it calls {name}")
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            raise NotDeferrable("it draws from a generator of its own")
+        places = {leaf.storage: leaf for leaf in leaves if isinstance(leaf, _Place)}
+        made = [self._met(out) for out in outs]
+        if func in _EMPTY:
+            return
+        writes = set()
+        for tensor in changed:
+            if not isinstance(tensor, FakeTensor):
+                raise NotDeferrable(f"{name} writes to a tensor from a file, or from before it began")
+            writes.add(self.place(tensor).storage)
+        new = {place.storage for place in made if place is not None}
+        if not writes and not new:
+            return  # a view, or a question
+        overwrites = set(new)
+        if name in _OVERWRITES and self._is_whole(self.place(changed[0])):
+            overwrites |= writes
+        reads = {number for number in places if number not in writes or number not in overwrites}
+        reads |= {leaf.storage for leaf in leaves[1:] if isinstance(leaf, _Place)}  # a copy of a part of itself
+        self.program.ops.append(
+            _Op(
+                func=func,
+                leaves=[
+                    _Constant(tensor=leaf, version=leaf._version) if isinstance(leaf, Tensor) else leaf
+                    for leaf in leaves
+                ],
+                spec=spec,
+                made=tuple(made),
+                reads=frozenset(reads),
+                writes=frozenset(writes | new),
+                overwrites=frozenset(overwrites),
+                draws=torch.Tag.nondeterministic_seeded in func.tags,
+            )
+        )
+
+    def _met(self, tensor: Any) -> _Place | None:
+        """A place for a tensor whose storage is new."""
+        if not isinstance(tensor, FakeTensor):
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._numbers:
+            return None
+        self._numbers[storage._cdata] = len(self.program.storages)
+        self.program.storages.append(_Storage(handle=storage, nbytes=storage.nbytes(), device=tensor.device))
+        return self.place(tensor)
+
+    def _is_whole(self, place: _Place) -> bool:
+        nbytes = place.dtype.itemsize
+        for size in place.size:
+            nbytes *= size
+        dense = sorted((stride, size) for size, stride in zip(place.size, place.stride, strict=True) if size > 1)
+        expected = 1
+        for stride, size in dense:
+            if stride != expected:
+                return False
+            expected *= size
+        return nbytes == self.program.storages[place.storage].nbytes
+
+
+@dataclass(kw_only=True)
+class Deferred:
+    """A model on ``meta``, but for its buffers, and how to make its weights: see NOTE [ Weights later ]."""
+
+    model: nn.Module
+    _program: _Program
+    _parameters: dict[str, _Place] = field(default_factory=dict)
+    _streams: Streams
+
+    def fill(self, tensors: Mapping[str, Tensor], put: Callable[[Tensor, Tensor], None]) -> None:
+        """``put(tensor, values)`` for each of these parameters by their names in the model, with its whole values.
+
+        Random streams go on from where they were before the model was built to where its constructor would have left
+        them, if a later parameter asks for that.
+
+        Raises:
+            NotDeferrable: a tensor that was given to the constructor is another by now.
+        """
+        wanted: dict[int, list[str]] = {}
+        for name in tensors:
+            wanted.setdefault(self._parameters[name].storage, []).append(name)
+
+        def finish(number: int, storage: torch.UntypedStorage) -> None:
+            for name in wanted[number]:
+                put(tensors[name], _at(self._parameters[name], storage))
+
+        self._streams.restore()
+        with torch.no_grad():
+            self._program.run(finish, wanted.keys())
+
+
+def deferred(make: Callable[[], nn.Module]) -> Deferred:
+    """Build a model without its weights. Nothing is drawn; random streams stay where they are.
+
+    Args:
+        make: the constructor, on the device that the weights are to be made on.
+
+    Raises:
+        NotDeferrable: it does what cannot be written down.
+        whatever the constructor raises, on fake tensors.
+    """
+    mode = fake_mode(allow_non_fake_inputs=True)
+    before = Streams.now()
+    with warnings.catch_warnings(), mode, _Recorder(mode) as recorder:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # of deepcopy
+        model = make()
+    if default_stream() != before.cpu:
+        raise NotDeferrable("it seeds or moves random streams itself")
+    out = Deferred(model=model, _program=recorder.program, _streams=before)
+    _replace(model, recorder, out._parameters)
+    recorder.require_gone()
+    return out
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes to, by its schema."""
+    out: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            out += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return out
+
+
+def _at(place: _Place, storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=place.dtype, device=storage.device).set_(
+        storage, place.offset, place.size, place.stride
+    )
+
+
+def _replace(model: nn.Module, recorder: _Recorder, parameters: dict[str, _Place]) -> None:
+    """Meta parameters for fake ones; real tensors for all others that modules hold."""
+    with recorder.mode:
+        plain = {*vars(torch.empty(0)), "_is_param"}
+    owners: dict[int, int] = {}
+    memo: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not isinstance(parameter, FakeTensor):
+            raise NotDeferrable(f"{name} is made outside of torch")
+        place = parameters[name] = recorder.place(parameter)
+        if owners.setdefault(place.storage, id(parameter)) != id(parameter):
+            raise NotDeferrable(f"{name} is a part of another parameter")
+        if id(parameter) not in memo:
+            meta = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device="meta")
+            memo[id(parameter)] = made = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            for key, value in vars(parameter).items():
+                if key not in plain:
+                    setattr(made, key, value)
+
+    def real(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        if id(value) not in memo:
+            memo[id(value)] = recorder.value(value)
+        return memo[id(value)]
+
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for key, held in table.items():
+                if held is not None:
+                    table[key] = real(held)
+        for key, held in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                vars(module)[key] = tree_map(real, held) if _holds(held) else held
+
+
+def _holds(value: Any) -> bool:
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value))

@@ -1,0 +1,38 @@
+"""Several documents in one row of tokens: which one a token is in, where in it, and what attention may see.
+
+s sequence · b micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def document_numbers(ids_bs: Tensor, end: int) -> Tensor:
+    """The number, within its row, of the document that each token is in: b × s. ``end`` is a document's last token."""
+    ends = (ids_bs == end).long()
+    return ends.cumsum(1) - ends
+
+
+def positions_within(documents_bs: Tensor) -> Tensor:
+    """How many tokens of its document stand before each token, in this row: b × s."""
+    places = torch.arange(documents_bs.shape[1], device=documents_bs.device)
+    begins = functional.pad(documents_bs.diff(dim=1), (1, 0)) != 0
+    return places - torch.where(begins, places, 0).cummax(1).values
+
+
+def document_mask(documents_bs: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a token may look, itself and what stands before it in its document; else minus infinity: b × 1 × s × s.
+
+    Added to scores: kernels that take a mask of bits make one of these from it, each layer its own.
+    """
+    seen = (documents_bs.unsqueeze(2) == documents_bs.unsqueeze(1)).tril().unsqueeze(1)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def product_dtype(like: Tensor) -> torch.dtype:
+    """What products of tensors like this are computed in."""
+    kind = like.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype

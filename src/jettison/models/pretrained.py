@@ -1,0 +1,191 @@
+"""A folder of weights in Hugging Face's layout: which tensors it has, where, and what a model calls them.
+
+    FOLDER/config.json
+    FOLDER/model.safetensors, or several files and model.safetensors.index.json, which says what is in which
+
+Only safetensors are read. Other files of weights are pickles, which run code when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from jettison.errors import UsageError
+
+safe_open: Any
+SafetensorError: Any
+try:
+    from safetensors import SafetensorError, safe_open
+except ImportError:
+    safe_open, SafetensorError = None, OSError
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+_DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE_NUMBERS: Final = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
+_TABLES: Final = (r"rotary_emb\.inv_freq$",)
+"""Of constants that models once saved and now make."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor of a file."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsFolder:
+    """What a folder holds: its files, and their tensors by the names that these have there."""
+
+    path: Path
+    files: tuple[Path, ...]
+    tensors: Mapping[str, Entry]
+
+    def names_for(self, model: nn.Module, rename: Callable[[str], str]) -> dict[str, str]:
+        """The name of each tensor in the folder, by its name in the model; of names of one parameter, the first.
+
+        Args:
+            rename: what files call a tensor of the model.
+
+        Raises:
+            UsageError: tensors are missing, left over, or of another shape.
+        """
+        prefix = f"{getattr(model, 'base_model_prefix', '')}."
+        found, missing, used = dict[str, str](), list[str](), set[str]()
+        for group, tensor in _saved(model):
+            names = [name for full in map(rename, group) for name in (full, full.removeprefix(prefix))]
+            held = [name for name in dict.fromkeys(names) if name in self.tensors]
+            used.update(held)
+            if not held:
+                missing.append(group[0])
+                continue
+            found[group[0]] = held[0]
+            self._require_fits(held[0], tensor)
+            for other in held[1:]:
+                self._require_same(held[0], other)
+        ignored = [re.compile(text) for text in (*(getattr(model, _IGNORED, None) or ()), *_TABLES)]
+        surplus = [name for name in self.tensors if name not in used and not any(p.search(name) for p in ignored)]
+        if missing or surplus:
+            raise UsageError(
+                f"model.pretrained: the tensors of {self.path} are not those of a {type(model).__name__}: "
+                + "; ".join([*_said("it lacks", missing), *_said("it also has", surplus)])
+                + ". Give the folder of a model whose config.json is its own"
+            )
+        return found
+
+    def _require_fits(self, name: str, tensor: Tensor) -> None:
+        entry = self.tensors[name]
+        if entry.size != tensor.shape or entry.dtype.is_floating_point != tensor.is_floating_point():
+            raise UsageError(
+                f"model.pretrained: {name} in {self.path} is {list(entry.size)} of {entry.dtype}; the model has "
+                f"{list(tensor.shape)} of {tensor.dtype}"
+            )
+
+    def _require_same(self, name: str, other: str) -> None:
+        """Two names of what is one parameter in the model."""
+        with ExitStack() as opened:
+            files = [opened.enter_context(safe_open(file, framework="pt")) for file in self.files]
+            one, two = (next(file for file in files if n in set(file.keys())).get_slice(n) for n in (name, other))
+            alike = self.tensors[name] == self.tensors[other] and all(
+                torch.equal(one[start : start + _ROWS], two[start : start + _ROWS])
+                for start in range(0, self.tensors[name].size[0], _ROWS)
+            )
+        if not alike:
+            raise UsageError(
+                f"model.pretrained: {name} and {other} in {self.path} differ, and are one parameter of the model "
+                "(tie_word_embeddings in its config.json)"
+            )
+
+
+_ROWS: Final = 4096
+_IGNORED: Final = "_keys_to_ignore_on_load_unexpected"
+
+
+def open_weights(path: Path) -> WeightsFolder:
+    """Look into every file of a folder; no tensor is read.
+
+    Raises:
+        UsageError: it is no folder, has no safetensors, or they are damaged or incomplete.
+    """
+    if safe_open is None:
+        raise UsageError("model.pretrained needs safetensors: pip install 'jettison[hf]'")
+    if not path.is_dir():
+        raise UsageError(f"model.pretrained: {path} is not a folder; expected one with config.json and safetensors")
+    files = _files(path)
+    tensors: dict[str, Entry] = {}
+    for file in files:
+        for name, entry in _entries(file).items():
+            if name in tensors:
+                raise UsageError(f"model.pretrained: {name} is in two files of {path}")
+            tensors[name] = entry
+    return WeightsFolder(path=path, files=tuple(files), tensors=tensors)
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [path / Path(name).name for name in names]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"model.pretrained: {index} cannot be read: {error}") from error
+        for file in files:
+            if not file.exists():
+                raise UsageError(f"model.pretrained: {index} names {file.name}, which is not there")
+        return files
+    if (path / SINGLE).exists():
+        return [path / SINGLE]
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        raise UsageError(
+            f"model.pretrained: {path} has {pickles[0]}, a pickle, which runs code when it is read, and no "
+            "safetensors; expected safetensors. Convert it where you trust it: from_pretrained, then save_pretrained"
+        )
+    raise UsageError(f"model.pretrained: {path} has neither {SINGLE} nor {INDEX}")
+
+
+def _entries(file: Path) -> dict[str, Entry]:
+    out = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                part = opened.get_slice(name)
+                kind = part.get_dtype()
+                dtype = (_DTYPES | _WHOLE_NUMBERS).get(kind)
+                if dtype is None:
+                    raise UsageError(
+                        f"model.pretrained: {name} in {file} is {kind}; expected one of {', '.join(_DTYPES)}: "
+                        "quantized weights cannot be trained"
+                    )
+                out[name] = Entry(size=torch.Size(part.get_shape()), dtype=dtype)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"model.pretrained: {file} cannot be read: {error}") from error
+    return out
+
+
+def _saved(model: nn.Module) -> Sequence[tuple[list[str], Tensor]]:
+    """Each parameter and each buffer of the state, and its names."""
+    groups: dict[int, tuple[list[str], Tensor]] = {}
+    state = model.state_dict().keys()
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    for name, tensor in named:
+        if name in state:
+            groups.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(groups.values())
+
+
+def _said(what: str, names: Sequence[str]) -> list[str]:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"{what} {', '.join(names[:3])}{more}"] if names else []

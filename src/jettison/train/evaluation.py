@@ -1,0 +1,127 @@
+"""The loss on a text that is not trained on: the same on every layout, and of no effect on training.
+
+Sequences are read in their order. The losses of micro-batches are added up in that order too, wherever they were
+computed, so that another layout adds nothing of its own to what its kernels round.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from jettison.capture.streams import Streams
+from jettison.errors import UsageError
+from jettison.train.data import Batches, Survey, open_corpus
+from jettison.train.data_order import InOrder, derived_seed
+from jettison.train.engine import Engine, MicroBatch
+from jettison.train.ranks import World
+from jettison.train.recipe import TrainRecipe
+from jettison.train.text_survey import surveyed
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """What is evaluated on: so many global batches of a text."""
+
+    batches: Batches
+    count: int
+    text: Survey
+
+    @property
+    def tokens(self) -> int:
+        """Altogether."""
+        return self.count * self.batches.global_batch * self.batches.corpus.seq
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """The mean loss of a token; how long it took."""
+
+    loss: float
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite where no number is as large."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluation_set(recipe: TrainRecipe, vocab: int | None, world: World) -> EvaluationSet | None:
+    """What a recipe asks for. All ranks call it.
+
+    Raises:
+        UsageError: the text is too short, or the model cannot read it.
+    """
+    section, batch = recipe.eval, recipe.batch
+    data = section.data
+    if data is None:
+        return None
+    corpus = world.together(lambda: open_corpus(data, batch.seq))
+    text = surveyed(corpus, world)
+
+    def counted() -> int:
+        text.check_vocabulary(vocab)
+        most = corpus.windows // batch.global_batch
+        if most < (section.batches or 1):
+            raise UsageError(
+                f"eval.data: got {corpus.windows} sequences of {batch.seq} tokens; expected at least batches x "
+                f"batch.global_batch = {section.batches or 1} x {batch.global_batch}"
+            )
+        return section.batches or most
+
+    count = world.together(counted)
+    batches = Batches(corpus, InOrder(), batch.global_batch, batch.micro_batch)
+    return EvaluationSet(batches=batches, count=count, text=text)
+
+
+def evaluate(found: EvaluationSet, engine: Engine, world: World, *, data_rank: int, accumulation: int) -> Evaluated:
+    """The loss of the model as it is. All ranks call it.
+
+    Args:
+        accumulation: micro-batches of a global batch on one data-parallel rank.
+    """
+    started = time.perf_counter()
+    losses: dict[int, float] = {}
+    first = data_rank * accumulation
+    of_a_batch = accumulation * (found.batches.global_batch // (found.batches.micro_batch * accumulation))
+    with undisturbed(engine):
+        for number in range(found.count):
+            micros = range(first, first + accumulation)
+            batches = [
+                MicroBatch(
+                    rows=found.batches.rows(number, micro).to(world.device, non_blocking=True),
+                    seed=derived_seed("eval", number, micro),
+                )
+                for micro in micros
+            ]
+            own = engine.evaluate(batches)
+            if own is not None:
+                losses |= {number * of_a_batch + micro: loss for micro, loss in zip(micros, own.tolist(), strict=True)}
+    together = world.merged(losses, lambda earlier, later: later | earlier)  # of a micro-batch the first one's word
+    total = math.fsum(together[number] for number in sorted(together))
+    return Evaluated(loss=total / len(together), seconds=time.perf_counter() - started)
+
+
+@contextmanager
+def undisturbed(engine: Engine) -> Iterator[None]:
+    """Modules as for inference, without gradients; as they were afterwards, with their buffers and random streams."""
+    modes = [(module, module.training) for part in engine.parts for module in part.modules()]
+    buffers = [(buffer, buffer.clone()) for part in engine.parts for buffer in part.buffers()]
+    streams = Streams.now()
+    for module, _ in modes:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        streams.restore()

@@ -1,0 +1,141 @@
+"""The weights of a run as a folder that transformers' `from_pretrained` loads.
+
+Written beside its place and renamed into it, so that what stands there is whole. torch's writer has every rank write
+what it holds, and the leading one put that together, a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+
+from jettison.errors import JettisonError, UsageError
+from jettison.models.hub_form import HubForm
+from jettison.models.pretrained import INDEX, open_weights
+from jettison.parse_units import parse_bytes
+from jettison.train.checkpoint_reading import DAMAGE, reason
+from jettison.train.engine import Engine, named_parameters
+from jettison.train.ranks import World, agreed
+from jettison.train.recipe import ExportSection
+from jettison.train.run_folder import PARTIAL, remove, sync_folder, write_durably
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ExportFailed(JettisonError, RuntimeError):
+    """Weights could not be written."""
+
+
+def require_place(section: ExportSection) -> None:
+    """Can a folder be made there? Nothing is left of the attempt.
+
+    Raises:
+        UsageError: something is there already, or it cannot be written to.
+    """
+    assert section.folder is not None
+    folder = Path(section.folder)
+    if folder.exists() and not section.overwrite and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"export.folder: {folder} is there already; name another, or set overwrite = true to have it replaced"
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _partial(folder).mkdir(exist_ok=True)
+        remove(_partial(folder))
+    except OSError as error:
+        raise UsageError(f"export.folder: cannot write to {folder.parent}: {error.strerror or error}") from error
+
+
+def export(section: ExportSection, form: HubForm, engine: Engine, world: World) -> None:
+    """Write the weights. Every rank calls it.
+
+    Raises:
+        ExportFailed: it did not work; what was there before is there.
+    """
+    assert section.folder is not None
+    folder = Path(section.folder)
+    partial = _partial(folder)
+    tensors = _tensors(engine, form, None if section.dtype is None else _DTYPES[section.dtype])
+    described = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    whole = world.merged(described, operator.or_)
+    try:
+        writer = HuggingFaceStorageWriter(
+            str(partial),
+            fqn_to_index_mapping=_in_files(whole, parse_bytes(section.max_file)),
+            save_distributed=True,
+            enable_consolidation=True,
+        )
+        dcp.save(dict(tensors), storage_writer=writer, process_group=world.host)
+        world.from_leader(lambda: _complete(partial, folder, form, whole))
+    except (*DAMAGE, UsageError) as error:
+        if world.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise agreed(ExportFailed(f"the weights could not be written to {folder}: {reason(error)}")) from error
+
+
+def _tensors(engine: Engine, form: HubForm, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """What this rank holds, by the names in files, in the shapes and the dtype that files have."""
+    held: dict[str, Tensor] = dict(named_parameters(engine))
+    for part in engine.parts:
+        held |= {name: buffer for name, buffer in part.named_buffers() if name in form.sizes}
+    out = {}
+    for name, tensor in held.items():
+        tensor = tensor.detach()
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        if tensor.shape != form.sizes[name]:  # tensor parallelism gave it a dim more
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = whole.reshape(form.sizes[name])
+        out[form.rename(name)] = tensor
+    return out
+
+
+def _in_files(whole: Mapping[str, tuple[tuple[int, ...], torch.dtype]], most_bytes: int) -> dict[str, int]:
+    """Numbers of files, from 1: as few as hold all in order. A tensor that is larger has one to itself."""
+    out: dict[str, int] = {}
+    number, used = 1, 0
+    for name, (size, dtype) in whole.items():
+        nbytes = torch.Size(size).numel() * dtype.itemsize
+        if used and used + nbytes > most_bytes:
+            number, used = number + 1, 0
+        out[name] = number
+        used += nbytes
+    return out
+
+
+def _complete(partial: Path, folder: Path, form: HubForm, whole: Mapping[str, Any]) -> None:
+    """What goes with the tensors; then all of it into its place. The leading rank's.
+
+    Raises:
+        UsageError: a file is not what should have been written.
+    """
+    shutil.rmtree(partial / "sharded")
+    for file in form.files_beside():
+        shutil.copyfile(file, partial / file.name)
+    dtypes = {dtype for _, dtype in whole.values() if dtype.is_floating_point}
+    config = {key: value for key, value in form.config.items() if key != "torch_dtype"}
+    if len(dtypes) == 1:
+        config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    write_durably(partial / "config.json", json.dumps(config, indent=2) + "\n")
+    found = open_weights(partial).tensors
+    if {name: (tuple(entry.size), entry.dtype) for name, entry in found.items()} != dict(whole):
+        raise UsageError(f"{partial / INDEX} does not name the tensors that were written")
+    sync_folder(partial)
+    if folder.exists():
+        remove(folder)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{PARTIAL}")
