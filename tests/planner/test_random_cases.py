@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import jettison
-from planner.random_cases import FAILED, FINE, judge, run, summary
+from planner import random_cases
+from planner.random_cases import FAILED, FINE, Found, judge, run, summary
 from support.random_programs import WRAPPERS, Case
 
 HOURS = 10
@@ -18,7 +19,7 @@ TINY = ((1, 4),) * 3  # gradients are larger than activations
 CHANGING = ((4, 9), (4, 9), (8, 16), (8, 16), (2, 25), (2, 25))
 QUICK = [
     Case(seed=1, source="toy:words", dtype="bf16", tied=True, holds_output=False, check="full", budget=0.2),
-    Case(seed=2, source="toy:rows", wrapper="step", how="two forwards", gradients_held=True, budget="below"),
+    Case(seed=2, source="toy:rows", layers=1, wrapper="step", how="two forwards", gradients_held=True, budget="below"),
     Case(seed=3, source="toy:words", layers=1, wrapper="models", optimizer="Adagrad", dropout=0.1),
     Case(seed=4, source="toy:rows", wrapper="shapes", shapes=((3, 9), (8, 16), (6, 25)), frozen=0.3),
     Case(seed=5, source="toy:words", wrapper="ddp", how="accumulated", shapes=ROWS, optimizer="SGD momentum"),
@@ -26,7 +27,7 @@ QUICK = [
     Case(seed=7, source="toy:words", layers=1, wrapper="fsdp2", how="autocast", shapes=ROWS, dropout=0.1, budget=0.3),
     Case(seed=8, source="toy:words", wrapper="pipeline", shapes=ROWS, optimizer="SGD", budget=0.3),
     Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
-    Case(seed=10, source="kit:qwen3", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1::2]),
+    Case(seed=10, source="toy:words", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1:4]),
 ]
 PLAIN = QUICK[0]
 
@@ -60,6 +61,16 @@ def test_what_is_broken_fails(monkeypatch: pytest.MonkeyPatch, breaks: str, note
     found = judge(PLAIN)
     assert found.outcome == FAILED
     assert note in found.notes[0]
+
+
+def test_a_failing_case_is_made_simpler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_with_dropout(case: Case) -> Found:
+        return Found(case=case, outcome=FAILED if case.dropout else FINE)
+
+    monkeypatch.setattr(random_cases, "judge", fails_with_dropout)
+    case = Case(seed=3, source="toy:words", wrapper="step", how="scaler", dropout=0.1, tied=True, layers=4)
+    least = Case(seed=3, source="toy:words", dropout=0.1, layers=1, optimizer="none", budget=0.0)
+    assert random_cases.shrunk(case) == least
 
 
 @pytest.mark.slow
