@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch import distributed as dist
 
 from jettison.train.ranks import sockets_when_used
+
+PATIENCE_SECONDS = 300
 
 
 def sockets(size: int, axes: Sequence[int], *, before: bool, device: str) -> dict[str, int]:
@@ -43,48 +46,45 @@ def checkpoint_sockets(size: int) -> int:
 
 def measured(size: int) -> dict[str, list[int]]:
     """Sockets that each of so many real processes opens: in sums of a step, in a checkpoint, in a group that opens all
-    at once. Forks, so it wants a process of its own.
+    at once.
     """
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        children: list[tuple[int, int]] = []
-        for rank in range(size):
-            if (child := os.fork()) == 0:
-                _measure(rank, size, store.port, folder)
-            children.append((child, rank))
-        for child, rank in children:
-            _, status = os.waitpid(child, 0)
-            assert status == 0, f"rank {rank} ended with {status}"
+        call = [sys.executable, "-m", "benchmarks.rank_sockets", str(size), str(store.port), name]
+        ranks = [subprocess.Popen([*call, str(rank)]) for rank in range(size)]
+        try:
+            for rank, process in enumerate(ranks):
+                status = process.wait(timeout=PATIENCE_SECONDS)
+                assert status == 0, f"rank {rank} ended with {status}"
+        finally:
+            for process in ranks:
+                process.kill()
         found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
     return {kind: [of_rank[kind] for of_rank in found] for kind in found[0]}
 
 
 def _measure(rank: int, size: int, port: int, folder: Path) -> None:
     """On one of them."""
-    code = 1
-    try:
-        store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
-        with sockets_when_used():
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-            group = dist.new_group(backend="gloo")
-        counts = [_open_sockets()]
-        for _ in range(3):
-            dist.all_reduce(torch.zeros(5, dtype=torch.float64))
-        counts.append(_open_sockets())
-        tensors = {f"w{rank}": torch.ones(3), "shared": torch.zeros(4)}
-        dcp.save(tensors, checkpoint_id=str(folder / "ck"), process_group=group)
-        dcp.load(tensors, checkpoint_id=str(folder / "ck"), process_group=group)
-        counts.append(_open_sockets())
-        dist.new_group(backend="gloo")
-        counts.append(_open_sockets() - 1)  # it listens on one
-        steps, checkpoint, at_once = (after - before for before, after in itertools.pairwise(counts))
-        found = {"steps": steps, "checkpoint": checkpoint, "at once": at_once}
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-        dist.barrier()
-        code = 0
-    finally:
-        os._exit(code)
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    with sockets_when_used():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        group = dist.new_group(backend="gloo")
+    counts = [_open_sockets()]
+    for _ in range(3):
+        dist.all_reduce(torch.zeros(5, dtype=torch.float64))
+    counts.append(_open_sockets())
+    tensors = {f"w{rank}": torch.ones(3), "shared": torch.zeros(4)}
+    dcp.save(tensors, checkpoint_id=str(folder / "ck"), process_group=group)
+    dcp.load(tensors, checkpoint_id=str(folder / "ck"), process_group=group)
+    counts.append(_open_sockets())
+    dist.new_group(backend="gloo")
+    counts.append(_open_sockets() - 1)  # it listens on one
+    steps, checkpoint, at_once = (after - before for before, after in itertools.pairwise(counts))
+    found = {"steps": steps, "checkpoint": checkpoint, "at once": at_once}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _open_sockets() -> int:
@@ -92,5 +92,13 @@ def _open_sockets() -> int:
     return sum(os.readlink(file).startswith("socket") for file in found if file.is_symlink())
 
 
+def main(size: str, port: str = "", folder: str = "", rank: str = "") -> None:
+    """The command line, and that of one of the processes which it starts."""
+    if rank:
+        _measure(int(rank), int(size), int(port), Path(folder))
+    else:
+        print(json.dumps(measured(int(size))))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measured(int(sys.argv[1]))))
+    main(*sys.argv[1:])

@@ -489,9 +489,9 @@ def test_a_plan_takes_few_dry_runs_of_the_whole_step(monkeypatch):
     dry_run = options_module.dry_run
     monkeypatch.setattr(options_module, "dry_run", lambda *given, **more: whole.append(1) or dry_run(*given, **more))
     traced = trace_model(stack(layers=32), (torch.randn(ROWS, HIDDEN),))
-    plain = jettison.plan(traced, "1GiB").predicted.peak_bytes
-    assert len(whole) <= 3, "without a plan, as small as can be, and with all kept"
+    plain = jettison.plan(traced, "1GiB", measure=False).predicted.peak_bytes
+    assert len(whole) <= 4, "without a plan, as small as can be (with runs of blocks and without), with all kept"
     whole.clear()
-    found = jettison.plan(traced, int(0.7 * plain))
+    found = jettison.plan(traced, int(0.7 * plain), measure=False)
     assert found.predicted.peak_bytes <= 0.7 * plain
-    assert len(whole) <= 5
+    assert len(whole) <= 6

@@ -98,6 +98,7 @@ def test_a_step_has_one_sum_over_all_ranks(tmp_path: Path) -> None:
         assert rank["steps"] == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_sockets_of_a_checkpoint_are_those_that_the_benchmark_computes() -> None:
     """Eight processes save and load with torch's checkpoints, over groups as a run makes them."""
     command = [sys.executable, "-m", "benchmarks.rank_sockets", "8"]
