@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from math import ceil, log2
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch import distributed as dist
 from jettison.train.ranks import sockets_when_used
 
 PATIENCE_SECONDS = 300
+SETTLED = 10
+"""Looks in a row that find as many."""
 
 
 def sockets(size: int, axes: Sequence[int], *, before: bool, device: str) -> dict[str, int]:
@@ -88,8 +91,13 @@ def _measure(rank: int, size: int, port: int, folder: Path) -> None:
 
 
 def _open_sockets() -> int:
-    found = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(file).startswith("socket") for file in found if file.is_symlink())
+    """Once nothing opens or closes any more: gloo's threads close what they met others by a moment later."""
+    counts: list[int] = []
+    while len(set(counts[-SETTLED:])) != 1 or len(counts) < SETTLED:
+        found = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+        counts.append(sum(os.readlink(file).startswith("socket") for file in found if file.is_symlink()))
+        time.sleep(0.1)
+    return counts[-1]
 
 
 def main(size: str, port: str = "", folder: str = "", rank: str = "") -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import jettison
 from jettison.errors import UsageError
@@ -155,12 +156,10 @@ def watched() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Applied, Numbe
     handle = jettison.auto_checkpoint(model, rows(ROWS), budget)
     meter = Numbers()
     handle.look_at(meter, optimizer, 0, Budget(nbytes=budget, reserved_bytes=budget + 4 * SLACK_BYTES))
-    listener: Any = handle.regions[-1].listener
-    listener.watch = handle.watch
     yield model, optimizer, handle, meter, budget
     handle.remove()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
 
 
 def test_a_step_that_takes_what_was_predicted_says_nothing(watched: Any) -> None:
@@ -206,6 +205,38 @@ def test_more_than_was_predicted_is_said_at_once_and_planned_for(watched: Any, p
     assert handle.batches.now.peak_bytes <= budget - over
     assert peak_of(model, rows(ROWS)) <= budget - over
     assert handle.memory().phase == phase
+
+
+def test_what_planning_takes_is_none_of_a_step(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, handle, meter, budget = watched
+    once(model, rows(ROWS))
+    optimizer.step()
+    meet = handle.batches.meet
+
+    def trying_kernels(batch: Any) -> None:
+        meter.peak = meter.taken = 10 * budget
+        meet(batch)
+
+    monkeypatch.setattr(handle.batches, "meet", trying_kernels)
+    with warnings.catch_warnings(action="error"):
+        once(model, rows(ROWS))
+        optimizer.step()
+    assert handle.batches.budget_bytes == budget
+
+
+def test_an_optimizer_in_a_wrapper_is_the_same() -> None:
+    """Accelerate's is an Optimizer, and has none of the hooks of one."""
+    accelerate = pytest.importorskip("accelerate")
+    model = net()
+    prepared = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 1.0))
+    meter = Numbers()
+    handle.look_at(meter, prepared, 0, Budget(nbytes=1))
+    once(model, rows(ROWS))
+    meter.peak = 1 << 40
+    with pytest.warns(UserWarning, match="more than the plan predicted, in backward"):
+        prepared.step()
+    handle.remove()
 
 
 def test_what_follows_a_step_is_none_of_it(watched: Any) -> None:

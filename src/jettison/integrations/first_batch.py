@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jettison.planner.handle import Applied
 
 
-class TrainerPlan:
+class TrainerPlan(ABC):
     """What becomes of a trainer: ``applied`` is there once its first batch was."""
 
     method: ClassVar[str]
@@ -21,9 +22,9 @@ class TrainerPlan:
         self.own = getattr(trainer, self.method)
         setattr(trainer, self.method, self._step)
 
+    @abstractmethod
     def plan(self, *args: Any, **kwargs: Any) -> Applied:
         """The trainer's model under its plan, for a step of these arguments."""
-        raise NotImplementedError
 
     def batch_of(self, *_args: Any, **_kwargs: Any) -> Any:
         """What of these arguments is the batch that the plan's step is given; None where all have one shape."""

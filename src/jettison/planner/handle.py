@@ -12,7 +12,7 @@ from jettison.capture.model_trace import as_batch
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
-from jettison.planner.peak_watch import CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
+from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live, RegionReport
 from jettison.solve.plan import Plan
@@ -54,8 +54,11 @@ class Applied:
 
         Only for loops that gave ``step=``: without it the model sees its batch by itself.
         """
-        if self.batches is not None:
-            self.batches.meet(batch)
+        if self.batches is None:
+            return
+        if self.watch is not None:
+            self.watch.enter(PLANNING)  # it tries kernels, which take memory, too
+        self.batches.meet(batch)
 
     def shapes(self) -> list[ShapeReport]:
         """Batches that came, by shape (padding buckets), with the plan that each runs under; most frequent first."""
@@ -122,22 +125,26 @@ class Applied:
 
 
 class _Listener:
-    """What the first model of a step tells its handle."""
+    """What the first model of a step tells its handle.
 
-    def __init__(self, plans: BatchPlans | None, watch: PeakWatch | None) -> None:
-        self.plans, self.watch = plans, watch
+    Args:
+        by_itself: its arguments are the batch.
+    """
+
+    def __init__(self, handle: Applied, *, by_itself: bool) -> None:
+        self.handle, self.by_itself = handle, by_itself
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `CallListener`."""
-        if self.watch is not None:
-            self.watch.enter("forward")
-        if self.plans is not None:
-            self.plans.meet(as_batch(args, kwargs))
+        if self.by_itself:
+            self.handle.expect(as_batch(args, kwargs))
+        if self.handle.watch is not None:
+            self.handle.watch.enter("forward")
 
     def ends(self) -> None:
         """See `CallListener`."""
-        if self.watch is not None:
-            self.watch.enter("backward")
+        if self.handle.watch is not None:
+            self.handle.watch.enter("backward")
 
 
 def follow_loop(
@@ -160,4 +167,4 @@ def follow_loop(
     device = next((p.device for p in root.module.parameters() if p.device.type == "cuda"), None)
     if device is not None:
         applied.look_at(CudaMeter(device=device), optimizer, max(p.predicted.peak_bytes for p in made), budget)
-    root.listener = _Listener(plans if by_itself else None, applied.watch)
+    root.listener = _Listener(applied, by_itself=by_itself)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from jettison.units import format_bytes
 
 FOLLOWS = "what follows the optimizer's step"
+PLANNING = "planning"
 SLACK_BYTES = 1 << 20
 """A step may take so much more than predicted before it is said: blocks of the allocator are rounded."""
 
@@ -124,7 +126,7 @@ class PeakWatch:
             self._say(f"{what}, {format_bytes(over)} above its budget of {format_bytes(limit)}", self.exceeded(over))
 
     def _is_of_a_step(self, phase: str) -> bool:
-        return phase not in ("", FOLLOWS) and (self.sees_steps or phase != "backward")
+        return phase not in ("", FOLLOWS, PLANNING) and (self.sees_steps or phase != "backward")
 
     def report(self) -> MemoryReport:
         """See there."""
@@ -153,15 +155,20 @@ class PeakWatch:
 def phase_hooks(watch: PeakWatch, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Tell a watch where the optimizer's step begins and ends; handles of the hooks.
 
-    Not of its copies: planning steps those on fake tensors.
+    They are told of all optimizers: others' wrappers (Accelerate's) step one inside, which is known by its parameters.
+    Those of copies, which planning steps on fake tensors, are others.
     """
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def is_ours(stepping: torch.optim.Optimizer) -> bool:
+        return any(id(p) in own for group in stepping.param_groups for p in group["params"])
 
     def before(stepping: Any, *_: Any) -> None:
-        if stepping is optimizer:
+        if is_ours(stepping):
             watch.enter("the optimizer's step")
 
     def after(stepping: Any, *_: Any) -> None:
-        if stepping is optimizer:
+        if is_ours(stepping):
             watch.enter(FOLLOWS)
 
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
