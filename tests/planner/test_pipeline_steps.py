@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import jettison
 from jettison.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
+from jettison.measure import measured_peak
 from support.toys import Mlp
 
 
@@ -50,6 +51,11 @@ def test_a_pipeline_of_one_stage_is_planned_like_any_step(alone: None, kind) -> 
     step(planned, x)
     step(plain, x)
     assert all(map(torch.equal, gradients(planned), gradients(plain)))
+    planned._stage.submod.zero_grad()
+    alive = [x, *planned._stage.submod.parameters()]
+    measured = measured_peak(lambda: step(planned, x), static_tensors=alive).peak_bytes
+    assert measured <= 0.9 * free
+    assert measured == pytest.approx(handle.plan.predicted.peak_bytes, rel=0.03)
     handle.remove()
 
 

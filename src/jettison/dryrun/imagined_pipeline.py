@@ -7,9 +7,10 @@ why.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.fakes import fake_copy
 from jettison.errors import PlanMismatch, UnsupportedModule
-from jettison.measure.memory import unique_bytes
+from jettison.measure.memory import AllocationCounter, unique_bytes
 from jettison.parallel.agree import TIMEOUT_SECONDS
 from jettison.parallel.imagined import imagined_copy, imagined_group
 
@@ -112,10 +113,14 @@ class ImaginedSchedule:
             self._make(args, kwargs)
         if self._count < self.real._n_microbatches:
             args, kwargs = tree_map(self._first_rows, (args, kwargs))
-        try:
-            return self._made.step(*args, **kwargs)
-        finally:
-            self._note_left()
+        cut = self._count < self.real._n_microbatches
+        with _held_by_losses(self._made) if cut and self._left is None else contextlib.nullcontext([0]) as held:
+            result = self._made.step(*args, **kwargs)
+        if cut:
+            self._note_left(held[0])
+        for stage in self._sending:
+            stage.sent.clear()
+        return result
 
     def held(self) -> list[Tensor]:
         """What stages receive into, which stays from step to step."""
@@ -181,16 +186,40 @@ class ImaginedSchedule:
             return leaf
         return leaf.narrow(0, 0, leaf.shape[0] // self.real._n_microbatches * self._count)
 
-    def _note_left(self) -> None:
-        """Count what the micro-batches that are not run are received into."""
+    def _note_left(self, held: int) -> None:
+        """Count what the micro-batches that are not run are received into, and what their losses hold."""
+        if self._left is not None:
+            return
+        buffers = [b for stage in self._sending for i in _received_by(stage) if (b := i.buffer) is not None]
+        own = unique_bytes([*buffers, *(b.grad for b in buffers if b.grad is not None)])
+        sent = unique_bytes(t for stage in self._sending if not stage.waits for t in stage.sent)
         left = self.real._n_microbatches - self._count
-        if left and self._left is None:
-            buffers = [b for stage in self._sending for i in _received_by(stage) if (b := i.buffer) is not None]
-            own = unique_bytes([*buffers, *(b.grad for b in buffers if b.grad is not None)]) // self._count
-            sent = unique_bytes(t for stage in self._sending if not stage.waits for t in stage.sent) // self._count
-            self._left = torch.empty(left * (own + sent), dtype=torch.uint8, device=self.stages[0].device)
-        for stage in self._sending:
-            stage.sent.clear()
+        size = left * ((own + sent) // self._count + held)
+        self._left = torch.empty(size, dtype=torch.uint8, device=self.stages[0].device)
+
+
+@contextlib.contextmanager
+def _held_by_losses(made: Any) -> Iterator[list[int]]:
+    """Bytes that the loss of a micro-batch, and its graph, hold until a step ends. The one number that ``mse_loss``
+    returns lies in a storage as large as its input.
+    """
+    found = [0]
+    update = made._update_losses
+
+    def without_the_first(*args: Any) -> None:
+        losses = made._internal_losses
+        if losses:  # of the last stage
+            before = counter.live_bytes
+            losses[0] = losses[0].new_empty(losses[0].shape)
+            found[0] = before - counter.live_bytes + losses[0].nbytes
+        update(*args)
+
+    made._update_losses = without_the_first
+    try:
+        with AllocationCounter() as counter:
+            yield found
+    finally:
+        made._update_losses = update
 
 
 def _received_by(stage: PipelineStage) -> list[Any]:
