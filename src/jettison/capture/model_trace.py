@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from jettison.capture.compiled import CompiledProgram, CompileSettings
 from jettison.capture.isolation import leaving_nothing
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.signature import as_signed
@@ -46,11 +47,22 @@ class BlockClass:
     signature: Any = None
     problem: str = ""  # why it has no program; its trace then knows inputs and outputs only
     verdict: Any = None  # whether its Python may run again, where that was tried
+    compiled: CompiledProgram | None = None  # where blocks like it run compiled
 
     @property
     def opaque(self) -> bool:
         """Whether the block can only be kept or checkpointed whole."""
         return bool(self.problem)
+
+    @property
+    def stood_in(self) -> bool:
+        """Whether a dry run has a stand-in for the block, with levels that were seen on real tensors."""
+        return self.opaque or self.compiled is not None
+
+    @property
+    def program(self) -> Program:
+        """What there is to choose from: of a compiled block, what Inductor has of it."""
+        return self.trace.program if self.compiled is None else self.compiled.program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +74,14 @@ class Loop:
         gradients_held: parameters have gradients already when the forward starts.
         check: how closely the runtime will compare what it computes again with what the forward had.
         elsewhere_bytes: on the device, and none of the step's: other models, workspaces that libraries keep.
+        compile: blocks run compiled, in this way.
     """
 
     holds_output: bool = True
     gradients_held: bool = False
     check: str = "always"
     elsewhere_bytes: int = 0
+    compile: CompileSettings | None = None
 
 
 @dataclass(kw_only=True)
@@ -108,7 +122,7 @@ class ModelTrace:
 
     def program(self, call: BlockCall) -> Program:
         """The program of a block call; without ops where it could not be recorded."""
-        return self.classes[call.class_key].trace.program
+        return self.classes[call.class_key].program
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

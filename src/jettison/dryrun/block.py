@@ -37,12 +37,12 @@ def block_levels(
         start = counter.live_bytes
         held = sum(plain(p.grad).nbytes for p in module.parameters() if p.grad is not None)
         counter.reset_peak()
-        given = _arguments(leaves, shared)
+        given = given_to_block(leaves, shared)
         args, kwargs = tree_unflatten(given, spec)
         del given
         box = [(args, kwargs)]
         del args, kwargs
-        loss, stored = _forward(module, box)
+        loss, stored = forward_alone(module, box)
         forward_peak = counter.peak_bytes - start
         torch.clear_autocast_cache()
         resident = counter.live_bytes - start
@@ -58,7 +58,7 @@ def block_levels(
         return BlockLevels(resident, forward_peak, backward_peak, lasting)
 
 
-def _arguments(leaves: list[Any], shared: set[int]) -> list[Any]:
+def given_to_block(leaves: list[Any], shared: set[int]) -> list[Any]:
     """Leaves like these, to be owned by the call alone but for the shared ones."""
     given: list[Any] = []
     together: dict[int, list[int]] = {}  # storage -> positions of what is made in it
@@ -95,7 +95,7 @@ class _Source(torch.autograd.Function):
         return (None,) * 4
 
 
-def _forward(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
+def forward_alone(module: nn.Module, box: list[Any]) -> tuple[Tensor, list[Any]]:
     """Run the block on arguments that nobody else holds; what comes back is a scalar over its outputs, and what it
     left in lists and dicts among its arguments.
     """

@@ -101,31 +101,44 @@ class StandIn:
         self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
         held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
         self._blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
-        return stub_outputs(self.region, leaves, probe=self, held=(held, *shared))
+        return stub_outputs(self.region, leaves, probe=_Call(self, held), held=shared)
 
-    def forward(self, call: int) -> None:
-        """Nothing to note."""
-
-    def backward(self, call: int) -> None:
-        gradients = [p for p in self.module.parameters() if p.requires_grad]
+    def backward(self, held: list[Tensor]) -> None:
+        """Of one call, which has held this since its forward."""
         self._blob(self.levels.backward_peak_bytes - self.own[1])
-        for p in gradients:
-            p.grad = torch.empty_like(p) if p.grad is None else p.grad
+        held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
+        for p in self.module.parameters():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.empty_like(p)
 
     def _blob(self, nbytes: int) -> Tensor:
         return torch.empty(max(0, nbytes), dtype=torch.uint8, device=self.device)
 
 
+class _Call:
+    """One call of a stand-in, between its forward and its backward."""
+
+    def __init__(self, of: StandIn, held: Tensor) -> None:
+        self.of, self.held = of, [held]
+
+    def forward(self, call: int) -> None:
+        """Nothing to note."""
+
+    def backward(self, call: int) -> None:
+        """See `StandIn.backward`."""
+        self.of.backward(self.held)
+
+
 def stand_in_for_opaque(
     regions: Iterable[PlannedForward], trace: ModelTrace, levels: Mapping[str, RegionOption]
 ) -> None:
-    """Blocks that cannot run on fake tensors allocate what they were seen to allocate instead.
+    """Blocks that cannot run on fake tensors, or run compiled, allocate what they were seen to allocate instead.
 
     Args:
         levels: by block name; of others too.
     """
-    opaque = {c.name for c in trace.calls if trace.classes[c.class_key].opaque}
+    stood_in = {c.name for c in trace.calls if trace.classes[c.class_key].stood_in}
     for region in regions:
-        if region.name in opaque and region.name in levels:
+        if region.name in stood_in and region.name in levels:
             region.forward = StandIn(trace, region.name, levels[region.name], region.module)
             region.put_way(replace(region.way, policy=KeepAll()))

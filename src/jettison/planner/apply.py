@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from jettison.capture.model_trace import LossFn, ModelTrace, as_call
+from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
+from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied
 from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
 from jettison.planner.readiness import check_model
@@ -98,6 +99,7 @@ def apply(
     loss_fn: LossFn | None = None,
     regions: Iterable[str] | None = None,
     check: str | Check = Check.ALWAYS,
+    compile: str | None = None,
     group: Group | None = None,
 ) -> Applied:
     """Apply a plan, or a policy of your own.
@@ -114,6 +116,7 @@ def apply(
         check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
             elements of each), ``sampled`` (of one in eight, after the first steps), ``full`` (a digest of all),
             ``exact`` (as ``always``, and no rounding is let through on accelerators), ``off``.
+        compile: as in `auto_checkpoint`; needed again for a plan that was made with it.
         group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
             that communicates by other means.
 
@@ -129,7 +132,8 @@ def apply(
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
     with Agreement(groups_for(model, group)) as agreement:
-        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
+        loop = Loop(compile=compile_settings(compile, [model]))
+        traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
         if plan is not None:
             applied = apply_plan(model, traced, plan, how)
             expect_loop(applied.regions, traced, plan)

@@ -169,7 +169,7 @@ class BatchPlans:
 
     def _tried(self, described: Described) -> Treatment | None:
         """A plan that is there, under which this fits. What has blocks without a program is planned instead."""
-        if any(cls.opaque for trace in described.traces for cls in trace.classes.values()):
+        if any(cls.stood_in for trace in described.traces for cls in trace.classes.values()):
             return None
         for treatment in sorted(self.treatments, key=lambda one: one.added_seconds)[:MOST_TRIED]:
             parts = [of(trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]

@@ -23,6 +23,7 @@ from jettison.dryrun.user_step import Copies, ModelCall, ModelUse, Step, UserSte
 from jettison.errors import TraceError
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
+from jettison.planner.compile_blocks import compiled_modules, survey_blocks
 from jettison.planner.options import step_of
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import Planner, make_planner
@@ -223,9 +224,12 @@ def _part(
             return trace_model(model, given, loss_fn=_some_loss, regions=regions, mode=mode, loop=loop)
 
     first, *others = use.kinds
+    if regions is None and loop.compile is not None:
+        regions = list(compiled_modules(model)) or None
     trace = traced(first, regions)
     part = Part(number=number, model=model, use=use, trace=trace)
     trace.more = [traced(call, part.blocks) for call in others[:MOST_KINDS]]
+    survey_blocks(trace, model)
     return part
 
 

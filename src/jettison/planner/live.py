@@ -21,6 +21,7 @@ from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import budget_of, of_reserved
+from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
 from jettison.planner.handle import Applied, follow_loop
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
@@ -35,7 +36,12 @@ from jettison.spec.hardware import Hardware
 
 
 def trace(
-    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, regions: Iterable[str] | None = None
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    regions: Iterable[str] | None = None,
+    compile: str | None = None,
 ) -> ModelTrace:
     """Record one training forward of ``model`` on ``batch`` without allocating model memory.
 
@@ -44,12 +50,15 @@ def trace(
         batch: ``model(**batch)`` for a mapping, ``model(*batch)`` for a tuple. Real, fake or ``meta`` tensors.
         loss_fn: makes the scalar loss of the output, where the output is not it and has no ``.loss``.
         regions: names of the modules to plan one by one; by default the model's repeated blocks.
+        compile: as in `auto_checkpoint`.
 
     Raises:
         TraceError: the forward cannot run on tensors without values, or there is no scalar loss.
+        UnsupportedModule: blocks are to be compiled, and Inductor cannot work here.
         UsageError: weights have no size yet, or only some of them have values.
     """
-    return traced_forward(model, batch, loss_fn=loss_fn, regions=regions)
+    loop = Loop(compile=compile_settings(compile, [model]))
+    return traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
 
 
 def plan(
@@ -137,6 +146,7 @@ def auto_checkpoint(
     models: Sequence[nn.Module] = (),
     shapes: Sequence[Any] = (),
     reserved: bool = False,
+    compile: str | None = None,
     group: Group | None = None,
     progress: Progress = silent,
 ) -> Applied:
@@ -170,13 +180,16 @@ def auto_checkpoint(
         reserved: hold the budget against what the caching allocator reserves on a CUDA device, not against what its
             tensors take. An allowance for fragments is taken off first; what they really are is looked at in every
             step, and planned for.
+        compile: ``"blocks"``: each block runs compiled by Inductor, which saves for backward what the plan says; what
+            is around the blocks runs op by op. Blocks on which ``block.compile()`` was called do so without a word.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
         PlanMismatch: the ranks of the group do not have the same plan; see `apply`.
         TraceError: the model cannot be recorded, or there is no scalar loss.
-        UnsupportedModule: the model is compiled, scripted, planned already, or checkpoints by itself.
+        UnsupportedModule: the model is compiled as a whole, scripted, planned already, or checkpoints by itself; blocks
+            are to be compiled, and Inductor cannot work here.
         UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
     """
     how = check_of(check)
@@ -185,6 +198,7 @@ def auto_checkpoint(
     for one in modules:
         check_model(one)
     check_optimizer(optimizer, nn.ModuleList(modules))
+    settings = compile_settings(compile, modules)
     budget = budget_of(memory_budget, modules_of(models or [model]), batch, optimizer)
     if reserved:
         budget = of_reserved(budget, nn.ModuleList(modules))
@@ -201,6 +215,7 @@ def auto_checkpoint(
             regions=regions,
             how=how,
             gradients_held=gradients_held,
+            compiling=settings,
             group=group,
             progress=progress,
             plain=step is None,
@@ -216,6 +231,7 @@ def auto_checkpoint(
             gradients_held=now if gradients_held is None else gradients_held,
             check=how,
             elsewhere_bytes=elsewhere_bytes(model, batch, optimizer),
+            compile=settings,
         )
         one = OneModel(
             model=model,

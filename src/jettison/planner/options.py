@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from jettison.capture.model_trace import BlockCall, ModelTrace
+from jettison.capture.model_trace import BlockCall, BlockClass, ModelTrace
 from jettison.capture.randomness import ADVANCE
 from jettison.capture.recording import Call, RegionTrace, TensorRef
 from jettison.capture.tensor_subclasses import plain
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.around_blocks import dry_run_root
+from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block
+from jettison.planner.points import compiled_points, policy_of
 from jettison.progress import Progress
-from jettison.solve.frontier import FrontierPoint, pareto_frontier
+from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import ProblemRegion, RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.transients import MOST_CUTS, lean_points
@@ -71,9 +73,9 @@ def options_of(
     progress("dry-running options")
     device = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
     module = dry_step.modules[0] if dry_step else trace.fake_model
-    builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module)
+    builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module, progress=progress)
     everything = dict.fromkeys((c.name for c in trace.calls), KeepAll())
-    opaque = {c.name: builder.observed(c.class_key)[0] for c in trace.calls if trace.classes[c.class_key].opaque}
+    opaque = {c.name: plain_of(builder.seen(c.class_key)) for c in trace.calls if trace.classes[c.class_key].stood_in}
     part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
     step = dry_step or OneBatch(trace=trace, optimizer=optimizer)
     return builder.options(lambda: step_of([part], step, pricing))
@@ -96,14 +98,29 @@ class _Builder:
     pricing: Pricing
     hardware: Hardware
     module: nn.Module
-    _observations: dict[str, tuple[RegionOption, RegionOption]] = field(default_factory=dict, init=False)
+    progress: Progress
+    _observations: dict[str, tuple[RegionOption, ...]] = field(default_factory=dict, init=False)
+    _measured: dict[str, Mapping[str, Levels]] = field(default_factory=dict, init=False)
 
-    def observed(self, key: str) -> tuple[RegionOption, RegionOption]:
-        """Both ways to treat a block that has no program: kept whole, checkpointed whole."""
+    def seen(self, key: str) -> tuple[RegionOption, ...]:
+        """Ways to treat a block that no dry run can follow: one without a program kept whole or checkpointed whole, a
+        compiled one by its points.
+        """
         if key not in self._observations:
             cls = self.trace.classes[key]
-            self._observations[key] = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
+            if cls.compiled is not None:
+                ways = {key: policy_of(cls, point) for key, point in self.points_of(cls).items()}
+                self._measured[key] = measure_choices(self.trace, cls, ways, self.progress)
+                self._observations[key] = options_of_levels(self._measured[key])
+            else:
+                self._observations[key] = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
         return self._observations[key]
+
+    def points_of(self, cls: BlockClass) -> dict[str, FrontierPoint]:
+        """What a block that no dry run can follow is treated like."""
+        if cls.compiled is not None:
+            return {p.key: p for p in compiled_points(cls.compiled, self.hardware)}
+        return {o.key: _whole(o) for o in self.seen(cls.key)}
 
     def options(self, plain: Callable[[], StepPeaks]) -> Options:
         """See `options_of`.
@@ -116,9 +133,9 @@ class _Builder:
         points: dict[str, dict[str, FrontierPoint]] = {}
         options: dict[str, tuple[RegionOption, ...]] = {}
         for key, cls in trace.classes.items():
-            if cls.opaque:
-                options[key] = self.observed(key)
-                points[key] = {o.key: _whole(o) for o in options[key]}
+            if cls.stood_in:
+                options[key] = self.seen(key)
+                points[key] = self.points_of(cls)
                 continue
             seconds = self.seconds_of(cls.trace)
             smallest, *more = pareto_frontier(cls.trace.program, seconds, max_points=BLOCK_POINTS)
@@ -126,7 +143,7 @@ class _Builder:
             points[key] = {p.key: p for p in found}
             options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
         of_root = self._points_of_root()
-        kept = {key: next(o for o in of_class if o.key == "none") for key, of_class in options.items()}
+        kept = {key: plain_of(of_class) for key, of_class in options.items()}
         root = tuple(self._root(p, kept) for p in of_root)
         segments = tuple(self._segments(options))
         baseline = plain()
@@ -214,7 +231,7 @@ class _Builder:
 
     def _ends_in_what_can_be_computed(self, key: str) -> bool:
         cls = self.trace.classes[key]
-        if cls.opaque:
+        if cls.stood_in:
             return False
         program = cls.trace.program
         kept = Full().kept(program)  # an input that only the output needs is not among them
@@ -245,17 +262,26 @@ class _Builder:
 
     def plain_seconds(self) -> float:
         """A step without recompute: forward once, and backward at twice that (a matmul has two in its backward)."""
-        classes = {
-            k: self.observed(k)[1].seconds if c.opaque else self._forward_seconds(c.trace)
-            for k, c in self.trace.classes.items()
-        }
+        classes = {k: self._block_seconds(c) for k, c in self.trace.classes.items()}
         forward = sum(classes.get(c.class_key, 0.0) for c in self.trace.calls) + self._forward_seconds(self.trace.root)
         return 3 * forward
+
+    def _block_seconds(self, cls: BlockClass) -> float:
+        """Of a block's forward; of a compiled one, a third of what its forward and backward took."""
+        if not cls.stood_in:
+            return self._forward_seconds(cls.trace)
+        ways = self.seen(cls.key)
+        return ways[1].seconds if cls.compiled is None else self._measured[cls.key][NONE_KEY].seconds / 3
 
     def _forward_seconds(self, trace: RegionTrace) -> float:
         """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""
         seconds = zip(trace.program.ops, self.seconds_of(trace), strict=True)
         return sum(s for op, s in seconds if op.name != ADVANCE)
+
+
+def plain_of(options: tuple[RegionOption, ...]) -> RegionOption:
+    """The one that keeps what is kept without a plan."""
+    return next(option for option in options if option.key == NONE_KEY)
 
 
 def _whole(option: RegionOption) -> FrontierPoint:

@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from jettison.capture.compiled import CompileSettings
 from jettison.capture.model_trace import Loop, LossFn, as_call, call_model, loss_of
 from jettison.capture.sharded import sharded_modules
 from jettison.dryrun.imagined_pipeline import Scheduled, modules_of, stages_of
@@ -101,6 +102,7 @@ def auto_checkpoint_step(
     regions: Iterable[str] | None,
     how: Check,
     gradients_held: bool | None,
+    compiling: CompileSettings | None,
     group: Group | None,
     progress: Progress,
     plain: bool,
@@ -108,6 +110,7 @@ def auto_checkpoint_step(
     """`auto_checkpoint` with ``step``; see there.
 
     Args:
+        compiling: how blocks are compiled, if they are.
         plain: the step is one forward and one backward of the only model, whose arguments are the batch.
 
     Raises:
@@ -133,7 +136,7 @@ def auto_checkpoint_step(
         held = held if gradients_held is None else gradients_held
         beside = elsewhere_bytes(nn.ModuleList(modules), max(batches, key=nbytes_of), optimizer)
         beside += sum(map(held_by_ddp, modules))
-        loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside)
+        loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
         one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress)
 
         def tell(plans: list[Plan]) -> str:

@@ -12,19 +12,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from jettison.capture.model_trace import ModelTrace
+from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.planner.options import Options, options_of, step_of
+from jettison.planner.points import exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
 from jettison.solve.plan import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
-from jettison.solve.policy import CheckpointPolicy, Exactly, Full, KeepShare, policy_named
+from jettison.solve.policy import CheckpointPolicy, Full
 from jettison.solve.problem import RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine
 from jettison.solve.transients import is_lean
@@ -132,24 +133,18 @@ class Planner:
         opaque = {
             c.name: next(o for o in r.options if o.key == key)
             for c, r, key in zip(self.trace.calls, self.options.problem.regions, choice.regions, strict=True)
-            if self.trace.classes[c.class_key].opaque
+            if self.trace.classes[c.class_key].stood_in
         }
         segments = [[c.name for c in self.trace.calls[a:b]] for a, b in choice.segments]
         return ModulePolicy(trace=self.trace, policies=policies, root=root, segments=segments, opaque=opaque)
 
     def _policies(self, choice: Choice) -> tuple[dict[str, CheckpointPolicy], CheckpointPolicy]:
-        chosen: dict[str, FrontierPoint] = {}
-        programs: dict[str, Program] = {}
+        chosen: dict[str, tuple[BlockClass, FrontierPoint]] = {}
         for call, key in zip(self.trace.calls, choice.regions, strict=True):
-            program = self.trace.program(call)
-            point = self._point(call.class_key, key, program)
-            if call.name not in chosen or point.kept_bytes < chosen[call.name].kept_bytes:
-                chosen[call.name], programs[call.name] = point, program
-        opaque = {c.name for c in self.trace.calls if self.trace.classes[c.class_key].opaque}
-        policies: dict[str, CheckpointPolicy] = {
-            name: policy_named(p.key) if name in opaque else exactly(programs[name], p.kept)
-            for name, p in chosen.items()
-        }
+            point = self._point(call.class_key, key, self.trace.program(call))
+            if call.name not in chosen or point.kept_bytes < chosen[call.name][1].kept_bytes:
+                chosen[call.name] = self.trace.classes[call.class_key], point
+        policies = {name: policy_of(cls, point) for name, (cls, point) in chosen.items()}
         return policies, exactly(self.trace.root.program, self.options.root_points[choice.root].kept)
 
     def _point(self, class_key: str, key: str, program: Program) -> FrontierPoint:
@@ -256,23 +251,12 @@ def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
     return tuple(o for i, o in enumerate(options) if i in (0, last) or is_lean(o.key))
 
 
-def exactly(program: Program, kept: frozenset[int]) -> Exactly:
-    """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
-    total = program.kept_bytes(program.saved_buffers())
-    share = KeepShare(program.kept_bytes(kept) / total if total else 1.0)
-    return Exactly(program.digest(), kept, share, program.form())
-
-
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
     """A plan that was made for this trace, as policies. What stands in for opaque blocks in a dry run is left out."""
     names = list(dict.fromkeys(c.name for c in traced.calls))
-    programs = {c.name: traced.program(c) for c in traced.calls}
-    opaque = {c.name for c in traced.calls if traced.classes[c.class_key].opaque}
+    classes = {c.name: traced.classes[c.class_key] for c in traced.calls}
     policies = {
-        entry.layer: policy_named(entry.option)
-        if entry.layer in opaque
-        else exactly(programs[entry.layer], frozenset(entry.kept))
-        for entry in plan.layers
+        entry.layer: policy_kept(classes[entry.layer], entry.option, frozenset(entry.kept)) for entry in plan.layers
     }
     root = exactly(traced.root.program, frozenset(plan.root.kept))
     segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
@@ -286,7 +270,7 @@ def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
         layer=name,
         policy=policy,
         kept_bytes=point.kept_bytes,
-        recompute_flops=recompute_flops(program, point.kept),
+        recompute_flops=recompute_flops(program, point.kept) if policy is not PolicyWord.NONE else 0,
         digest=program.digest(),
         option=point.key,
         kept=tuple(sorted(point.kept)),

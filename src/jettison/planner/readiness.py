@@ -16,6 +16,7 @@ from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UnsupportedModule, UsageError
+from jettison.planner.compile_blocks import compiled_modules, refuse_compiled_whole, survey_blocks
 from jettison.runtime.planned import PlannedForward
 
 
@@ -34,11 +35,7 @@ def check_model(model: nn.Module) -> None:
 
 def _check_module(name: str, module: nn.Module) -> None:
     refuse_scripted(name, module)
-    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
-        raise UnsupportedModule(
-            f"{name} is compiled; Jettison plans ops that PyTorch runs one by one. Pass the module as it was before "
-            "torch.compile"
-        )
+    refuse_compiled_whole(name, module)
     if isinstance(module.forward, PlannedForward):
         raise UnsupportedModule(f"{name} already runs under a plan; call .remove() on its handle first")
     if getattr(module, "gradient_checkpointing", False) is True:
@@ -89,6 +86,14 @@ def traced(
         UsageError: weights have no size yet, or only some of them have values.
     """
     check_states(model)
+    return survey_blocks(_traced(model, batch, loss_fn, regions, loop), model)
+
+
+def _traced(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None, regions: Iterable[str] | None, loop: Loop | None
+) -> ModelTrace:
+    if regions is None and loop is not None and loop.compile is not None:
+        regions = list(compiled_modules(model)) or None
     states = [tensor for _, tensor in _states(model)]
     given = [leaf for leaf in tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
     model_device = next((t.device for t in states if not t.is_meta), None)

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.segment import SegmentLink
 from jettison.runtime.structure import Structure
@@ -35,10 +36,15 @@ def install(
         how: how closely what is computed again is held against what forward had.
     """
     ways = _ways(traced, policies, root, segments)
-    regions = {
-        name: PlannedForward(model.get_submodule(name), name, policy, model=model, how=how)
-        for name, policy in policies.items()
-    }
+    compiled = {} if checked else {call.name: traced.classes[call.class_key].compiled for call in traced.calls}
+
+    def region_of(name: str, policy: CheckpointPolicy) -> PlannedForward:
+        made, module = compiled.get(name), model.get_submodule(name)
+        if made is not None:
+            return CompiledRegion(module, name, policy, compiled=made, model=model, how=how)
+        return PlannedForward(module, name, policy, model=model, how=how)
+
+    regions = {name: region_of(name, policy) for name, policy in policies.items()}
     outer = PlannedForward(model, "", root, blocks=tuple(policies), how=how)
     installed = [*regions.values(), outer]
     for region in installed:
@@ -81,7 +87,9 @@ def follow(regions: Iterable[PlannedForward], number: int) -> None:
 def _adopt(regions: Mapping[str, PlannedForward], outer: PlannedForward, traced: ModelTrace, checked: bool) -> None:
     for call in traced.calls:
         cls = traced.classes[call.class_key]
-        if call.name in regions and cls.opaque:
+        if call.name in regions and cls.compiled is not None:
+            regions[call.name].recordings.give_up(call.signature, RUNS_COMPILED)
+        elif call.name in regions and cls.opaque:
             regions[call.name].recordings.late |= cls.trace.late
             regions[call.name].recordings.give_up(call.signature, cls.problem, cls.verdict)
         elif call.name in regions:

@@ -1,0 +1,278 @@
+"""Compiled blocks, compiled and measured: what their graphs leave to choose from, and what each choice takes.
+
+A compiled block has no ops that a dry run could follow: which buffers its wrapper allocates, reuses and frees is
+Inductor's affair, and hangs on fusion. So every choice is compiled once for each class of blocks and run on real
+tensors like those of the step; its bytes are the allocator's, its seconds the least of some runs, taken in turn with
+the other choices. The block that runs is a copy that shares the model's parameters: gradients, buffers and random
+numbers of the model are left as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.block_observer import stand_in
+from jettison.capture.compiled import CompiledProgram, CompileSettings
+from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.capture.signature import as_signed, opaque_copy
+from jettison.capture.tensor_subclasses import plain
+from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.dryrun.block import forward_alone, given_to_block
+from jettison.errors import TraceError
+from jettison.measure.memory import quiet_gc
+from jettison.measure.peak import allocation_deltas
+from jettison.progress import Progress
+from jettison.runtime.compiled import compiled, one_graph
+from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.solve.problem import RegionOption
+
+WARM_UPS = 2  # the first compiles, the second makes what libraries keep
+ROUNDS = 5
+
+Run = Callable[[], None]
+
+
+class Levels(NamedTuple):
+    """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward."""
+
+    resident_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    lasting_bytes: int
+    seconds: float
+
+
+def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
+    """What Inductor has of a block before it decides what to save.
+
+    Raises:
+        TraceError: torch cannot make one graph of it.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    from jettison.runtime.partition import Partition, watching_splits
+
+    def split_only(graph: Any, inputs: Any) -> Any:  # a new function each time: nothing is had from dynamo's cache
+        patches = {**dict(settings.options), "custom_partitioner_fn": Partition(KeepAll())}
+        return compile_fx(graph, inputs, inner_compile=_uncompiled, config_patches=patches)
+
+    with watching_splits() as seen, _alone(trace), torch._functorch.config.patch(enable_autograd_cache=False):
+        block = _Block.of(trace, cls)
+        block.module.forward = one_graph(block.module.forward, backend=split_only)
+        try:
+            block.run()
+        except Exception as error:  # whatever dynamo, Inductor or the block say
+            raise TraceError(_first_lines(error)) from error
+    if len(seen) != 1:
+        raise TraceError(f"{len(seen)} graphs with a backward came of it; expected one")
+    return CompiledProgram(program=seen[0].program, default=seen[0].kept, settings=settings)
+
+
+_MEASURED: dict[Any, Levels] = {}
+"""Of this process: the same choice has the same levels whenever it is asked for."""
+
+
+def measure_choices(
+    trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress
+) -> dict[str, Levels]:
+    """Levels of every choice for a class of compiled blocks, by its key."""
+    assert cls.compiled is not None
+    known = {
+        key: (cls.compiled.program.digest(), cls.compiled.settings, policy, _circumstances(trace, cls))
+        for key, policy in choices.items()
+    }
+    missing = {key: policy for key, policy in choices.items() if known[key] not in _MEASURED}
+    if missing:
+        with _alone(trace):
+            found = _measured(trace, cls, missing, progress)
+        _MEASURED.update((known[key], levels) for key, levels in found.items())
+    return {key: _MEASURED[known[key]] for key in choices}
+
+
+def _circumstances(trace: ModelTrace, cls: BlockClass) -> Any:
+    shared = frozenset(p for c in trace.calls if c.class_key == cls.key for p in c.shared)
+    return trace.root_signature[1], torch.get_num_threads(), trace.loop.gradients_held, trace.device_type, shared
+
+
+def _measured(
+    trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress
+) -> dict[str, Levels]:
+    assert cls.compiled is not None
+    block = _Block.of(trace, cls)
+    own = block.module.forward
+    forwards = {key: compiled(own, cls.compiled.settings, policy) for key, policy in choices.items()}
+    bytes_of: dict[str, tuple[int, int, int, int]] = {}
+    for number, (key, forward) in enumerate(forwards.items(), 1):
+        progress(f"compiling blocks like {cls.example}: way {number} of {len(forwards)}")
+        block.module.forward = forward
+        for _ in range(WARM_UPS):
+            block.run()
+        bytes_of[key] = block.levels()
+    seconds = dict.fromkeys(forwards, float("inf"))
+    for _ in range(ROUNDS):
+        for key, forward in forwards.items():
+            block.module.forward = forward
+            seconds[key] = min(seconds[key], block.seconds())
+    return {key: Levels(*bytes_of[key], seconds[key]) for key in forwards}
+
+
+class _Block:
+    """A block on real tensors, with arguments like those of a step."""
+
+    def __init__(self, module: nn.Module, call: Any, shared: set[int], device: str | None, *, held: bool) -> None:
+        self.module, self.call, self.shared, self.device, self.held = module, call, shared, device, held
+
+    @classmethod
+    def of(cls, trace: ModelTrace, like: BlockClass) -> _Block:
+        leaves, spec = tree_flatten((like.args, like.kwargs))
+        call = opaque_copy(tree_unflatten([stand_in(leaf) for leaf in leaves], spec), stand_in)
+        shared = {p for c in trace.calls if c.class_key == like.key for p in c.shared}
+        held = trace.loop.gradients_held
+        return cls(_copy_of(trace, like.example), call, shared, trace.device_type, held=held)
+
+    def run(self) -> None:
+        """Forward and backward."""
+        forward, backward, end = self._phases()
+        forward()
+        backward()
+        end()
+
+    def seconds(self) -> float:
+        """Of a forward and a backward."""
+        forward, backward, end = self._phases()
+        self._wait()
+        began = time.perf_counter()
+        forward()
+        backward()
+        self._wait()
+        took = time.perf_counter() - began
+        end()
+        return took
+
+    def levels(self) -> tuple[int, int, int, int]:
+        """Resident, forward peak, backward peak and lasting bytes."""
+        with quiet_gc():
+            forward, backward, end = self._phases()
+            resident, forward_peak = self._during(forward)
+            freed, backward_peak = self._during(backward)
+            left, _ = self._during(end)
+        return resident, forward_peak, backward_peak, max(0, resident + freed + left)
+
+    def _phases(self) -> tuple[Run, Run, Run]:
+        """The parts of a run: forward, backward, and the end, after which nothing is left but what lasts."""
+        leaves, spec = tree_flatten(opaque_copy(self.call))
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if self.held and parameter.requires_grad else None
+        state: list[Any] = []
+
+        def forward() -> None:
+            box = [tree_unflatten(given_to_block(leaves, self.shared), spec)]
+            state.extend(forward_alone(self.module, box))
+
+        def backward() -> None:
+            state[0].backward()
+            state[0] = None
+
+        def end() -> None:
+            if not self.held:
+                self.module.zero_grad(set_to_none=True)
+
+        return forward, backward, end
+
+    def _during(self, run: Run) -> tuple[int, int]:
+        """Bytes that are there after it and were not before, and the most that there were meanwhile."""
+        if self.device is None:
+            live = peak = 0
+            for delta in allocation_deltas(run):
+                live += delta
+                peak = max(peak, live)
+            return live, peak
+        self._wait()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        self._wait()
+        return torch.cuda.memory_allocated() - base, torch.cuda.max_memory_allocated() - base
+
+    def _wait(self) -> None:
+        if self.device is not None:
+            torch.accelerator.synchronize()
+
+
+@contextmanager
+def _alone(trace: ModelTrace) -> Iterator[None]:
+    """Under the switches of the trace; random generators come out as they went in."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), as_signed(trace.root_signature[1]), torch.enable_grad():
+        yield
+
+
+def _copy_of(trace: ModelTrace, name: str) -> nn.Module:
+    """The block with real tensors: the model's own parameters, with gradients of their own, and copies of its buffers;
+    made up where the model has no values.
+    """
+    fake = trace.fake_model.get_submodule(name)
+    real = dict(_tensors(trace.real.get_submodule(name))) if trace.real is not None else {}
+    memo: dict[int, Any] = {}
+    for key, tensor in _tensors(fake):
+        theirs = real.get(key)
+        if theirs is None or plain(theirs) is not theirs or theirs.shape != tensor.shape:
+            made = stand_in(tensor).detach()
+        else:
+            made = theirs.detach() if isinstance(tensor, nn.Parameter) else theirs.detach().clone()
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(fake, memo)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
+    """In the place of Inductor's compiler of one graph."""
+
+    def boxed(given: list[Any]) -> Any:
+        values = list(given)
+        given.clear()
+        return graph(*values)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"
+
+
+def options_of_levels(levels: Mapping[str, Levels]) -> tuple[RegionOption, ...]:
+    """What the solver is given, from the fewest bytes on. ``levels`` come in that order, the default last.
+
+    Seconds are what a choice takes longer than the default. Timings waver: one that keeps less is never taken to be
+    the faster one.
+    """
+    plain_seconds = [*levels.values()][-1].seconds
+    found: list[RegionOption] = []
+    least = 0.0
+    for key, level in reversed(list(levels.items())):
+        least = max(least, level.seconds - plain_seconds)
+        found.append(
+            RegionOption(
+                key=key,
+                resident_bytes=level.resident_bytes,
+                forward_peak_bytes=level.forward_peak_bytes,
+                backward_peak_bytes=level.backward_peak_bytes,
+                lasting_bytes=level.lasting_bytes,
+                seconds=least,
+            )
+        )
+        least += 1e-9
+    return tuple(reversed(found))

@@ -1,0 +1,55 @@
+"""From a point of a block's frontier to the policy that carries it out, and the points of a compiled block."""
+
+from __future__ import annotations
+
+from jettison.capture.compiled import CompiledProgram
+from jettison.capture.model_trace import BlockClass
+from jettison.cost.roofline import op_seconds
+from jettison.ledger.program import Program
+from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
+from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
+from jettison.solve.transients import lean_points
+from jettison.spec.hardware import Hardware
+
+HULL_POINTS = 16
+COMPILED_POINTS = 5
+"""Of a compiled block, beside Inductor's own choice: each is compiled and measured, which takes seconds."""
+
+
+def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
+    """What a block of this class does at a point of its frontier."""
+    return policy_kept(cls, point.key, point.kept)
+
+
+def policy_kept(cls: BlockClass, option: str, kept: frozenset[int]) -> CheckpointPolicy:
+    """The same, of a point that is told by its name and by what it keeps."""
+    if cls.compiled is None and cls.opaque:
+        return policy_named(option)
+    if cls.compiled is not None and option == NONE_KEY:
+        return KeepAll()  # which is what Inductor takes it to be
+    return exactly(cls.program, kept)
+
+
+def exactly(program: Program, kept: frozenset[int]) -> Exactly:
+    """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
+    total = program.kept_bytes(program.saved_buffers())
+    share = KeepShare(program.kept_bytes(kept) / total if total else 1.0)
+    return Exactly(program.digest(), kept, share, program.form())
+
+
+def compiled_points(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:
+    """What a compiled block may keep, from the fewest bytes to Inductor's own choice, which comes last."""
+    program = compiled.program
+    seconds = [op_seconds(op, hardware) for op in program.ops]
+    plain_bytes = program.kept_bytes(compiled.default)
+    plain = FrontierPoint(key=NONE_KEY, kept=compiled.default, kept_bytes=plain_bytes, seconds=0.0, price=0.0)
+    hull = pareto_frontier(program, seconds, max_points=HULL_POINTS)
+    found = [p for p in hull if p.kept_bytes < plain_bytes and p.key != NONE_KEY]
+    while len(found) > COMPILED_POINTS:
+        sizes = [p.kept_bytes for p in found] + [plain_bytes]
+        closest = min(range(1, len(found)), key=lambda i: sizes[i + 1] - sizes[i - 1])
+        del found[closest]
+    lean = lean_points(program, found[0].kept, seconds, most=1) if found else ()
+    known = {p.kept for p in found}
+    found += [p for p in lean if p.kept not in known and p.kept_bytes < plain_bytes]
+    return [*sorted(found, key=lambda p: p.kept_bytes), plain]
