@@ -43,19 +43,23 @@ def settings_of(name: str, module: nn.Module) -> CompileSettings:
     Raises:
         UnsupportedModule: it was compiled in a way that no plan can take part in.
     """
-    backend = getattr(getattr(module._compiled_call_impl, "get_compiler_config", None), "__self__", None)
-    told = getattr(backend, "config", None)
-    if not isinstance(told, dict) or getattr(backend, "compiler_name", "") != "inductor":
+    from torch._inductor import config  # loaded where something is compiled
+
+    config_of = getattr(module._compiled_call_impl, "get_compiler_config", None)
+    patched = config_of() if config_of is not None else None  # all of Inductor's settings, with what was told
+    if not isinstance(patched, dict):
         raise UnsupportedModule(
             f"{name} is compiled by another backend than Inductor, which alone asks somebody else what to save for "
             "backward; call block.compile() without backend=, or leave the blocks uncompiled"
         )
-    if told.get("triton.cudagraphs"):
+    usual = config.get_config_copy()
+    told = {key: value for key, value in patched.items() if key not in usual or usual[key] != value}
+    if patched.get("triton.cudagraphs"):
         raise UnsupportedModule(
             f"{name} is compiled with CUDA graphs, whose memory lies in pools of their own that no plan can count; "
             'use mode="max-autotune-no-cudagraphs", or no mode'
         )
-    if told.get("custom_partitioner_fn") is not None:
+    if patched.get("custom_partitioner_fn") is not None:
         raise UnsupportedModule(
             f"{name} is compiled with a custom_partitioner_fn of its own, which decides what a plan has to decide; "
             "leave it out"

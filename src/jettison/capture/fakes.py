@@ -193,7 +193,7 @@ def _copied(
     model: nn.Module, copies: Sequence[tuple[nn.Module, nn.Module]], memo: dict[int, Any], *, stored: bool
 ) -> nn.Module:
     for module, fake_model in copies:
-        fake_model.__setstate__(copy.deepcopy(vars(module), memo))
+        fake_model.__setstate__(copy.deepcopy(module.__getstate__(), memo))
         (leave_unsharded if stored else leave_casts)(module, fake_model)
     copied = copy.deepcopy(model, memo)
     close_over_copies(model, memo)

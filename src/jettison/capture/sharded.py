@@ -97,6 +97,16 @@ def leave_casts(module: Any, fake_model: nn.Module) -> None:
             fake_model._forward_hooks[number] = Unwatched(after)
 
 
+def left_of_fsdp(fake_model: nn.Module) -> Iterator[Any]:
+    """What a fake copy still has of FSDP's, and shares with copies of its own: FSDP's objects, and hooks that cast."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    for module in fake_model.modules():
+        if contract is not None:
+            yield from vars(module).get(contract.STATE_KEY, {}).values()
+        for table in (module._forward_pre_hooks, module._forward_hooks):
+            yield from (hook for hook in table.values() if isinstance(hook, Unwatched))
+
+
 def leave_unsharded(module: Any, fake_model: nn.Module) -> None:
     """Take FSDP's hooks off the copy of a module, and what says that it is sharded."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from jettison.capture.block_observer import stand_in
 from jettison.capture.compiled import CompiledProgram, CompileSettings
 from jettison.capture.model_trace import BlockClass, ModelTrace
+from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_flatten, tree_unflatten
@@ -220,7 +221,7 @@ def _copy_of(trace: ModelTrace, name: str) -> nn.Module:
     """
     fake = trace.fake_model.get_submodule(name)
     real = dict(_tensors(trace.real.get_submodule(name))) if trace.real is not None else {}
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(left): left for left in left_of_fsdp(fake)}
     for key, tensor in _tensors(fake):
         theirs = real.get(key)
         if theirs is None or plain(theirs) is not theirs or theirs.shape != tensor.shape:

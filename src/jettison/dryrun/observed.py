@@ -103,12 +103,16 @@ class StandIn:
         self._blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
         return stub_outputs(self.region, leaves, probe=_Call(self, held), held=shared)
 
-    def backward(self, held: list[Tensor]) -> None:
-        """Of one call, which has held this since its forward."""
+    def backward(self, held: list[Tensor], trained: list[Tensor]) -> None:
+        """Of one call, which has held this since its forward.
+
+        Args:
+            trained: parameters, as they were in the forward: under FSDP whole ones.
+        """
         self._blob(self.levels.backward_peak_bytes - self.own[1])
         held.clear()  # its peak counts what is still held when it comes: gradients do not come on top of all of it
-        for p in self.module.parameters():
-            if p.requires_grad and p.grad is None:
+        for p in trained:
+            if p.grad is None:
                 p.grad = torch.empty_like(p)
 
     def _blob(self, nbytes: int) -> Tensor:
@@ -120,13 +124,14 @@ class _Call:
 
     def __init__(self, of: StandIn, held: Tensor) -> None:
         self.of, self.held = of, [held]
+        self.trained = [p for p in of.module.parameters() if p.requires_grad]
 
     def forward(self, call: int) -> None:
         """Nothing to note."""
 
     def backward(self, call: int) -> None:
         """See `StandIn.backward`."""
-        self.of.backward(self.held)
+        self.of.backward(self.held, self.trained)
 
 
 def stand_in_for_opaque(

@@ -139,6 +139,8 @@ def apply(
             expect_loop(applied.regions, traced, plan)
             return agreed(applied, agreement)
         assert policy is not None
+        if loop.compile is not None:
+            _refuse_op_words(policy)
         policies, segments = policies_of(policy, list(dict.fromkeys(c.name for c in traced.calls)))
         _warn_pointless(traced, policies, policy)
         if any(chosen.word != "none" for chosen in policies.values()):
@@ -177,6 +179,17 @@ def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointP
         step = _every(policy)
         return dict.fromkeys(names, policy_named("full")), [names[i : i + step] for i in range(0, len(names), step)]
     return dict.fromkeys(names, _policy_of(policy)), []
+
+
+def _refuse_op_words(policy: Policy) -> None:
+    """Words that mean ops, or runs of blocks, mean nothing to what Inductor has made of them.
+
+    Raises:
+        UsageError: it is one of these.
+    """
+    for word in policy.values() if isinstance(policy, Mapping) else (policy,):
+        if isinstance(word, str) and (word == "selective" or word.startswith("every:")):
+            raise UsageError(f"got {word!r} for compiled blocks; expected none, selective-op, full, or a memory budget")
 
 
 def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from jettison.capture.compiled import CompileSettings, settings_of
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.tensor_subclasses import plain
 from jettison.dryrun.compiled import survey
 from jettison.errors import TraceError, UnsupportedModule, UsageError
 from jettison.runtime.compiled import check_compiler
@@ -70,6 +71,11 @@ def survey_blocks(trace: ModelTrace, model: nn.Module) -> ModelTrace:
         raise UnsupportedModule(
             f"{type(model).__name__} has no repeated blocks to compile; name them with regions=[...], or plan without "
             "compile="
+        )
+    if any(plain(p) is not p for p in trace.fake_model.parameters()):
+        raise UnsupportedModule(
+            "parameters are DTensors inside of the blocks (tensor parallelism), and what a compiled block takes is "
+            "measured on one rank alone; plan without compiling, or use FSDP2 or DistributedDataParallel alone"
         )
     check_compiler(trace.device_type or "cpu")
     for each in (trace, *trace.more):

@@ -17,6 +17,7 @@ from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, groups_for
 from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
+from jettison.planner.compile_blocks import compile_settings, survey_blocks
 from jettison.planner.handle import Applied
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import fingerprint
@@ -35,6 +36,7 @@ class RankModule:
         mode: of the module's fake copy in a dry step.
         in_flight: the most micro-batches that it has between forward and backward.
         number: of the stages of a pipeline, which it is; None where it is the whole model.
+        compile: "blocks" where its blocks run compiled.
     """
 
     model: nn.Module
@@ -44,6 +46,7 @@ class RankModule:
     mode: FakeTensorMode | None = None
     in_flight: int = 1
     number: int | None = None
+    compile: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,10 @@ def carry_out(parts: Sequence[RankModule], decision: Decision) -> int:
     if decision.policy is not None:
         word = decision.policy
         return sum(
-            _recomputed_flops(apply(p.model, word, batch=p.batch, loss_fn=p.loss_fn, regions=p.regions)) for p in parts
+            _recomputed_flops(
+                apply(p.model, word, batch=p.batch, loss_fn=p.loss_fn, regions=p.regions, compile=p.compile)
+            )
+            for p in parts
         )
     return sum(
         _recomputed_flops(_apply(part, plan, like))
@@ -153,14 +159,16 @@ def _apply(part: RankModule, plan: Plan, like: str) -> Applied:
 
 
 def _trace(part: RankModule) -> ModelTrace:
-    return trace_model(
+    compiling = compile_settings(part.compile, [part.model])
+    traced = trace_model(
         part.model,
         part.batch,
         loss_fn=part.loss_fn,
         regions=part.regions,
         mode=part.mode,
-        loop=Loop(holds_output=False),
+        loop=Loop(holds_output=False, compile=compiling),
     )
+    return survey_blocks(traced, part.model)
 
 
 def _recomputed_flops(applied: Applied) -> int:

@@ -40,6 +40,8 @@ class ModelSection:
         build: "sharded": without weights, which each rank makes once the model is cut, its own ones only, a tensor at a
             time; "whole": every rank makes all of them, and lets go of what it does not keep. The weights are the same,
             to the bit. Left out: sharded where that is possible; a factory's model whole.
+        compile: "blocks": each block runs compiled by Inductor, which keeps for backward what the plan says. In one
+            process, or with data parallelism (FSDP2 too); not with tp or pp.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -61,6 +63,7 @@ class ModelSection:
     code: Literal["reference", "huggingface"] | None = None
     attention: Literal["eager", "sdpa"] | None = None
     build: Literal["sharded", "whole"] | None = None
+    compile: Literal["blocks"] | None = None
 
     def __post_init__(self) -> None:
         ways = ("architecture", "preset", "config", "pretrained", "factory")
@@ -417,6 +420,11 @@ class TrainRecipe:
             raise UsageError(f"got timeout {self.timeout}; expected 1s or more")
         if self.seed < 0:
             raise UsageError(f"got seed {self.seed}; expected 0 or more")
+        if self.model.compile is not None and (self.layout.tp > 1 or self.layout.pp > 1):
+            raise UsageError(
+                f'model.compile: got "{self.model.compile}" with tp {self.layout.tp} and pp {self.layout.pp}; compiled '
+                "blocks are measured on one rank alone: expected tp 1 and pp 1, or no compile"
+            )
         positions = self.model.positions
         if positions is not None and self.batch.seq > positions:
             raise UsageError(f"batch.seq: got {self.batch.seq}; expected at most model.positions, {positions}")

@@ -33,7 +33,7 @@ from jettison.train.pipeline import Pipeline
 from jettison.train.rank_layout import Places
 from jettison.train.rank_plan import Decision, Planned, RankModule, carry_out, decide
 from jettison.train.ranks import World, agreed
-from jettison.train.recipe import TrainRecipe
+from jettison.train.recipe import PlanSection, TrainRecipe
 from jettison.train.run_folder import claimed
 from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops, traced_flops
 from jettison.train.text_survey import surveyed, vocabulary
@@ -147,7 +147,9 @@ def prepare(
         places.shard(part)
     fill(engine, built, world, say)
     calls = world.together(lambda: list(engine.calls(example, accumulation)))
-    parts = [replace(part, mode=None if dry_step is None else dry_step.mode) for part in calls]
+    parts = [
+        replace(part, mode=None if dry_step is None else dry_step.mode, compile=recipe.model.compile) for part in calls
+    ]
     with engine.context():
         planned = _plan(recipe, world, places, parts, dry_step, say)
     del dry_step
@@ -250,12 +252,15 @@ def _plan(
     Raises:
         Infeasible: by the stage that needs most.
     """
-    if not recipe.plan.given or recipe.plan.policy == "none":
-        return None
+    wanted = recipe.plan
+    if not wanted.given or wanted.policy == "none":
+        if recipe.model.compile is None:
+            return None
+        wanted = PlanSection(policy="none")  # compiled, each as without a plan
 
     def decided() -> Decision | Infeasible | None:
         try:
-            return decide(parts, recipe.plan, dry_step, say) if places.plans else None
+            return decide(parts, wanted, dry_step, say) if places.plans else None
         except Infeasible as error:
             if places.layout.pp == 1:
                 return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.capture.stub import forwards
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 from jettison.ledger.program import Program
@@ -30,6 +32,7 @@ from jettison.measure.timing import interleaved
 from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
+from jettison.runtime.compiled import CompiledRegion
 from jettison.solve.plan import Plan, policy_word
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
@@ -44,6 +47,7 @@ def verify(
     budget: str | int | None = None,
     plan: Plan | None = None,
     handle: Applied | None = None,
+    compile: str | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
@@ -64,6 +68,8 @@ def verify(
         budget: plan for this first, and take the plan off again at the end.
         plan: apply this first, and take it off again at the end.
         handle: what `auto_checkpoint` or `apply` gave; it stays on.
+        compile: as for `auto_checkpoint`. Where blocks run compiled, so do those of the copy: what compilation itself
+            changes is not held against the plan, and what layers hold is not observed.
         optimizer: over the model's parameters.
         holds_output: as for `auto_checkpoint`: whether the loop holds the model's output to the end of the step.
 
@@ -87,11 +93,12 @@ def verify(
             loss_fn=loss_fn,
             holds_output=holds_output,
             gradients_held=False,
+            compile=compile,
             progress=progress,
         )
     elif plan is not None:
         progress("applying the plan")
-        applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn)
+        applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile)
     assert applied is not None
     try:
         plain_side = _Side(
@@ -185,14 +192,16 @@ def _prove(
 ) -> Proof:
     with torch.enable_grad():
         progress("training side by side")
-        found = _compare(plain, planned, steps)
-        parameters = parameter_digest(plain.model) == parameter_digest(planned.model)
-        progress("measuring peaks")
-        baseline_peak, peak = plain.peak_bytes(), planned.peak_bytes()
+        with _compiled_alike(plain.model, applied):
+            found = _compare(plain, planned, steps)
+            parameters = parameter_digest(plain.model) == parameter_digest(planned.model)
+            progress("measuring peaks")
+            baseline_peak, peak = plain.peak_bytes(), planned.peak_bytes()
         progress("counting what layers hold")
         layers = _layers(plain, planned, applied)
         progress("timing steps")
-        timing = interleaved(rounds, {"plain": plain.whole_step, "planned": planned.whole_step}, warmup=1)
+        with _compiled_alike(plain.model, applied):
+            timing = interleaved(rounds, {"plain": plain.whole_step, "planned": planned.whole_step}, warmup=1)
     plan, ratio = applied.plan, timing["planned"]
     return Proof(
         gradients_identical=found.gradients,
@@ -219,6 +228,17 @@ def _prove(
     )
 
 
+def _compiled_alike(model: nn.Module, applied: Applied) -> AbstractContextManager[None]:
+    """The plain side's blocks run compiled where the planned side's do, each as without a plan."""
+    return forwards(
+        {
+            model.get_submodule(region.name): region.plainly_compiled(model.get_submodule(region.name))
+            for region in applied.regions
+            if isinstance(region, CompiledRegion)
+        }
+    )
+
+
 def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof, ...]:
     """Bytes by layer: of plain autograd and of the plan by the ledger, and as held on the real tensors."""
     # the plain copy is traced: modules under a plan run stand-ins
@@ -239,6 +259,7 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
     planned.model.zero_grad(set_to_none=True)
     names = {ROOT_LAYER: "", OUTSIDE_LAYER: OUTSIDE}
     opaque = {call.name for call in traced.calls if call.problem}
+    opaque |= {name for name, region in regions.items() if isinstance(region, CompiledRegion)}
     return tuple(
         LayerProof(
             layer=layer,
