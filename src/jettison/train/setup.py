@@ -82,7 +82,7 @@ class Session:
     def eval_meter(self) -> MemoryMeter:
         """For evaluations: the first is measured on a CPU, if steps are."""
         steps = min(1, self.recipe.log.memory_steps)
-        return _meter(self.world, steps, self.engine, self.optimizer)
+        return _meter(self.world, steps, self.engine, self.optimizer, self.recipe.model.compile)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds."""
@@ -171,15 +171,18 @@ def prepare(
         evaluation=evaluation,
         planned=planned,
         work=work,
-        meter=_meter(world, recipe.log.memory_steps, engine, optimizer),
+        meter=_meter(world, recipe.log.memory_steps, engine, optimizer, recipe.model.compile),
         checkpoints=Checkpoints(recipe.checkpoint, world, warn) if recipe.checkpoint.folder else None,
     )
     _resume(session, must_resume=must_resume, say=say)
     return session
 
 
-def _meter(world: World, steps_on_cpu: int, engine: Engine, optimizer: torch.optim.Optimizer) -> MemoryMeter:
-    return MemoryMeter(world.device, steps_on_cpu, lambda: alive(engine.parts, optimizer), storages=world.size > 1)
+def _meter(
+    world: World, steps_on_cpu: int, engine: Engine, optimizer: torch.optim.Optimizer, compiling: str | None
+) -> MemoryMeter:
+    storages = world.size > 1 and compiling is None  # no dispatch mode sees what compiled code allocates
+    return MemoryMeter(world.device, steps_on_cpu, lambda: alive(engine.parts, optimizer), storages=storages)
 
 
 def _folders(recipe: TrainRecipe, world: World, warn: Progress) -> AbstractContextManager[None]:
