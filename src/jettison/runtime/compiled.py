@@ -8,8 +8,10 @@ was measured is what runs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import shutil
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,25 @@ _KNOWN = frozenset(inspect.signature(torch.compile).parameters)
 
 
 def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
-    """The forward, compiled as one graph, saving what the policy says; with ``none``, as without a plan."""
+    """The forward, compiled as one graph, saving what the policy says; with ``none``, as without a plan.
+
+    Instances of a class share what is compiled.
+    """
+    shared = getattr(forward, "__func__", None)
+    if shared is None:  # of this instance alone
+        return _made(forward, settings, policy)
+    known = _SHARED.setdefault(shared, {})
+    key = (repr(settings), policy)
+    if key not in known:
+        known[key] = _made(shared, settings, policy)
+    return functools.partial(known[key], forward.__self__)  # type: ignore[attr-defined]
+
+
+_SHARED: Any = weakref.WeakKeyDictionary()
+"""By function: by settings and policy what it was compiled to."""
+
+
+def _made(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
     options = dict(settings.options)
     if policy.word != "none":
         from jettison.runtime.partition import Partition
@@ -43,9 +63,14 @@ def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: Che
 
 
 def one_graph(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """``torch.compile`` of everything that the forward does, for each shape anew."""
-    more = {"recompile_limit": MOST_VARIANTS} if "recompile_limit" in _KNOWN else {}
-    return torch.compile(forward, fullgraph=True, dynamic=False, **more, **how)
+    """``torch.compile`` of everything that the forward does, for each shape anew.
+
+    Apart from what others compile of it: all that is made of one function counts towards one limit, past which torch
+    runs it op by op.
+    """
+    apart = {"recompile_limit": MOST_VARIANTS, "isolate_recompiles": True}
+    known = {name: value for name, value in apart.items() if name in _KNOWN}
+    return torch.compile(forward, fullgraph=True, dynamic=False, **known, **how)
 
 
 def check_compiler(device_type: str) -> None:
