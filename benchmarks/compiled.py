@@ -1,0 +1,193 @@
+"""Compiled blocks: torch's activation_memory_budget, and Jettison under the peak that it came to.
+
+    python -m benchmarks.compiled --models llama gpt2 --rounds 10 --date 2026-01-31
+
+Each block is compiled by itself, as torchtitan does, on both sides; what is around the blocks runs op by op. A step is
+forward and backward. For each of torch's budgets its measured peak is the budget in bytes that Jettison is given. All
+cases are timed in the same interleaved rounds; losses and gradients are compared with those of the same compiled
+blocks without a budget, bit by bit, from one random stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import jettison
+from benchmarks.models import BUILDERS, Batch, Size, blocks_of, build, loss_of
+from benchmarks.rivals import activation_memory_budget
+from jettison.errors import Infeasible
+from jettison.measure import interleaved, measured_peak, same_bits
+from jettison.measure.memory import static_tensors
+
+RESULTS = Path(__file__).parent / "results"
+BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One way to run a model of its own."""
+
+    name: str
+    model: nn.Module
+    batch: Batch
+    peak_bytes: int = 0
+    budget_bytes: int | None = None
+    predicted_bytes: int | None = None
+    identical: bool = True
+
+    def step(self) -> torch.Tensor:
+        """Gradients from nothing; the loss, detached."""
+        self.model.zero_grad(set_to_none=True)
+        loss = loss_of(self.model, self.batch)
+        loss.backward()
+        return loss.detach()
+
+    def settle(self, first: Case | None) -> None:
+        """Measure the peak, and compare with the first case."""
+        self.step()
+        self.step()
+        self.model.zero_grad(set_to_none=True)
+        static = static_tensors(self.model, self.batch)
+        self.peak_bytes = measured_peak(
+            lambda: loss_of(self.model, self.batch).backward(), static_tensors=static
+        ).peak_bytes
+        self.identical = first is None or _same(first, self)
+
+
+def _same(first: Case, other: Case) -> bool:
+    losses = []
+    for each in (first, other):
+        torch.manual_seed(7)
+        losses.append(each.step())
+    pairs = zip(first.model.parameters(), other.model.parameters(), strict=True)
+    return same_bits(*losses) and all(same_bits(a.grad, b.grad) for a, b in pairs if a.grad is not None)  # type: ignore[arg-type]
+
+
+def torchs(name: str, size: Size, budget: float) -> Case:
+    """Blocks compiled under torch's budget. Dynamo's cache knows no budgets: each call keeps to its own."""
+    model, batch = build(name, size)
+    case = Case(name=f"torch, budget {budget}", model=model, batch=batch)
+    forward = torch.compile(type(blocks_of(model)[0]).forward, fullgraph=True, dynamic=False, isolate_recompiles=True)
+    for block in blocks_of(model):
+        block.forward = forward.__get__(block)
+    with activation_memory_budget(budget):
+        case.step()
+    return case
+
+
+def ours(name: str, size: Size, budget_bytes: int, beside: str) -> Case | None:
+    """Blocks compiled under a plan; None where no plan fits."""
+    model, batch = build(name, size)
+    try:
+        handle = jettison.auto_checkpoint(model, batch, budget_bytes, holds_output=False, compile="blocks")
+    except Infeasible as error:
+        _say(f"{name}: at {budget_bytes}: {error}")
+        return None
+    assert handle.plan is not None
+    predicted = handle.plan.predicted.peak_bytes
+    name = f"Jettison at the peak of {beside}"
+    return Case(name=name, model=model, batch=batch, budget_bytes=budget_bytes, predicted_bytes=predicted)
+
+
+def run(name: str, size: Size, rounds: int) -> list[dict[str, Any]]:
+    """All cases of one model."""
+    cases: list[Case] = []
+    for budget in BUDGETS:
+        _say(f"{name}: torch's budget {budget}")
+        case = torchs(name, size, budget)
+        case.settle(cases[0] if cases else None)
+        cases.append(case)
+    for theirs in list(cases):
+        _say(f"{name}: Jettison at {theirs.peak_bytes}")
+        made = ours(name, size, theirs.peak_bytes, theirs.name)
+        if made is not None:
+            made.settle(cases[0])
+            cases.append(made)
+    _say(f"{name}: {rounds} rounds of {len(cases)} cases")
+    timing = interleaved(rounds, {case.name: case.step for case in cases})
+    return [_row(name, case, timing[case.name]) for case in cases]
+
+
+def _row(model: str, case: Case, timing: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "case": case.name,
+        "budget_bytes": case.budget_bytes,
+        "predicted_bytes": case.predicted_bytes,
+        "peak_bytes": case.peak_bytes,
+        "gradients_identical": case.identical,
+        "median_seconds": timing.median_seconds,
+        "ratio": timing.ratio,
+        "ratio_low": timing.ratio_low,
+        "ratio_high": timing.ratio_high,
+    }
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The page beside the figures."""
+    lines = [
+        "# Compiled blocks under a budget",
+        "",
+        f"{document['machine']}, torch {document['torch']}, {document['threads']} thread(s), {document['rounds']} rounds, "
+        f"{document['date']}. {document['size']}. Times are medians of ratios to torch's budget 1.0 in the same round.",
+        "",
+        "| model | case | budget | predicted | peak | time | quartiles | gradients |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    for row in document["rows"]:
+        budget, predicted = (f"{row[k]:,}" if row[k] else "" for k in ("budget_bytes", "predicted_bytes"))
+        same = "equal" if row["gradients_identical"] else "other bits"
+        lines.append(
+            f"| {row['model']} | {row['case']} | {budget} | {predicted} | {row['peak_bytes']:,} | {row['ratio']:.3f} | "
+            f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f} | {same} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 0 on success."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=sorted(BUILDERS), default=["llama", "gpt2", "qwen3"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--date", required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS / "compiled-blocks-cpu.json")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    size = Size(layers=options.layers, hidden=options.hidden, sequence=options.sequence, dtype=torch.float32)
+    document: dict[str, Any] = {
+        "date": options.date,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "size": asdict(size) | {"dtype": "float32"},
+        "rows": [],
+    }
+    for name in options.models:
+        document["rows"] += run(name, size, options.rounds)
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+        options.out.with_suffix(".md").write_text(markdown(document))
+    sys.stdout.write(markdown(document))
+    return 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
