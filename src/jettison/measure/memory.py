@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain
-from jettison.capture.values import WHICH_DEVICE
+from jettison.capture.values import WHICH_DEVICE, which_device
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -229,7 +229,7 @@ class AllocationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is WHICH_DEVICE:
-            return func(*args)
+            return which_device(*args)
         if desugars(types):
             return NotImplemented
         if self.blind or infers_shapes():
