@@ -100,7 +100,7 @@ def brute_force(whole: Space, budget: int) -> list[Row]:
 
 def planned(whole: Space, setup: Setup, budget: int) -> list[Row]:
     try:
-        choice = choose(setup_run(setup, whole.template), budget, A100)
+        choice = choose(setup_run(setup, whole.template, whole.planner), budget, A100)
     except Infeasible:
         return []
     kept = {part.name: part.chosen for part in choice.forecast.parts}

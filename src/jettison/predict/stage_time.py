@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
@@ -151,14 +152,14 @@ class Timing:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
             seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
         gathered, reduced = _shared(region, run.layout, run.precision, self.hardware)
-        kept = region.program.kept_bytes(part.kept) if run.recompute.offload and part.is_layer else 0
+        moved = _moved_bytes(part) if run.recompute.offload else 0
         return Item(
             count=count,
             region=region,
             seconds=seconds,
             gathered=gathered,
             reduced=reduced,
-            offloaded=host_seconds(kept, self.hardware) if kept else 0.0,
+            offloaded=host_seconds(moved, self.hardware) if moved else 0.0,
             recomputed_flops=recompute_flops(region, again),
             in_layer=part.is_layer,
             prices=prices,
@@ -167,7 +168,7 @@ class Timing:
     def _again(self, part: StageRegion) -> frozenset[int]:
         """Steps that a region's backward runs again."""
         if part.chosen is not None:
-            return repeated(part.region, part.chosen)
+            return repeated(part.region, part.chosen.buffers)
         if part.policy == NONE:
             return frozenset()
         if part.policy == FULL and self.execution.repeats_all:
@@ -226,14 +227,16 @@ class Timing:
             reduces = self.execution.reduces_each
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
         if self.run.recompute.offload:
-            forward += sum(i.count * self._over(i.offloaded, i.seconds.forward.seconds) for i in items)
-            backward += sum(i.count * self._over(i.offloaded, i.seconds.backward.seconds) for i in items)
+            pairs = [(item.count - 1, item, item) for item in items]
+            pairs += [(1, item, following) for item, following in pairwise(items)]
+            forward += sum(n * self._over(i.offloaded, after.seconds.forward.seconds) for n, i, after in pairs)
+            backward += sum(n * self._over(i.offloaded, after.seconds.backward.seconds) for n, i, after in pairs)
         if not (forward or backward):
             return NOTHING
         return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
 
     def _over(self, transfer: float, work: float) -> float:
-        """What copying adds to the work beside it. Copies need no multiprocessors."""
+        """What copying adds to the next region's work, beside which it runs. Copies need no multiprocessors."""
         return max(0.0, transfer - work) if self.execution.hides_offload else transfer
 
     def _covered(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> float:
@@ -293,6 +296,13 @@ class Timing:
         narrowed = sum(item.count * _quantised_bytes(item.region, run.precision) for item in items if item.in_layer)
         again = narrowed if self.execution.delayed_scaling else 0
         return memory_seconds(nbytes * passes + again, self.hardware)
+
+
+def _moved_bytes(part: StageRegion) -> int:
+    """What a layer sends to the host, of what stays of it."""
+    if not part.is_layer:
+        return 0
+    return part.region.program.kept_bytes(part.kept if part.chosen is None else part.chosen.moved)
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ A candidate is left out of a search only where one of these proves that it canno
 4. peak(S, r) >= what the layers of the first stage have of these before a backward, and what r holds of them for as
    many micro-batches as the schedule has in flight there; gradients are not there yet in the only backward of a step.
 5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
-   `forecast.planner_bound`.
+   `planner_time_bound`; of one that may offload nothing but rule 1 is known.
 
 Arithmetic in floating point: bounds are shaved by `SHAVED` of themselves.
 """

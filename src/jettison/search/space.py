@@ -171,6 +171,11 @@ class Space:
         """Is its choice among the plans?"""
         return str(Mode.AUTO) in self.axes.plans
 
+    @property
+    def planner(self) -> Recompute:
+        """What it is asked for: where offloading is tried, it may do so, too."""
+        return Recompute(mode=Mode.AUTO, offload=True in self.axes.offload)
+
     @cached_property
     def size(self) -> int:
         """Candidates."""
