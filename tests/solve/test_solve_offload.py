@@ -1,6 +1,7 @@
 """Keep, recompute or offload against brute force, and what the solver takes."""
 
 import dataclasses
+import sys
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from jettison.solve import (
     StepProblem,
     choose,
     evaluate,
+    label_setting,
     minimum_budget,
 )
 from jettison.solve.problem import Link
@@ -55,6 +57,19 @@ def test_the_smallest_budget_is_exact(case: Case) -> None:
         choose(problem, least - 1)
     assert error.value.minimum_budget_bytes == least
     assert choose(problem, least).levels.peak_bytes == least
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=4, tensors=5), st.integers(0, 40))
+def test_without_numpy_and_highs_the_answer_is_as_fast(case: Case, more: int) -> None:
+    problem = case.problem
+    budget = minimum_budget(problem) + more
+    expected = choose(problem, budget).levels.seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(label_setting, "np", None)
+        assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
+        patch.setitem(sys.modules, "highspy", None)
+        assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
 
 
 def _fastest(problem: StepProblem) -> Choice:

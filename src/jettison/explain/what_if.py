@@ -57,6 +57,10 @@ def _flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
             if places[buffer] != place:
                 key = (tensor_name(old.region, buffer), place, places[buffer])
                 found[key].append((old.name, old.region.program.buffers[buffer].nbytes))
+    for (tensor, was, becomes), where in found.items():  # layers that only change parts with each other
+        back = found.get((tensor, becomes, was), [])
+        both = min(len(where), len(back))
+        del where[len(where) - both :], back[len(back) - both :]
     flips = [
         Flip(
             tensor=tensor,
@@ -66,5 +70,6 @@ def _flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
             nbytes=sum(nbytes for _, nbytes in where),
         )
         for (tensor, was, becomes), where in found.items()
+        if where
     ]
     yield from sorted(flips, key=lambda flip: (-flip.nbytes, flip.tensor))
