@@ -1,5 +1,6 @@
 """Tensors that numbers become beside tensors, as in ``x * 0.5``: 8 bytes on the CPU, that no operator makes and no
-saved-tensor hook is asked about. A factor stays until its node of autograd has run.
+saved-tensor hook is asked about. A factor stays until its node of autograd has run; where a graph goes without a
+backward, nobody says so, and its factors stay counted.
 """
 
 from __future__ import annotations
