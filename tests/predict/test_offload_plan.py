@@ -5,14 +5,18 @@ from functools import cache
 
 import pytest
 
+from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible, UsageError
 from jettison.explain.layer_reasons import layer_reasons
+from jettison.explain.trilemma import trades
 from jettison.explain.what_if import what_if
 from jettison.ledger.timeline import Phase
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
+from jettison.predict.stage_choice import LEAST_MOVED, Answer, StageChoice
+from jettison.predict.stage_time import Timing
 from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware, hardware
@@ -142,6 +146,30 @@ def test_70b_on_pcie_5_moves_what_the_link_hides_and_no_more() -> None:
     )
 
 
+def test_the_plan_flips_where_the_link_breaks_even() -> None:
+    """With nothing beside a copy, 2 bytes / link against seconds: what `estimate --explain` prints decides the plan."""
+    run = run_of("llama3-70b", tp=8, micro_batch=2, seq=8192)
+    rows = [row for row in trades(run, GB200) if row.break_even_bytes_per_second and row.nbytes >= LEAST_MOVED]
+    rates = [row.break_even_bytes_per_second or 0.0 for row in rows]
+    assert min(rates) < 32e9 < 225e9 < max(rates), "links on both sides of it: PCIe 4 and NVLink-C2C"
+    stage = forecast(run).stages[0]
+
+    def at(rate: float) -> Answer:
+        device = replace(GB200, host_bytes_per_second=int(rate / GB200.reached.host), host_memory_bytes=None)
+        execution = execution_of(run).without_overlap()
+        choice = StageChoice(run=run, stage=stage, timing=Timing(run=run, hardware=device, execution=execution))
+        _, answer = choice.solve((stage.peak.nbytes + forecast(full).peak_bytes) // 2)
+        assert answer is not None
+        return answer
+
+    full = replace(run, recompute=Recompute(mode=Mode.FULL))
+    slow, between, fast = at(min(rates) / 4), at((min(rates) * max(rates)) ** 0.5), at(max(rates) * 4)
+    assert slow.host_bytes == 0 and slow.added_seconds > 0.0
+    assert 0 < between.stalled_seconds < between.added_seconds, "some is moved, and some computed again"
+    assert fast.stalled_seconds > 0.95 * fast.added_seconds, "all that goes is moved, but for what is small"
+    assert fast.added_seconds < between.added_seconds < slow.added_seconds
+
+
 # pipelines ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +198,13 @@ def test_micro_batches_in_flight_are_on_the_host_each() -> None:
         most = max(most, stage.in_flight * moved)
         assert stage.peak.nbytes <= 43 * GIB
     assert answer.host_bytes == most > 0
+
+
+def test_a_stage_without_layers_does_nothing() -> None:
+    run = run_of("llama3-8b", pp=4, dp=2, zero=1, micro_batch=4, micro_batches=8, stage_layers="12,0,10,10")
+    answer = choose(run, 70 * GIB, H100)
+    assert [len(list(stage.parts[0])) for stage in answer.forecast.stages] == [13, 0, 10, 11]
+    assert set(layer_reasons(answer)) == set(run.model.layer_names)
 
 
 # what else ------------------------------------------------------------------------------------------------------------

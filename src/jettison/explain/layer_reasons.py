@@ -72,7 +72,7 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
     found: dict[str, Reason] = {}
     known: dict[tuple[object, ...], Reason] = {}
     for stage in answer.forecast.stages:
-        for chunk in stage.parts:
+        for chunk in (chunk for chunk in stage.parts if chunk):
             for part, following in zip(chunk, (*chunk[1:], None), strict=True):
                 if part.is_layer:
                     key = (part.region, part.chosen, following and (following.region, following.chosen))

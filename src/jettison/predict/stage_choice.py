@@ -159,7 +159,7 @@ class StageChoice:
     @cached_property
     def _following(self) -> list[StageRegion | None]:
         """By part, the next one of its chunk, beside which what it sends is on its way."""
-        return [part for chunk in self.stage.parts for part in (*chunk[1:], None)]
+        return [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
 
     def _of_layer(self, part: StageRegion, following: StageRegion | None) -> Points:
         seconds = self.timing.prices(part.layer).op_seconds(part.region)

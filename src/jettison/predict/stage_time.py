@@ -20,6 +20,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.static import state_bytes
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer
@@ -152,7 +153,7 @@ class Timing:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
             seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
         gathered, reduced = _shared(region, run.layout, run.precision, self.hardware)
-        moved = _moved_bytes(part) if run.recompute.offload else 0
+        moved = moved_bytes(run, part)
         return Item(
             count=count,
             region=region,
@@ -298,13 +299,6 @@ class Timing:
         narrowed = sum(item.count * _quantised_bytes(item.region, run.precision) for item in items if item.in_layer)
         again = narrowed if self.execution.delayed_scaling else 0
         return memory_seconds(nbytes * passes + again, self.hardware)
-
-
-def _moved_bytes(part: StageRegion) -> int:
-    """What a layer sends to the host, of what stays of it."""
-    if not part.is_layer:
-        return 0
-    return part.region.program.kept_bytes(part.kept if part.chosen is None else part.chosen.moved)
 
 
 @lru_cache(maxsize=4096)

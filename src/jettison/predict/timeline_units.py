@@ -131,8 +131,8 @@ def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> I
         yield from ((unit, 0, 0) for unit in made)
         return
     parts = {name: group.part for group in groups for name in group.names}
-    each = [(unit, name, _moved(parts.get(name), unit)) for unit in made for name in unit.names]
-    each[-1] = (*each[-1][:2], 0)
+    each = [(unit, name, _moved(run, parts.get(name), unit)) for unit in made for name in unit.names]
+    each[-1:] = [(unit, name, 0) for unit, name, _ in each[-1:]]  # a stage may have no layers
     before = [0, *(moved for _, _, moved in each)]
     alike = groupby(zip(each, before, strict=False), lambda pair: (id(pair[0][0]), pair[0][2], pair[1]))
     for (_, moved, ahead), pairs in alike:
@@ -140,12 +140,17 @@ def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> I
         yield replace(found[0][0], names=tuple(name for _, name, _ in found)), moved, ahead
 
 
-def _moved(part: StageRegion | None, unit: Unit) -> int:
+def _moved(run: Run, part: StageRegion | None, unit: Unit) -> int:
     """What a unit sends: all that it holds, or what a planner says; a segment of several layers is no ``part``."""
-    if part is not None and not part.is_layer:
+    return unit.resident if part is None else moved_bytes(run, part)
+
+
+def moved_bytes(run: Run, part: StageRegion) -> int:
+    """What a region sends to the host, of what stays of it."""
+    if not (run.recompute.offload and part.is_layer):
         return 0
-    chosen = None if part is None else part.chosen
-    return unit.resident if part is None or chosen is None else part.region.program.kept_bytes(chosen.moved)
+    moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
+    return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
 
 
 def passes_of(part: StageRegion, gradient_dtype: str, *, accumulates: bool = False) -> Passes:

@@ -28,12 +28,13 @@ from jettison.search.journal import Journal
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import Candidate, Setup, setup_run
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Recompute, Run
+from jettison.spec.run import Mode, Recompute, Run
 
 CHUNKS: Final = 4
 """Parts, for each worker, that a round of work is cut into."""
 NOTED: Final = 16
 """Candidates that are worked out in this process before they are written down."""
+PLANNER: Final = Recompute(mode=Mode.AUTO)
 WORTH_STARTING: Final = 48
 """A round with less to do is done here while no worker has been started."""
 
@@ -109,7 +110,9 @@ class Bench:
         self._bounds.update((_bounded(setup), bound) for setup, bound in zip(missing, found, strict=True))
         return [self._bounds[key] for key in keys]
 
-    def planner_bounds(self, setups: Sequence[Setup], limits: Sequence[int], planner: Recompute) -> list[float | None]:
+    def planner_bounds(
+        self, setups: Sequence[Setup], limits: Sequence[int], planner: Recompute = PLANNER
+    ) -> list[float | None]:
         """What a planner's choice takes, at least; None where none fits."""
         asked = [(setup, limit, planner) for setup, limit in zip(setups, limits, strict=True)]
         return self._map(_planner_bound, asked, key=lambda one: _scene(one[0]))
