@@ -8,7 +8,7 @@ choice is therefore played through the stage's real timeline, which is the judge
 
 What is offloaded is on the host n times, and on the device once: a stage does one pass of one micro-batch at a time,
 and only neighbours' copies stand beside it (NOTE [ What is on its way ] in `solve.problem`). Of each chunk the last
-layer sends nothing: what comes after it is another micro-batch's pass, or its own backward at once.
+layer sends nothing: what comes after it is the head, another micro-batch's pass, or its own backward at once.
 """
 
 from __future__ import annotations
@@ -158,15 +158,16 @@ class StageChoice:
 
     @cached_property
     def _following(self) -> list[StageRegion | None]:
-        """By part, the next one of its chunk, beside which what it sends is on its way."""
-        return [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
+        """By part, the next layer of its chunk, beside which what it sends is on its way."""
+        found = [part for chunk in self.stage.parts if chunk for part in (*chunk[1:], None)]
+        return [part if part is not None and part.is_layer else None for part in found]
 
     def _of_layer(self, part: StageRegion, following: StageRegion | None) -> Points:
         seconds = self.timing.prices(part.layer).op_seconds(part.region)
         if self._link is None or following is None:
             return kept_points(pareto_frontier(part.region.program, seconds))
         forward, backward = self._passes(following)
-        again = sum(self.timing.prices(following.layer).op_seconds(following.region)) if following.is_layer else 0.0
+        again = sum(self.timing.prices(following.layer).op_seconds(following.region))
         beside = (forward, backward, backward + again, min(forward, backward) / 2)
         program = part.region.program
         return action_points(

@@ -231,7 +231,7 @@ class Timing:
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
         if self.run.recompute.offload:
             pairs = [(item.count - 1, item, item) for item in items]
-            pairs += [(1, item, following) for item, following in pairwise(items)]
+            pairs += [(1, item, after) for item, after in pairwise(items) if after.in_layer]  # the last layer's stay
             forward += sum(n * self._over(i.offloaded, after.seconds.forward.seconds) for n, i, after in pairs)
             backward += sum(n * self._over(i.offloaded, after.seconds.backward.seconds) for n, i, after in pairs)
         if not (forward or backward):

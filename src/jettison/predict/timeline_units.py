@@ -132,7 +132,9 @@ def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> I
         return
     parts = {name: group.part for group in groups for name in group.names}
     each = [(unit, name, _moved(run, parts.get(name), unit)) for unit in made for name in unit.names]
-    each[-1:] = [(unit, name, 0) for unit, name, _ in each[-1:]]  # a stage may have no layers
+    layers = [i for i, (_, name, _) in enumerate(each) if name not in parts or parts[name].is_layer]
+    last = max(layers, default=-1)  # a stage may have no layers
+    each = [(unit, name, 0 if i == last else moved) for i, (unit, name, moved) in enumerate(each)]
     before = [0, *(moved for _, _, moved in each)]
     alike = groupby(zip(each, before, strict=False), lambda pair: (id(pair[0][0]), pair[0][2], pair[1]))
     for (_, moved, ahead), pairs in alike:
