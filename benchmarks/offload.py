@@ -18,6 +18,7 @@ from jettison.errors import Infeasible
 from jettison.explain.layer_reasons import layer_reasons
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
+from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware, hardware
@@ -117,6 +118,21 @@ def hidden() -> str:
     return f"{share:.0%}"
 
 
+def everything() -> str:
+    """On the host, if all that 70B's layers save went there."""
+    run = run_of("llama3-70b", offload=False, **SEVENTY)
+    parts = [part for part in forecast(run).parts if part.is_layer]
+    return format_bytes(sum(part.region.saved_bytes for part in parts[:-1]))
+
+
+def cheap() -> str:
+    """What most layers of 8B compute again on an H100."""
+    found = row("llama3-8b", hardware("h100-80gb"), micro_batch=2, **EIGHT).joint
+    assert found is not None
+    counted = Counter(str(reason) for reason in layer_reasons(found).values())
+    return counted.most_common(1)[0][0]
+
+
 def stages(gib: int) -> str:
     """GPT-175B over eight stages, by stage."""
     run = run_of("gpt-175b", offload=False, tp=8, pp=8, micro_batches=64)
@@ -140,6 +156,8 @@ def page() -> str:
         "seventy": seventy(),
         "hidden": hidden(),
         "stages": stages(56),
+        "everything": everything(),
+        "cheap": cheap(),
     }
     for name, value in values.items():
         text = text.replace(f"{{{{ {name} }}}}", value)
