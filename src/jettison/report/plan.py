@@ -115,7 +115,7 @@ class ForecastPlan:
 
         def key(layer: LayerChoice) -> tuple[object, ...]:
             moved = (layer.kept_bytes, layer.offloaded_bytes, layer.recompute_flops)
-            return layer.stage, layer.policy, *moved, str(self.reasons[layer.layer])
+            return layer.policy, *moved, str(self.reasons[layer.layer])
 
         groups: dict[tuple[object, ...], list[LayerChoice]] = {}
         for layer in self.layers:
@@ -126,7 +126,7 @@ class ForecastPlan:
                 span([entry.layer for entry in alike]),
                 one.policy,
                 str(self.reasons[one.layer]),
-                str(one.stage),
+                span([f".{stage}" for stage in dict.fromkeys(entry.stage for entry in alike)], brief=True).lstrip("."),
                 format_bytes(one.kept_bytes),
                 format_bytes(one.offloaded_bytes),
                 format_flops(one.recompute_flops),
