@@ -105,7 +105,7 @@ class StageChoice:
         return min(least.needs, best.needs), best
 
     def _least(self, problem: StepProblem, points: Sequence[Points], lowest: int) -> Answer:
-        """The lowest peak by the timeline of a few answers, the same whatever the budget.
+        """The answer with the lower peak by the timeline of two, the same whatever the budget.
 
         Without a link it is that of the fewest bytes that stay; with one, fewer bytes that stay are more on their way.
         """
@@ -123,8 +123,8 @@ class StageChoice:
         )
         if problem.link is None:
             return fewest
-        tried = [replace(self._ask(problem, points, lowest * share // 100), gap=1.0) for share in (100, 102, 110)]
-        return min([fewest, *tried], key=lambda one: (one.needs, one.added_seconds))
+        lean = replace(self._ask(problem, points, lowest), gap=1.0)
+        return min(fewest, lean, key=lambda one: (one.needs, one.added_seconds))
 
     def _ask(self, problem: StepProblem, points: Sequence[Points], asked: int) -> Answer:
         found = choose_options(problem, asked)
