@@ -10,7 +10,9 @@ from jettison.runtime.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReport:
-    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again) or ``parameter``."""
+    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again), ``offload`` (it
+    waits on the host) or ``parameter``.
+    """
 
     index: int
     path: str
@@ -47,7 +49,9 @@ class RegionReport:
     slots_kept: int
     slots_dropped: int
     slots_parameter: int
+    slots_offloaded: int
     kept_bytes: int
+    host_bytes: int
     recomputed_ops: tuple[str, ...] = field(default=())
     slots: tuple[SlotReport, ...] = field(default=())
 
@@ -61,7 +65,9 @@ class RegionReport:
             slots_kept=kinds.count("keep"),
             slots_dropped=kinds.count("drop"),
             slots_parameter=kinds.count("parameter"),
+            slots_offloaded=kinds.count("offload"),
             kept_bytes=recipe.kept_bytes if recipe else 0,
+            host_bytes=recipe.host_bytes if recipe else 0,
             recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
             slots=_slot_reports(recipe) if recipe else (),
         )

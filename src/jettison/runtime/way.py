@@ -10,10 +10,16 @@ from jettison.solve.policy import CheckpointPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Under one plan: what is kept, and the region's place in a checkpoint segment."""
+    """Under one plan: what is kept, and the region's place in a checkpoint segment.
+
+    Args:
+        stays: which of its calls in one forward of the model (1: the first) is the last of all blocks' and moves
+            nothing, since backward begins there at once; 0 where another block's is.
+    """
 
     policy: CheckpointPolicy
     link: SegmentLink = field(default_factory=SegmentLink)
+    stays: int = 0
 
     @property
     def linked(self) -> frozenset[int]:
