@@ -136,6 +136,7 @@ class RegionTrace:
     late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
     late_inside: frozenset[int] = frozenset()  # the same of its buffers
     form: str = ""  # the program's, before anything was anchored for what others write
+    written_later: frozenset[int] = frozenset()  # buffers that those two are about
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
 
     def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
@@ -150,6 +151,7 @@ class RegionTrace:
             ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
             if isinstance(ref, TensorRef):
                 found.add(ref.buffer)
+        self.written_later |= found
         saved = found & self.program.needed_buffers()
         given = {b for b in found - saved if self.program.buffers[b].source is not Source.OP}
         ops = tuple(

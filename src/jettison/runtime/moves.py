@@ -51,7 +51,8 @@ def moves_of(
 
     Args:
         reads: by buffer, how ops that run again see it.
-        written: buffers that ops which run again overwrite: each must have its own.
+        written: buffers that somebody overwrites before backward, or when it runs ops again. Past the version counters
+            that is no error, and backward wants what stands there by then.
     """
     found = {}
     for b in sorted(offloaded):

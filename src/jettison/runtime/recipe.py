@@ -154,7 +154,7 @@ def compile_recipe(
         trace,
         offloaded & kept,
         reads=_views_read(trace, again),
-        written=frozenset(old for i in again for old, _ in trace.calls[i].written),
+        written=frozenset(old for call in trace.calls for old, _ in call.written) | trace.written_later,
     )
     boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links | moved.keys())
     box_of = {b: n for n, b in enumerate(boxes)}

@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,12 +133,11 @@ class Recorder:
         if stream.copies:
             stream.queue.append(event)
             return
-        self.moment()
         self._reach(event)
+        self.moment()
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Device`."""
-        self.moment()
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         ctypes.memset(made.data_ptr(), POISON, nbytes)
         self.clocks.run(self._current, "allocation", writes=[self._bytes(made)])
@@ -187,6 +186,16 @@ class Recorder:
     def watching(self) -> TorchDispatchMode:
         """While entered, every op that runs is an access to its arguments and results."""
         return _Watch(self)
+
+    def touches(self, given: list[Tensor], written: list[Tensor]) -> None:
+        """An op is about to use these. A copy into what it uses, or out of what it writes to, may run before it or
+        after. For all others that makes no difference.
+        """
+        queued = [item for stream in (self.sends, self.fetches) for item in stream.queue if isinstance(item, _Copy)]
+        into = {copy.into_alive() for copy in queued if copy.into_alive is not None}
+        out_of = {copy.source_alive() for copy in queued if copy.source_alive is not None}
+        if any(t.untyped_storage() in into for t in given) or any(t.untyped_storage() in out_of for t in written):
+            self.moment()
 
     def moment(self) -> None:
         """Copies may run here, as the order has it."""
@@ -261,16 +270,16 @@ class _Watch(TorchDispatchMode):
             return NotImplemented
         if infers_shapes() or func.is_view:
             return func(*args, **kwargs)
-        self.recorder.moment()
+        given, written = _tensors(op_leaves(args, kwargs)), _tensors(writes(func, args, kwargs))
+        self.recorder.touches(given, written)
         out = func(*args, **kwargs)
-        given, made = _tensors(op_leaves(args, kwargs)), _tensors(op_leaves(out))
-        written = [plain(t) for t in writes(func, args, kwargs)] + made
+        written += _tensors(op_leaves(out))
         bytes_of, stream = self.recorder._bytes, self.recorder.current_stream()
         self.recorder.clocks.run(stream, str(func), reads=map(bytes_of, given), writes=map(bytes_of, written))
         return out
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
     found = [plain(leaf) for leaf in leaves if isinstance(leaf, Tensor) and is_dense(leaf)]
     return [tensor for tensor in found if tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)]
 

@@ -38,9 +38,15 @@ def run_without_recipe(
         return _rerun(region, prepared, prepared.verdict, args, kwargs).run()
     policy = region.way.policy
     with without_our_hooks():  # what it saves is not the surrounding region's
-        if isinstance(policy, Offload) and not (prepared.verdict is not None and prepared.verdict.again):
+        if isinstance(policy, Offload) and _may_move(region, prepared):
             return _run_moving(region, policy, args, kwargs)
         return region.forward(*args, **kwargs)
+
+
+def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
+    """Whether what autograd saves is what it gives back, and not what somebody has written there since."""
+    late = region.recordings.late or region.recordings.late_inside
+    return not late and not (prepared.verdict is not None and prepared.verdict.again)
 
 
 def _run_moving(region: PlannedForward, policy: Offload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,7 +71,7 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
     prepared.told = True
     verdict = prepared.verdict
     is_kept = region.is_root or keeps_everything(region.way.policy) or (verdict is not None and not verdict.again)
-    moves = isinstance(region.way.policy, Offload) and not region.is_root
+    moves = isinstance(region.way.policy, Offload) and not region.is_root and _may_move(region, prepared)
     kept = "moved to the host as it is saved" if moves else "kept as plain autograd keeps it"
     what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""

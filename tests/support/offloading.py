@@ -1,0 +1,147 @@
+"""Models under a plan that moves, on a recorder: run under an order of copies, next to an independent copy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import jettison
+from jettison.measure import compare_gradients, independent_copy
+from jettison.planner.handle import Applied
+from jettison.runtime.offload import OffloadEngine
+from jettison.runtime.recorder import Order, Recorder
+from jettison.solve.policy import CheckpointPolicy, Full, Offload
+
+ALL = Offload(smallest_bytes=1)
+INPUTS = Offload(keeps=Full(), smallest_bytes=1)
+
+
+class Scale(nn.Module):
+    """Saves one tensor, its argument."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Line(nn.Module):
+    """An embedding, blocks, a loss: what the blocks save is their own."""
+
+    def __init__(self, blocks: list[nn.Module], width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Shuffled:
+    """Copies run, or wait, by chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+
+    def choose(self, runnable: list[str]) -> int:
+        """See `Order`."""
+        return self.chance.randrange(-1, len(runnable))
+
+
+@dataclass
+class Chosen:
+    """Choices made before, and the first one after they have run out; ``options`` is how many there were each time."""
+
+    choices: list[int]
+    options: list[int] = field(default_factory=list)
+
+    def choose(self, runnable: list[str]) -> int:
+        """See `Order`."""
+        at = len(self.options)
+        self.options.append(len(runnable) + 1)
+        return (self.choices[at] if at < len(self.choices) else 0) - 1
+
+
+def all_orders() -> Iterator[Chosen]:
+    """Every sequence of choices that a run comes by: run under each before the next is asked for."""
+    choices: list[int] = []
+    while True:
+        order = Chosen(choices)
+        yield order
+        choices = [*choices, *[0] * (len(order.options) - len(choices))]
+        while choices and choices[-1] + 1 == order.options[len(choices) - 1]:
+            choices.pop()
+        if not choices:
+            return
+        choices[-1] += 1
+
+
+@dataclass
+class Pair:
+    """A model under a policy, and its copy without."""
+
+    model: nn.Module
+    batch: Any
+    policy: CheckpointPolicy = ALL
+    options: dict[str, Any] = field(default_factory=dict)
+    handle: Applied = field(init=False)
+    plain: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain = independent_copy(self.model)
+        self.handle = jettison.apply(self.model, self.policy, batch=self.batch, **self.options)
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """Of the plan."""
+        engine = self.handle.offload
+        assert engine is not None, "nothing moves: nothing is tested"
+        return engine
+
+    @property
+    def recorder(self) -> Recorder:
+        """Its device."""
+        device = self.engine.device
+        assert isinstance(device, Recorder)
+        return device
+
+    def step(self, order: Order | None = None, *, watched: bool = True) -> list[str]:
+        """One forward and backward of each from no gradients; what is wrong with it, if anything."""
+        if order is not None:
+            self.recorder.order = order
+        known = len(self.recorder.races)
+        for each in (self.model, self.plain):
+            each.zero_grad(set_to_none=True)
+        run(self.plain, self.batch)
+        if watched:
+            with self.recorder.watching():
+                run(self.model, self.batch)
+        else:
+            run(self.model, self.batch)
+        return self.wrong(known)
+
+    def wrong(self, known: int = 0) -> list[str]:
+        """Races from number ``known`` on, and gradients that differ."""
+        found = [str(race) for race in self.recorder.races[known:]]
+        same = compare_gradients(self.model, self.plain)
+        return found if same.identical else [*found, "gradients differ"]
+
+
+def run(model: nn.Module, batch: Any) -> None:
+    """A forward and its backward."""
+    model(*batch).backward() if isinstance(batch, tuple) else model(batch).backward()
+
+
+def seeded(*shape: int, seed: int = 1) -> Tensor:
+    """A batch."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
