@@ -138,6 +138,8 @@ class ActiveFrame(Frame):
 
 def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
     """A guess at what a recording took as fixed and was not."""
+    if recipe.slots[slot].kind == "offload":
+        return "Something wrote to it, past autograd's version counters, before it had arrived there."
     program = recipe.trace.program
     changed = region.recordings.guard.words() if region.recordings.guard is not None else ""
     if changed:
