@@ -26,7 +26,7 @@ class Schedule(HappensBefore):
 
 
 def megatron_7398(s: Schedule, mended: bool) -> None:
-    """NVIDIA/Megatron-LM#7398: an unpack that beats its prefetch copies back in its own stream, and waits for nothing."""
+    """NVIDIA/Megatron-LM#7398: an unpack that beats its prefetch copies back where it is, and waits for nothing."""
     s.op(COMPUTE, "forward", writes=A)
     s.after(OUT, COMPUTE)
     s.op(OUT, "copy out", reads=A, writes=POOL)

@@ -124,7 +124,7 @@ def test_more_than_the_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host_memory, "GROUP", tmp_path)
     HostPool(Rounding(), 1 << 40).reserve(1 << 20)
     for budget in (None, 1 << 40):
-        with pytest.raises(HostBudgetExceeded, match="what this machine has for it is 1.00 MiB"):
+        with pytest.raises(HostBudgetExceeded, match=r"what this machine has for it is 1\.00 MiB"):
             HostPool(Rounding(), budget).reserve((1 << 20) + 1)
 
 

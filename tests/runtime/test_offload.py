@@ -129,14 +129,14 @@ def test_a_host_budget_that_cannot_be_met_is_refused_and_leaves_nothing() -> Non
     torch.manual_seed(0)
     model, x = Line([Mlp(64, 256) for _ in range(4)], 64), seeded(128, 64)
     forwards = {name: vars(m).get("forward") for name, m in model.named_modules()}
-    with pytest.raises(HostBudgetExceeded, match="the host budget is 100.00 KiB"):
+    with pytest.raises(HostBudgetExceeded, match=r"the host budget is 100\.00 KiB"):
         jettison.apply(model, "offload", batch=x, host_budget=102400)
     assert {name: vars(m).get("forward") for name, m in model.named_modules()} == forwards
     needed = 3 * (128 * 64 + 2 * 128 * 256) * 4
     jettison.apply(model, "offload", batch=x, host_budget=needed).remove()
     with pytest.raises(UsageError, match="unit"):
         jettison.apply(model, "offload", batch=x, host_budget="12")
-    with pytest.raises(UsageError, match="expected 0 or more"):
+    with pytest.raises(UsageError, match="not at least one byte"):
         jettison.apply(model, "offload", batch=x, host_budget=-1)
 
 
@@ -431,7 +431,7 @@ def test_what_is_written_to_after_it_was_saved_stops() -> None:
     found = Pair(Writes([Scale(WIDTH) for _ in range(4)]), batch, ALL, {"regions": regions})
     assert not found.step()
     writing = True
-    with pytest.raises(StaleTensor, match="on its way to the host .* was modified by an inplace operation"):
+    with pytest.raises(StaleTensor, match=r"on its way to the host .* was modified by an inplace operation"):
         run(found.model, batch)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(found.plain, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,12 @@ class Line(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
+
+
+def line_of(block: Callable[[int], nn.Module], count: int, width: int) -> Line:
+    """Alike blocks, from a fixed seed."""
+    torch.manual_seed(0)
+    return Line([block(width) for _ in range(count)], width)
 
 
 class Shuffled:
