@@ -22,6 +22,7 @@ class Rounding(Imagined):
     """Pins as torch's allocator does, and remembers."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.pinned: list[int] = []
 
     rounded = Accelerator.rounded

@@ -69,6 +69,9 @@ class Imagined:
 
     sends = fetches = None
 
+    def __init__(self) -> None:
+        self._like: Tensor | None = None  # without elements; fake, also where no mode makes new tensors so
+
     def current_stream(self) -> Stream:
         """See `Device`."""
         return None
@@ -82,7 +85,8 @@ class Imagined:
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Device`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        assert self._like is not None  # nothing comes back that did not go
+        return self._like.new_empty(nbytes)
 
     def rounded(self, nbytes: int) -> int:
         """See `Device`."""
@@ -94,6 +98,8 @@ class Imagined:
 
     def send(self, source: Tensor, slab: Slab, offset: int) -> None:
         """See `Device`."""
+        if self._like is None:
+            self._like = source.new_empty(0)
 
     def fetch(self, slab: Slab, offset: int, into: Tensor) -> None:
         """See `Device`."""

@@ -165,7 +165,7 @@ class Transit:
         found = self.moved.open()
         if self.move.gathered is None:
             return found
-        whole = torch.empty(self.move.nbytes, dtype=torch.uint8, device=found.device)
+        whole = found.new_empty(self.move.nbytes)
         ref = self.move.gathered
         typed(whole, ref).copy_(found.view(ref.dtype).view(ref.size))
         return whole
