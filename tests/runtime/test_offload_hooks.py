@@ -157,7 +157,7 @@ def test_types_come_back_as_they_went(dtype: torch.dtype) -> None:
 
 
 def test_a_write_is_noticed() -> None:
-    engine, found = hooks([], Recorder())
+    _engine, found = hooks([], Recorder())
     tensor = torch.randn(ROWS, WIDTH)
     packed = found.pack(tensor)
     tensor.mul_(2)
