@@ -1,8 +1,9 @@
 """Tensors that wait on the host: gradients to the bit however slow copies are, races, what pinning takes, the peak.
 
 Copies are stalled by kernels that do nothing for milliseconds (``torch.cuda._sleep``), on the way out, on the way back
-and both: a wait that is missing then shows in the gradients each time. torch's CUDA sanitizer watches a run in a process
-of its own (``TORCH_CUDA_SANITIZER=1``), and, so that its silence means something, a run whose engine waits for nothing.
+and both: a wait that is missing then shows in the gradients each time. torch's CUDA sanitizer watches a run in a
+process of its own (``TORCH_CUDA_SANITIZER=1``), and, so that its silence means something, one whose engine waits for
+nothing.
 Without a device a recorder takes its place: it runs copies as late, as early and in as mixed an order as is legal, and
 looks for races itself.
 

@@ -519,3 +519,32 @@ def test_inputs_alone_move_where_the_rest_is_computed_again() -> None:
     for seed in range(5):
         assert not found.step(Shuffled(seed))
     assert directions(found) == "ooobbb" * 5
+
+
+def test_what_the_model_returns_lives_anyway() -> None:
+    """A model that hands out the results of two blocks: those do not move, and the report says so."""
+
+    class Returns(Line):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            results = [self.embed(x)]
+            for layer in self.layers:
+                results.append(layer(results[-1]))
+            return results[-1].square().mean(), results[1], results[3]
+
+    torch.manual_seed(0)
+    model = Returns([Scale(WIDTH) for _ in range(5)])
+    plain = independent_copy(model)
+    x, regions = seeded(ROWS, WIDTH), [f"layers.{i}" for i in range(5)]
+
+    def loss(output: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return output[0] + output[1].sum() + output[2].sin().sum()
+
+    with jettison.apply(model, ALL, batch=x, loss_fn=loss, regions=regions) as handle:
+        for each in (model, plain):
+            loss(each(x)).backward()
+        assert handle.offload is not None
+        assert [t.nbytes for t in handle.offload.transfers] == [TENSOR_BYTES] * 4
+        moved = {r.name: r.slots_offloaded for r in handle.report()}
+    assert compare_gradients(model, plain).identical
+    # each saves its argument; those of layers.1 and layers.3 are returned, and layers.4 is the last
+    assert moved == {"layers.0": 1, "layers.1": 0, "layers.2": 1, "layers.3": 0, "layers.4": 0, "": 0}

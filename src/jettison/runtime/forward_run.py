@@ -32,11 +32,12 @@ _running = threading.local()
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("broken", "check", "fake", "given", "nested", "number", "region", "start", "taps_seen")
+    __slots__ = ("broken", "check", "fake", "given", "moves", "nested", "number", "region", "start", "taps_seen")
 
     def __init__(self, recipe: Recipe, region: Any, group: Group | None = None, *, moves: bool = True) -> None:
         super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves)
         self.region = region
+        self.moves = moves
         self.number = region.calls
         self.broken = ""  # how the run left the recording
         self.check: SequenceCheck | None = None
@@ -45,6 +46,11 @@ class ActiveFrame(Frame):
         self.start = next_sequence_number()
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """On the device until its backward."""
+        return self.recipe.held_bytes(moves=self.moves)
 
     def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
         """As any frame's."""

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.recording import Place, TensorRef
 from jettison.errors import JettisonError
 from jettison.runtime.offload_setup import engine_for, host_layout, imagined_engine, place_of
 from jettison.runtime.planned import PlannedForward
@@ -142,4 +143,25 @@ def _ways(
             ways[name] = Way(policy=policies[name], link=before)
     if last in ways:
         ways[last] = replace(ways[last], stays=sum(call.name == last for call in traced.calls))
+    for name, places in _returned(traced).items():
+        ways[name] = replace(ways[name], lives=frozenset(places))
     return ways | {"": Way(policy=root)}
+
+
+def _returned(traced: ModelTrace) -> dict[str, set[Place]]:
+    """By block, what of its arguments and results the model returns, where the loop holds that."""
+    found: dict[str, set[Place]] = {}
+    if not traced.loop.holds_output:
+        return found
+    root = traced.root
+    held = {
+        root.blocks[ref.buffer]
+        for ref in root.output_leaves
+        if isinstance(ref, TensorRef) and ref.buffer in root.blocks
+    }
+    for number, leaf in held:
+        found.setdefault(traced.calls[number].name, set()).add((True, leaf))
+        if number + 1 < len(traced.calls):
+            after = traced.calls[number + 1]
+            found.setdefault(after.name, set()).update((False, p) for p, output in after.links if output == leaf)
+    return found

@@ -24,11 +24,11 @@ from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
-from jettison.runtime.frame import Diverged, Frame, unpack
+from jettison.runtime.frame import Diverged, unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, next_sequence_number
 from jettison.runtime.listeners import CallListener, Watched
 from jettison.runtime.offload import Group, OffloadEngine
-from jettison.runtime.offload_setup import place_of, shared_engine
+from jettison.runtime.offload_setup import imagined_engine, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
@@ -80,7 +80,7 @@ class PlannedForward:
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.listener: CallListener | None = None
-        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.frames: weakref.WeakSet[ActiveFrame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
         self.offload: OffloadEngine | None = None  # of the plan, where anything in it moves
@@ -267,7 +267,7 @@ class PlannedForward:
     def live(self) -> Live:
         """What is between its forward and its backward now."""
         frames = list(self.frames)
-        return Live(calls=len(frames), nbytes=sum(frame.recipe.kept_bytes for frame in frames))
+        return Live(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
 
     def nested(self, run: Callable[[], Any]) -> Any:
         """What a stand-in for a nested region gives inside this one."""
@@ -284,6 +284,7 @@ class PlannedForward:
         best = self.recordings.most_used()
         return RegionReport.of(
             best.recipe if best else None,
+            stays=self.way.stays == 1,
             name=self.name,
             word=self.way.policy.word,
             calls=self.calls,
@@ -417,7 +418,8 @@ class PlannedForward:
     def begin_group(self, *, moves: bool) -> Group | None:
         """For a call, where it or others around it move what they save."""
         if self.offload is None and moves:
-            self.offload = shared_engine(place_of(self.module))
+            engine = imagined_engine if self.in_dry_run else shared_engine
+            self.offload = engine(place_of(self.module))
         return None if self.offload is None else self.offload.begin()
 
     def stays(self) -> bool:

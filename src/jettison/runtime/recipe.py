@@ -94,10 +94,9 @@ class Recipe:
     links: dict[int, int] = field(default_factory=dict)  # input buffer -> box of the block before's output handle
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
 
-    @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes held on the device between forward and backward."""
-        return self.trace.program.kept_bytes(self.kept - self.moved.keys())
+    def held_bytes(self, *, moves: bool = True) -> int:
+        """Bytes on the device between forward and backward; in a call that moves nothing, also what else would go."""
+        return self.trace.program.kept_bytes(self.kept - self.moved.keys() if moves else self.kept)
 
     @cached_property
     def host_bytes(self) -> int:

@@ -280,7 +280,7 @@ class Recordings:
             policy.kept(trace.program),
             linked=self.way.linked,
             handed=self.way.handed,
-            offloaded=offloaded_by(policy, trace.program),
+            offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
         )
         prepared = self.prepared[self.number, key] = Prepared(recipe=recipe)
         return prepared
