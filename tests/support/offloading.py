@@ -14,12 +14,14 @@ import jettison
 from jettison.errors import WrongValue
 from jettison.measure import compare_gradients, independent_copy
 from jettison.planner.handle import Applied
-from jettison.runtime.offload import OffloadEngine
+from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.runtime.recorder import Order, Recorder
 from jettison.solve.policy import CheckpointPolicy, Full, Offload
 
 ALL = Offload(smallest_bytes=1)
 INPUTS = Offload(keeps=Full(), smallest_bytes=1)
+WIDTH, ROWS = 8, 4
+TENSOR_BYTES = ROWS * WIDTH * 4
 
 
 class Scale(nn.Module):
@@ -152,3 +154,29 @@ def run(model: nn.Module, batch: Any) -> None:
 def seeded(*shape: int, seed: int = 1) -> Tensor:
     """A batch."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def line(*blocks: nn.Module) -> nn.Module:
+    """Blocks with weights that differ."""
+    torch.manual_seed(0)
+    for block in blocks:
+        for p in block.parameters():
+            nn.init.normal_(p)
+    return Line(list(blocks), WIDTH)
+
+
+def scales(count: int = 4, policy: Any = ALL, **options: Any) -> Pair:
+    """Each block saves its input and nothing else: the output of the one before."""
+    options["regions"] = [f"layers.{i}" for i in range(count)]
+    return Pair(line(*(Scale(WIDTH) for _ in range(count))), seeded(ROWS, WIDTH), policy, options)
+
+
+def pair(*blocks: nn.Module, policy: Any = ALL, batch: Any = None, **options: Any) -> Pair:
+    """These blocks, each a region."""
+    options.setdefault("regions", [f"layers.{i}" for i in range(len(blocks))])
+    return Pair(line(*blocks), seeded(ROWS, WIDTH) if batch is None else batch, policy, options)
+
+
+def directions(found: Pair) -> str:
+    """Of all copies so far, in order: o for out, b for back."""
+    return "".join("o" if t.direction is Direction.OUT else "b" for t in found.engine.transfers)
