@@ -21,6 +21,9 @@ from jettison.solve import (
     label_setting,
     minimum_budget,
 )
+from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
+from jettison.solve.label_setting import fastest_path
+from jettison.solve.moves import walks
 from jettison.solve.problem import Link
 from support.offload_cases import Case, cases, deep_offload, fastest
 
@@ -57,6 +60,23 @@ def test_the_smallest_budget_is_exact(case: Case) -> None:
         choose(problem, least - 1)
     assert error.value.minimum_budget_bytes == least
     assert choose(problem, least).levels.peak_bytes == least
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=5, tensors=5), st.integers(0, 40))
+def test_labels_alone_find_the_best(case: Case, more: int) -> None:
+    """Without plans that pay for the host's bytes, without a limit from another plan."""
+    problem = case.problem
+    budget = minimum_budget(problem) + more
+    (walk,) = walks(problem)
+    budgeted = BudgetedWalk.of(walk, budget)
+    bound = relax(budgeted, best_multipliers(budgeted))
+    found = fastest_path(budgeted, bound, width=10**6)
+    best = fastest(case, budget)
+    assert found.path is not None and best is not None
+    assert evaluate(problem, walk.choice(found.path.moves)).seconds == pytest.approx(best, abs=EXACT)
+    assert bound.picoseconds <= best * 1e12 + 10  # a picosecond for each region that sends
+    assert (found.loss, found.dropped) == (0, float("inf"))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -132,6 +152,33 @@ def test_a_host_budget_of_nothing_moves_nothing() -> None:
     with pytest.raises(Infeasible) as error:
         choose(problem, 132)
     assert error.value.minimum_budget_bytes == 133
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+def test_bytes_of_the_host_are_saved_for_where_they_are_worth_most(
+    numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one: the first would save 1 s, the third 10; what the second does is all the same."""
+
+    def region(name: str, seconds: float) -> ProblemRegion:
+        plain = RegionOption(
+            key="again", resident_bytes=0, forward_peak_bytes=8, backward_peak_bytes=0, seconds=seconds
+        )
+        send = dataclasses.replace(plain, key="send", seconds=0.0, offloaded_bytes=8)
+        options = (plain, send) if seconds else (plain,)
+        return ProblemRegion(name=name, class_key=name, options=options, gradient_bytes=0)
+
+    regions = tuple(region(f"layers.{i}", seconds) for i, seconds in enumerate((1.0, 0.0, 10.0, 0.0)))
+    link = Link(bytes_per_second=1e12, host_budget_bytes=8)
+    problem = StepProblem(static_bytes=0, optimizer_peak_bytes=0, regions=regions, root=(quiet(4),), link=link)
+    if not numpy:
+        monkeypatch.setattr(label_setting, "np", None)
+    (walk,) = walks(problem)
+    budgeted = BudgetedWalk.of(walk, 100)
+    found = fastest_path(budgeted, relax(budgeted, Multipliers(device=[0.0] * 5)), width=100)
+    assert found.path is not None
+    assert walk.choice(found.path.moves).regions == ("again", "again", "send", "again")
+    assert choose(problem, 100).choice.regions == ("again", "again", "send", "again")
 
 
 def test_offload_has_to_make_sense() -> None:

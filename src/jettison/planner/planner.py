@@ -256,11 +256,11 @@ def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
     return tuple(o for i, o in enumerate(options) if i in (0, last) or is_lean(o.key))
 
 
-def exactly(program: Program, kept: frozenset[int]) -> Exactly:
+def exactly(program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> Exactly:
     """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
     total = program.kept_bytes(program.saved_buffers())
     share = KeepShare(program.kept_bytes(kept) / total if total else 1.0)
-    return Exactly(program.digest(), kept, share, program.form())
+    return Exactly(program.digest(), kept, share, program.form(), moved=moved)
 
 
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
@@ -271,10 +271,10 @@ def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
     policies = {
         entry.layer: policy_named(entry.option)
         if entry.layer in opaque
-        else exactly(programs[entry.layer], frozenset(entry.kept))
+        else exactly(programs[entry.layer], frozenset(entry.kept), frozenset(entry.offloaded))
         for entry in plan.layers
     }
-    root = exactly(traced.root.program, frozenset(plan.root.kept))
+    root = exactly(traced.root.program, frozenset(plan.root.kept), frozenset(plan.root.offloaded))
     segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     return ModulePolicy(trace=traced, policies=policies, root=root, segments=segments)
 
