@@ -1,6 +1,7 @@
 """The choice over a step against brute force, and its certificate."""
 
 import dataclasses
+import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -210,9 +211,10 @@ def test_deep_models_are_planned_quickly(same: bool, roots: int, limit_seconds: 
     choose(problem, minimum)  # the first call loads the solver
     seconds = []
     for more in (0, 1, 5, 20, 60, 150, 250):
+        begin = time.process_time()
         solution = choose(problem, minimum + (more << 30))
+        assert time.process_time() - begin < limit_seconds
         seconds.append(solution.levels.seconds)
         assert solution.certificate.gap <= 0.005
-        assert solution.certificate.solver_seconds < limit_seconds
         assert solution.levels.peak_bytes <= minimum + (more << 30)
     assert seconds == sorted(seconds, reverse=True)

@@ -79,6 +79,18 @@ def test_labels_alone_find_the_best(case: Case, more: int) -> None:
     assert (found.loss, found.dropped) == (0, float("inf"))
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=4, tensors=5), st.integers(0, 40), st.lists(st.floats(0, 1e9), min_size=6, max_size=6))
+def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[float]) -> None:
+    problem = case.problem
+    budget = minimum_budget(problem) + more
+    (walk,) = walks(problem)
+    best = fastest(case, budget)
+    assert best is not None
+    multipliers = Multipliers(device=prices[: walk.count + 1], host=prices[5])
+    assert relax(BudgetedWalk.of(walk, budget), multipliers).picoseconds <= best * 1e12 + 10
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(regions=4, tensors=5), st.integers(0, 40))
 def test_without_numpy_and_highs_the_answer_is_as_fast(case: Case, more: int) -> None:
@@ -178,7 +190,8 @@ def test_bytes_of_the_host_are_saved_for_where_they_are_worth_most(
     found = fastest_path(budgeted, relax(budgeted, Multipliers(device=[0.0] * 5)), width=100)
     assert found.path is not None
     assert walk.choice(found.path.moves).regions == ("again", "again", "send", "again")
-    assert choose(problem, 100).choice.regions == ("again", "again", "send", "again")
+    priced = relax(budgeted, Multipliers(device=[0.0] * 5, host=1e11))
+    assert priced.picoseconds == pytest.approx(0.8e12, rel=1e-6), "at 0.8 s for 8 bytes both move, and 8 are free"
 
 
 def test_offload_has_to_make_sense() -> None:
