@@ -111,6 +111,23 @@ def test_offload_is_never_slower_than_doing_without(gib: int) -> None:
     assert answer.host_bytes <= (H100.host_memory_bytes or 0)
 
 
+def test_of_a_named_mode_the_last_layer_stays_as_do_embedding_and_head() -> None:
+    device = replace(H100, host_bytes_per_second=4 * 10**9)
+    run = replace(run_of("llama3-8b", dp=8, zero=1, micro_batch=2), recompute=Recompute(offload=True))
+    found = forecast(run).stages[0]
+    parts = found.parts[0]
+    assert [part.is_layer for part in parts] == [False, *[True] * 32, False]
+    stays = sum(part.region.program.kept_bytes(part.kept) for part in (parts[0], *parts[-2:]))
+    assert found.activation_bytes == stays
+    plain = replace(run, recompute=Recompute(mode=Mode.AUTO))
+    passes = Timing(run=plain, hardware=device, execution=execution_of(run)).items(found.groups[0])[1].seconds
+    way = parts[1].region.saved_bytes / (device.host_bytes_per_second * device.reached.host)
+    waited = 31 * (2 * way - passes.forward.seconds - passes.backward.seconds)
+    assert waited > 0.0
+    more = estimate(run, device).step_seconds - estimate(plain, device).step_seconds
+    assert more == pytest.approx(waited)
+
+
 # 70B on the link of a Grace -------------------------------------------------------------------------------------------
 
 

@@ -175,7 +175,7 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
     moves = [m for group in budgeted.moves for m in group]
     waiting = count - 1 if walk.offloads else 0
     limited = walk.host_budget_bytes is not None
-    prefix_row, budget_row, wait_row = count, 2 * count, 3 * count  # the wait at position r >= 1 is row 3 count + r
+    prefix_row, budget_row, wait_row = _rows(count)
     host_row = 3 * count + 1 + waiting
     rows: list[int] = []
     values: list[float] = []
@@ -187,24 +187,7 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
         starts.append(len(rows))
 
     for m in moves:
-        arrive = [(m.stop, -1.0)] if m.stop < count else []
-        resident, need = m.resident_bytes * byte_scale, m.need_bytes * byte_scale
-        sent = []
-        if m.sent_bytes:
-            sent = [(budget_row + m.stop, m.sent_bytes * byte_scale), (wait_row + m.stop, m.copying * seconds_scale)]
-        if m.host_bytes and limited:
-            sent.append((host_row, m.host_bytes * byte_scale))
-        beside = [(wait_row + m.start, -m.hides * seconds_scale)] if waiting and m.start else []
-        column(
-            [
-                (m.start, 1.0),
-                *arrive,
-                (prefix_row + m.stop - 1, -resident),
-                (budget_row + m.start, need),
-                *sent,
-                *beside,
-            ]
-        )
+        column(_entries(m, count, waiting > 0, host_row if limited else None, seconds_scale, byte_scale))
     for r in range(1, count + 1):
         follow = [(prefix_row + r, -1.0)] if r < count else []
         column([(prefix_row + r - 1, 1.0), *follow, (budget_row + r, 1.0)])
@@ -229,3 +212,33 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
     lp.a_matrix_.index_ = np.array(rows, dtype=np.int32)
     lp.a_matrix_.value_ = np.array(values)
     return lp
+
+
+def _rows(count: int) -> tuple[int, int, int]:
+    """First rows of prefixes, of budgets, and of waits, of which there is none at position 0: it is the loss's."""
+    return count, 2 * count, 3 * count
+
+
+def _entries(
+    m: Move, count: int, waiting: bool, host_row: int | None, seconds_scale: float, byte_scale: float
+) -> list[tuple[int, float]]:
+    """A move's column: (row, value).
+
+    Args:
+        waiting: there are rows for waits.
+        host_row: of the host's budget.
+    """
+    prefix_row, budget_row, wait_row = _rows(count)
+    resident, need = m.resident_bytes * byte_scale, m.need_bytes * byte_scale
+    found = [(m.start, 1.0)]
+    if m.stop < count:
+        found.append((m.stop, -1.0))
+    found += [(prefix_row + m.stop - 1, -resident), (budget_row + m.start, need)]
+    if m.sent_bytes:
+        found.append((budget_row + m.stop, m.sent_bytes * byte_scale))
+        found.append((wait_row + m.stop, m.copying * seconds_scale))
+    if m.host_bytes and host_row is not None:
+        found.append((host_row, m.host_bytes * byte_scale))
+    if waiting and m.start:
+        found.append((wait_row + m.start, -m.hides * seconds_scale))
+    return found
