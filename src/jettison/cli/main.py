@@ -231,6 +231,13 @@ def verify(
     model: Annotated[str | None, Parameter(help="With a plan file: the model, if the plan does not say it.")] = None,
     budget: Budget = None,
     recompute: Annotated[str | None, Parameter(help="Verify a policy: none, selective, full or every:K.")] = None,
+    given: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Verify what the model itself recomputes and offloads.")
+    ] = False,
+    step: Annotated[
+        str | None, Parameter(help="With --given: module:function of (model, batch), a forward and backward.")
+    ] = None,
+    against: Annotated[str | None, Parameter(help="With --given: module:factory of the same model, plain.")] = None,
     seq: Seq = None,
     micro_batch: MicroBatch = None,
     precision: Precision = None,
@@ -246,11 +253,14 @@ def verify(
     flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
     with progress() as say:
         say("loading torch")
-        from jettison.verbs.verify_request import prove, request_for
+        from jettison.verbs.verify_request import Given, prove, request_for
 
         request, made = request_for(target, model=model, optimizer=optimizer, **flags)
+        as_given = Given(step=step, against=against) if given or step or against else None
         try:
-            proof = prove(request, plan=made, budget=budget, recompute=recompute, rounds=rounds, progress=say)
+            proof = prove(
+                request, plan=made, budget=budget, recompute=recompute, given=as_given, rounds=rounds, progress=say
+            )
         except Infeasible as error:
             if form == "json":
                 print(json_text(_infeasible(error)), end="")

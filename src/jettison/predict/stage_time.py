@@ -188,7 +188,7 @@ class Timing:
         layout = self.run.layout
         seconds = []
         for items in chunks:
-            each = total_of([item.seconds * item.count for item in items])
+            each = total_of([item.seconds * item.count for item in items] or [NOTHING])
             seconds.append(replace(each, again=each.again * share) + self._beside(items))
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
@@ -218,6 +218,8 @@ class Timing:
     def _beside(self, items: Sequence[Item]) -> RegionSeconds:
         """What ZeRO 2 and 3 and offloading add to a chunk's passes, where its work does not cover it."""
         layout = self.run.layout
+        if not items:
+            return NOTHING
         forward = backward = 0.0
         if layout.zero >= 2 and layout.shards > 1:
             gathers = layout.zero == 3 and layout.resharded
@@ -264,7 +266,7 @@ class Timing:
     def _end(self, items: Sequence[Item]) -> float:
         """What is left when backwards are over: gradients are ready region by region, and move one after another."""
         layout = self.run.layout
-        if layout.shards == 1:
+        if layout.shards == 1 or not items:
             return 0.0
         again = layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
         after = sum(item.count * item.gathered for item in items) if again else 0.0

@@ -138,7 +138,7 @@ def _alike(
     if chosen is None and run.recompute.mode not in (Mode.BLOCK, Mode.INTERVAL):
         policy = _policy(run, position)
         for number, first, last in run.model.stretches:
-            if first < stop and start < last:
+            if max(first, start) < min(last, stop):
                 yield (number, policy, None), range(max(first, start), min(last, stop))
         return
     numbers = run.model.kind_numbers

@@ -21,7 +21,9 @@ from jettison.spec.run import Mode, Run
 
 
 def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
-    """The units of one chunk, in order."""
+    """The units of one chunk, in order; none of a stage without layers."""
+    if not groups:
+        return ()
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
     made = _segments(run, groups, size) if size > 1 else [_unit(run, group) for group in groups]
     return tuple(_with_transients(run, groups, made))

@@ -139,7 +139,7 @@ def _segments_in_flight(
 
 def bound(run: Run, hardware: Hardware) -> TimeBound:
     """Of the setups that are like a run in all but p, m, n and ZeRO."""
-    alone = replace(run.layout, pp=1, virtual_stages=1, schedule=Schedule.ONE_F_ONE_B, zero=0)
+    alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
     single = replace(run, layout=alone, micro_batches=1)
     found = [forecast(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
     layers = [[group.part.static for group in f.stages[0].groups[0] if group.part.is_layer] for f in found]

@@ -218,26 +218,29 @@ def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -
 
 
 def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple[set[int], set[int]]:
-    """Buffers that backward reads under ``kept``, and slots to keep as well so that it can."""
+    """Buffers that backward reads under ``kept``, and what to keep as well so that it can: what cannot be computed, or
+    where that cannot be kept either, the smallest that can on the way to the slot, nearest to the slot of equal ones.
+    """
     missing: set[int] = set()
     needed: set[int] = set()
     for slot_buffer in program.needed_buffers():
-        stack, local, broken = [slot_buffer], set(), False
+        stack, local, broken = [(slot_buffer, slot_buffer)], set(), False
         while stack:
-            b = stack.pop()
+            b, least = stack.pop()
             if b in local:
                 continue
             local.add(b)
             buffer = program.buffers[b]
             if b in kept or buffer.free:
                 continue
+            if buffer.keepable and buffer.nbytes < program.buffers[least].nbytes:
+                least = b
             op = program.ops[buffer.producer] if buffer.producer is not None else None
             if op is None or op.anchor is not None or (not transfers and op.name.startswith(_TRANSFERS)):
-                nearest = b if buffer.keepable else slot_buffer
-                missing.add(nearest)
+                missing.add(b if buffer.keepable else least)
                 broken = True
                 continue
-            stack.extend(op.inputs)
+            stack.extend((read, least) for read in op.inputs)
         if not broken:
             needed |= local
     return needed, missing
