@@ -303,6 +303,25 @@ def test_a_backward_that_asks_at_once_is_not_sent_for() -> None:
     assert [t.direction for t in engine.transfers] == [Direction.OUT, Direction.BACK]
 
 
+def test_the_group_before_comes_when_backward_asks_the_one_after() -> None:
+    """One group ahead, and no more; asked a second time in a row, nothing happens; what is there is not sent for."""
+    recorder = Recorder()
+    engine = OffloadEngine(recorder, HostPool(recorder, left=None), torch.device("cpu"))
+    groups = [engine.begin() for _ in range(4)]
+    moved = []
+    for n, group in enumerate(groups):
+        moved.append(engine.send(torch.full((64 * (n + 1),), n, dtype=torch.uint8), group))
+        group.end()
+    engine.transfers.clear()
+    for _ in range(2):
+        groups[3].asked()
+    assert [t.nbytes for t in engine.transfers] == [64 * 3]
+    for n in (3, 2, 1, 0):
+        groups[n].asked()
+        assert bool((moved[n].open() == n).all())
+    assert [t.nbytes for t in engine.transfers] == [64 * 3, 64 * 2, 64]  # the last one's source was still there
+
+
 # decisions ------------------------------------------------------------------------------------------------------------
 
 
