@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -107,8 +108,10 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["ledger", "llama3-8b", "--pp", "4", "--stage-layers", "7,9,9,7", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["request"]["layout"]["stage_layers"] == [7, 9, 9, 7]
-    assert command(["plan", "llama3-8b", "--pp", "4", "--stage-layers", "first:6,last:6", "--gpu", "h100-80gb"]) == 0
-    assert "layers.6 to 15 (10)" in capsys.readouterr().out
+    asked = ["plan", "llama3-8b", "--pp", "4", "--stage-layers", "first:6,last:6", "--gpu", "h100-80gb"]
+    assert command([*asked, "--format", "json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert Counter(layer["stage"] for layer in layers) == {0: 6, 1: 10, 2: 10, 3: 6}
     assert command(["ledger", "llama3-8b", "--pp", "4", "--stage-layers", "7,9"]) == 2
     assert "--stage-layers 7,9 has 2 stages" in capsys.readouterr().err
     asked = [
