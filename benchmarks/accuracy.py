@@ -26,6 +26,7 @@ from jettison.explain.peak import peak_parts
 from jettison.formula.region import head_region, layer_region
 from jettison.predict.allowance import FRAGMENTS
 from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.stages import Staying
 from jettison.solve.policy import SelectiveOp, policy_named
 from jettison.spec.run import Run
 from jettison.units import GIB
@@ -35,12 +36,12 @@ TEMPLATE = Path(__file__).parent / "pages" / "accuracy.md"
 EXPECTED = 1 + FRAGMENTS[1]
 
 
-def cached(run: Run) -> list[frozenset[int]]:
+def cached(run: Run) -> list[Staying]:
     """By layer, what torch's selective checkpoint holds when it runs eagerly: see `SelectiveOp.named`."""
     policy = policy_named(str(run.recompute))
     assert isinstance(policy, SelectiveOp)
     programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
-    return [policy.kept(program) | policy.named(program) for program in programs]
+    return [Staying(policy.kept(program) | policy.named(program)) for program in programs]
 
 
 def room_left_by_logits(run: Run) -> int:

@@ -37,6 +37,7 @@ from benchmarks.quiet import Others
 from benchmarks.step_rows import Row, markdown, summary
 from jettison.calibrate import calibrate, hardware_toml
 from jettison.formula.region import layer_region
+from jettison.predict.stages import Staying
 from jettison.predict.time import estimate
 from jettison.solve.policy import policy_named
 from jettison.spec.conventions import kernels_for
@@ -150,7 +151,8 @@ def predicted_seconds(small: Small, policy: str, machine: Hardware) -> float:
     if policy == "plan":
         words = [PLAN[i % len(PLAN)] for i in range(run.model.depth)]
         programs = [layer_region(run.scene, layer).program for layer in run.model.layers]
-        chosen = [None if w == "none" else policy_named(w).kept(p) for w, p in zip(words, programs, strict=True)]
+        pairs = zip(words, programs, strict=True)
+        chosen = [None if word == "none" else Staying(policy_named(word).kept(program)) for word, program in pairs]
     return estimate(run, machine, chosen=chosen).step_seconds
 
 

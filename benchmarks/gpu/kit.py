@@ -30,7 +30,7 @@ except ImportError:
     print(f"gpu kit: {sys.executable} has no torch; say which has, as in: make gpu PYTHON=python3.12", file=sys.stderr)
     raise SystemExit(2) from None
 
-from benchmarks.gpu import calibration, environment, gradients, layer_22b, llama, overhead, predictions
+from benchmarks.gpu import calibration, environment, gradients, layer_22b, llama, offload, overhead, predictions
 from benchmarks.gpu.cases import Log, Status, slug
 from benchmarks.gpu.setting import Setting, name_of
 
@@ -61,12 +61,13 @@ class Section:
 
 SECTIONS = (
     Section(name="environment", title="What it ran on", seconds=15, run=environment.run),
-    Section(name="gradients", title="Gradients to the bit, peaks within budgets", seconds=125, run=gradients.run),
+    Section(name="gradients", title="Gradients to the bit, peaks within budgets", seconds=110, run=gradients.run),
     Section(name="predictions", title="Predicted and measured peaks", seconds=50, run=predictions.run),
+    Section(name="offload", title="Tensors that wait on the host", seconds=45, run=offload.run),
     Section(name="overhead", title="Hooks, with everything kept", seconds=25, run=overhead.run),
     Section(name="layer_22b", title="The paper's 22B layer", seconds=30, run=layer_22b.run),
-    Section(name="llama_1b", title="Llama 1B at equal peaks", seconds=100, run=llama.run_1b),
-    Section(name="llama_8b", title="Llama 8B at equal peaks", seconds=95, run=llama.run_8b),
+    Section(name="llama_1b", title="Llama 1B at equal peaks", seconds=85, run=llama.run_1b),
+    Section(name="llama_8b", title="Llama 8B at equal peaks", seconds=80, run=llama.run_8b),
     Section(name="calibration", title="Calibration", seconds=25, run=calibration.run),
 )
 

@@ -13,6 +13,7 @@ _HOME_OF = MappingProxyType(
         "plan": "jettison.planner",
         "apply": "jettison.planner",
         "verify": "jettison.verbs.verify",
+        "verify_given": "jettison.verbs.verify_given",
         "ledger_of": "jettison.capture.entries",
         "estimate": "jettison.predict.time",
         "checkpoint": "jettison.runtime.recompute_function",

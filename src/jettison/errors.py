@@ -80,6 +80,36 @@ class DoesNotFit(JettisonError, ValueError):
         return (build, ())
 
 
+class HostBudgetExceeded(JettisonError, ValueError):
+    """What moves to the host needs more of its memory than it may have. ``real_bytes`` is what pinning would take."""
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, *, needed_bytes: int, real_bytes: int, limit_bytes: int, limit_name: str) -> None:
+        """Build the message; ``limit_name`` says what the limit is."""
+        rounded = "" if real_bytes == needed_bytes else f", {format_bytes(real_bytes)} as pinning rounds it up"
+        super().__init__(
+            f"tensors that move to the host need {format_bytes(needed_bytes)} ({needed_bytes}B) of pinned memory at a "
+            f"time{rounded}; {limit_name} is {format_bytes(limit_bytes)} ({limit_bytes}B). Give "
+            f"host_budget={real_bytes} or more where the machine has it, or move less"
+        )
+        self.needed_bytes = needed_bytes
+        self.real_bytes = real_bytes
+        self.limit_bytes = limit_bytes
+        self.limit_name = limit_name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Survive pickling."""
+        build = partial(
+            type(self),
+            needed_bytes=self.needed_bytes,
+            real_bytes=self.real_bytes,
+            limit_bytes=self.limit_bytes,
+            limit_name=self.limit_name,
+        )
+        return (build, ())
+
+
 class ProofFailed(JettisonError, RuntimeError):
     """A run did not show what the plan claims: gradients differ, or the measured peak is above the budget."""
 

@@ -198,7 +198,7 @@ def test_a_failed_proof_exits_4(capsys, live, monkeypatch):
         (["ledger", "live_models:trio", "--recompute", "some"], "unknown policy 'some'"),
         (["ledger", "live_models:trio", "--recompute", "every:0"], "every:K"),
         (["ledger", "live_models:trio", "--trace", "--zero", "1"], "--zero does not apply to the live model"),
-        (["verify", "live_models:trio"], "exactly one of a plan file, --budget and --recompute"),
+        (["verify", "live_models:trio"], "exactly one of a plan file, --budget, --recompute and --given"),
         (["legder", "x"], "legder"),
         (["ledger", ".", "--trace"], "has no config.json"),
     ],

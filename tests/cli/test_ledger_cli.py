@@ -8,6 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -483,3 +484,80 @@ def test_what_a_device_holds_beside_tensors_is_stated(capsys: pytest.CaptureFixt
     assert 0 < stated["low_bytes"] < stated["expected_bytes"] < stated["high_bytes"]
     assert run(["ledger", "llama3-8b", "--tp", "8"]) == 0
     assert "beside tensors" in capsys.readouterr().out
+
+
+EIGHT_B = ("plan", "llama3-8b", "--dp", "8", "--zero", "3", "--micro-batch", "4")
+
+
+def test_plan_for_a_gpu_says_for_every_layer_what_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a budget; with the GPU's link, unless it is left out; one screen."""
+    assert run([*EIGHT_B, "--gpu", "h100-80gb", "--format", "json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["offload"] is True
+    assert {layer["policy"] for layer in made["layers"]} <= {"none", "selective", "full", "offload", "mixed"}
+    assert sum(layer["offloaded_bytes"] for layer in made["layers"]) == made["predicted"]["host_bytes"] > 0
+    assert made["predicted"]["host_bytes"] <= made["host_budget_bytes"] == 256 * 2**30
+    assert [reason["layer"] for reason in made["reasons"]] == [layer["layer"] for layer in made["layers"]]
+    assert "what_if" not in made
+    assert run([*EIGHT_B, "--gpu", "h100-80gb", "--no-offload", "--format", "json"]) == 0
+    without = json.loads(capsys.readouterr().out)
+    assert without["offload"] is False
+    assert not any(layer["offloaded_bytes"] for layer in without["layers"])
+    assert without["predicted"]["step_seconds"] > made["predicted"]["step_seconds"]
+    assert run([*EIGHT_B, "--budget", "60GiB", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["offload"] is False, "no link is known where no GPU is named"
+    assert run([*EIGHT_B, "--gpu", "h100-80gb", "--what-if"]) == 0
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 60
+    for words in ("What each layer does", "to the host", "again", "What each next GiB would change"):
+        assert words in shown
+
+
+def test_plan_of_a_config_for_a_gpu_needs_no_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        **shape,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run(["plan", str(tmp_path), "--gpu", "h100-80gb", "--format", "json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["made_from"] == "description"
+    assert [layer["policy"] for layer in made["layers"]] == ["none"] * 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (("--gpu", "h100-80gb", "--host-budget", "512GiB"), 2, "the host of h100-80gb has 256.00 GiB for each device"),
+        (("--gpu", "h100-80gb", "--no-offload", "--host-budget", "10GiB"), 2, "nothing goes to the host"),
+        (("--budget", "60GiB", "--host-budget", "10GiB"), 2, "give --offload"),
+        (("--gpu", "h100-80gb", "--host-budget", "10"), 2, "without a unit"),
+        (("--gpu", "h100-80gb", "--budget", "40GiB", "--host-budget", "1GiB"), 3, "which has 1.00 GiB for it"),
+        (("--gpu", "h100-80gb", "--budget", "2GiB"), 3, "or sends it to the host, which has 256.00 GiB for it"),
+    ],
+)
+def test_plan_with_a_host_budget_that_cannot_be(
+    flags: tuple[str, ...], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*EIGHT_B, *flags]) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_link_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text(
+        'memory = "80GiB"\n[teraflops]\nbf16 = 989\nfp32 = 67\n[gigabytes_per_second]\nmemory = 3350\nhost = 0\n'
+    )
+    assert run([*EIGHT_B, "--gpu", str(file)]) == 2
+    assert "got host = 0; expected a number above 0" in capsys.readouterr().err
+    file.write_text(file.read_text().replace("host = 0\n", "link = 450\nnetwork = 50\n"))
+    assert run([*EIGHT_B, "--gpu", str(file), "--offload"]) == 2
+    assert "does not state its link to the host" in capsys.readouterr().err
+    assert run([*EIGHT_B, "--gpu", str(file), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["offload"] is False

@@ -28,7 +28,7 @@ from support.training import adamw
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")]
 
-POLICIES = ("none", "selective-op", "selective", "full", "every:2", "every:3")
+POLICIES = ("none", "selective-op", "selective", "full", "every:2", "every:3", "offload", "full-offload")
 LAYERS = 4
 RELATIVE = 0.002  # where kernels take workspace, which is measured
 SUM_RELATIVE = 0.01
@@ -117,7 +117,7 @@ def test_the_rehearsed_peak_is_the_measured_one(policy: str, optimizer_of: Any, 
 
 
 @pytest.mark.parametrize(
-    "policy", ["selective", "full", *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "every:3"))]
+    "policy", ["selective", "full", "offload", *(pytest.param(p, marks=pytest.mark.slow) for p in ("none", "every:3"))]
 )
 def test_the_rehearsed_peak_in_bfloat16_with_eager_attention(policy: str) -> None:
     check(("gpt2", "bf16"), policy, holds_output=True, optimizer_of=adamw, tolerance=RELATIVE)

@@ -65,7 +65,7 @@ def documents(out: Path) -> dict[str, Any]:
 
 
 def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
-    sections = ["environment", "gradients", "layer_22b"]
+    sections = ["environment", "gradients", "layer_22b", "offload"]
     code, said = run_kit(tmp_path, "--quick", "--no-compile", "--sections", *sections)
     assert code == 0, said
     found = documents(tmp_path)
@@ -73,6 +73,11 @@ def test_it_needs_nothing_but_torch(tmp_path: Path) -> None:
     for name, document in found.items():
         assert {case["status"] for case in document["cases"]} == {"ok"}, (name, document)
         assert document["schema"] == "jettison.gpu/1"
+    moving = {case["case"]: case for case in found["offload"]["cases"]}
+    assert moving["races"]["races"] == 0 < moving["races that are there are found"]["races"]
+    for name, case in moving.items():
+        if "races" not in name:
+            assert case["peak_bytes"] < case["plain_peak_bytes"] and case["copies"] > 0
     for case in found["gradients"]["cases"]:
         for word in ("smallest", "middle"):
             assert 0 < case[f"{word}_peak_bytes"] <= case[f"{word}_budget_bytes"]

@@ -54,6 +54,32 @@ def test_saved_tensors_held_only_by_the_graph_live_until_backward():
         assert counter.live_bytes == KIB
 
 
+@pytest.mark.parametrize(("number", "nbytes"), [(0.5, 8), (3, 8), (True, 1), (2 + 1j, 16)])
+def test_a_factor_stays_until_its_node_has_run(number, nbytes):
+    """Autograd keeps it as a tensor, which no operator makes."""
+    x = torch.randn(4, requires_grad=True)
+    with AllocationCounter([x]) as counter:
+        y = x * number
+        assert counter.live_bytes == 16 + y.nbytes + nbytes
+        y.abs().sum().backward()
+        del y
+        _ = x + x
+        assert counter.live_bytes == 32 + 16, "x, its gradient and the sum"
+
+
+def test_numbers_beside_tensors_are_what_the_profiler_sees():
+    x = torch.randn(4, requires_grad=True)
+
+    def scaled():
+        y = x * 0.5
+        (y / 2 + 1).abs().sum().backward()
+
+    with AllocationCounter([x]) as counter:
+        scaled()
+    x.grad = None
+    assert counter.peak_bytes == measured_peak(scaled, static_tensors=[x]).peak_bytes
+
+
 def test_marks_split_the_peak_and_reset_forgets():
     counter = AllocationCounter()
     with counter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import jettison
 from planner import random_cases
 from planner.random_cases import FAILED, FINE, Found, judge, run, summary
-from support.random_programs import WRAPPERS, Case
+from support.random_programs import WRAPPERS, Case, draw
 
 HOURS = 10
 ROWS = ((6, 16),) * 3
@@ -28,6 +29,7 @@ QUICK = [
     Case(seed=8, source="toy:words", wrapper="pipeline", shapes=ROWS, optimizer="SGD", budget=0.3),
     Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
     Case(seed=10, source="toy:words", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1:4]),
+    replace(draw(7000011), layers=2),  # its blocks are recorded within a step, under hooks of FSDP2
 ]
 PLAIN = QUICK[0]
 

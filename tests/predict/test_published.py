@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import accuracy, contradictions
+from benchmarks import accuracy, contradictions, offload
 from benchmarks.accuracy import predicted_bytes, prediction, room_left_by_logits
 from benchmarks.published import CLAIMED, FACTS, Framework, Row, described, rows
 
@@ -39,7 +39,7 @@ def test_every_published_memory_figure_has_a_row() -> None:
     assert published == sorted(row.gib for row in ROWS)
 
 
-@pytest.mark.parametrize("module", [accuracy, contradictions])
+@pytest.mark.parametrize("module", [accuracy, contradictions, pytest.param(offload, marks=pytest.mark.slow)])
 def test_pages_are_what_their_generators_write(module) -> None:
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run python -m {module.__name__}"
 

@@ -57,8 +57,8 @@ def test_selective_with_stored_scores_drops_them() -> None:
 
 def test_a_policy_that_nothing_here_can_honour_is_an_error() -> None:
     """Trap 3: a word that would have no effect is refused."""
-    with pytest.raises(UsageError, match="unknown policy 'offload'"):
-        jettison.apply(stack(), "offload", batch=rows())
+    with pytest.raises(UsageError, match="unknown policy 'onload'"):
+        jettison.apply(stack(), "onload", batch=rows())
 
 
 @pytest.mark.parametrize("policy", ["full", "selective-op"])

@@ -100,7 +100,7 @@ def brute_force(whole: Space, budget: int) -> list[Row]:
 
 def planned(whole: Space, setup: Setup, budget: int) -> list[Row]:
     try:
-        choice = choose(setup_run(setup, whole.template), budget, A100)
+        choice = choose(setup_run(setup, whole.template, whole.planner), budget, A100)
     except Infeasible:
         return []
     kept = {part.name: part.chosen for part in choice.forecast.parts}
@@ -145,12 +145,29 @@ def largest_and_least(whole: Space) -> tuple[int, int]:
     schedule="1f1b,interleaved,zero-bubble",
     gradients="one-by-one",
     overlap=False,
+    uneven=True,
 )
 @example(
-    name="wide-llama", gpus=4, batch=16, share=0.05, offload=False, schedule=None, gradients="upfront", overlap=True
+    name="wide-llama",
+    gpus=4,
+    batch=16,
+    share=0.05,
+    offload=False,
+    schedule=None,
+    gradients="upfront",
+    overlap=True,
+    uneven=False,
 )
 @example(
-    name="wide-llama", gpus=4, batch=8, share=0.4, offload=True, schedule=None, gradients="one-by-one", overlap=False
+    name="wide-llama",
+    gpus=4,
+    batch=8,
+    share=0.4,
+    offload=True,
+    schedule=None,
+    gradients="one-by-one",
+    overlap=False,
+    uneven=True,
 )
 @given(
     name=st.sampled_from(sorted(MODELS)),
@@ -161,12 +178,22 @@ def largest_and_least(whole: Space) -> tuple[int, int]:
     schedule=st.sampled_from([None, "1f1b,zero-bubble", "interleaved,gpipe"]),
     gradients=st.sampled_from(["one-by-one", "upfront"]),
     overlap=st.booleans(),
+    uneven=st.booleans(),
 )
 def test_nothing_that_fits_is_faster_or_smaller(
-    name: str, gpus: int, batch: int, share: float, offload: bool, schedule: str | None, gradients: str, overlap: bool
+    name: str,
+    gpus: int,
+    batch: int,
+    share: float,
+    offload: bool,
+    schedule: str | None,
+    gradients: str,
+    overlap: bool,
+    uneven: bool,
 ) -> None:
     """Plans that have a name: the whole list, and the whole front."""
     fixed = {"schedule": schedule, "offload": offload, "gradients": gradients, "tp_comm_overlap": overlap}
+    fixed |= {"uneven": uneven}
     whole = space(MODELS[name], gpus, batch, recompute="none,selective,selective-op,full,every", **fixed)
     most, least = largest_and_least(whole)
     budget = int(least + share * (most - least))
@@ -228,7 +255,7 @@ def test_bounds_are_below_everything_that_they_bound(
     data: st.DataObject, name: str, gradients: str, overlap: bool
 ) -> None:
     every = {"schedule": "1f1b,interleaved,zero-bubble,gpipe", "offload": True, "gradients": gradients}
-    every |= {"tp_comm_overlap": overlap}
+    every |= {"tp_comm_overlap": overlap, "uneven": True}
     whole = space(MODELS[name], 8, 16, recompute="none,selective,selective-op,full,every,block:2,interval:2", **every)
     setup = data.draw(st.sampled_from(whole.setups))
     depth = whole.template.model.depth
@@ -247,7 +274,9 @@ def test_bounds_are_below_everything_that_they_bound(
 @settings(max_examples=25)
 @given(data=st.data(), name=st.sampled_from(sorted(MODELS)), share=st.floats(0, 1), overlap=st.booleans())
 def test_a_planner_takes_no_less_than_its_bound(data: st.DataObject, name: str, share: float, overlap: bool) -> None:
-    whole = space(MODELS[name], 8, 16, schedule="1f1b,interleaved,zero-bubble,gpipe", tp_comm_overlap=overlap)
+    whole = space(
+        MODELS[name], 8, 16, schedule="1f1b,interleaved,zero-bubble,gpipe", tp_comm_overlap=overlap, uneven=True
+    )
     setup = data.draw(st.sampled_from(whole.setups))
     plain = forecast(setup_run(setup, whole.template))
     static = static_bytes(plain)

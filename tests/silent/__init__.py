@@ -22,7 +22,7 @@ from silent import (
 )
 from silent.kit import CASES as ALL
 
-POLICIES = ("full", "share:40", "share:75", "selective-op", "budget:100", "budget:130")
+POLICIES = ("full", "share:40", "share:75", "selective-op", "budget:100", "budget:130", "offload", "full-offload")
 
 __all__ = [
     "ALL",

@@ -24,9 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 import jettison
 from jettison.errors import Infeasible
-from jettison.solve.policy import KeepShare
+from jettison.solve.policy import Full, KeepShare, Offload
 
 LEARNING_RATE = 0.01
+MOVING = {
+    "offload": Offload(smallest_bytes=1),
+    "full-offload": Offload(keeps=Full(), smallest_bytes=1),
+    "share-offload": Offload(keeps=KeepShare(0.6), smallest_bytes=1),
+}
 FAKE, META = "a fake tensor", "a tensor without values"
 PYTHON = "Python's "  # how names of Python state begin
 Step = Callable[[nn.Module, Any, int], list[Tensor]]
@@ -104,7 +109,8 @@ def judge(make: Callable[[], Program], policy: str | None, **options: Any) -> Ve
     """Run a program with and without a plan.
 
     Args:
-        policy: a word of `jettison.apply`; "share:40" for 40 % of the saved bytes; "budget:110" for a budget 10 % above
+        policy: a word of `jettison.apply`; "share:40" for 40 % of the saved bytes; those of
+            `MOVING`, which move all that can to the host; "budget:110" for a budget 10 % above
             the smallest one; None for no plan at all.
         options: handed on to `jettison.apply` or `jettison.auto_checkpoint`.
     """
@@ -187,6 +193,8 @@ def _plan(program: Program, batch: Any, policy: str, options: Any) -> Any:
     word, _, percent = policy.partition(":")
     if word == "share":
         return jettison.apply(program.model, KeepShare(int(percent) / 100), batch=batch, **more)
+    if policy in MOVING:
+        return jettison.apply(program.model, MOVING[policy], batch=batch, **more)
     if word != "budget":
         return jettison.apply(program.model, policy, batch=batch, **more)
     try:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jettison.solve import StepProblem, choose, label_setting, minimum_budget
 from jettison.solve.ascent import ascend
-from jettison.solve.bound import BudgetedWalk, best_multipliers, relax
+from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
 from support.plan_cases import brute_force, deep_problem, step_problems
@@ -33,7 +33,7 @@ def test_prices_are_valid_and_bound_from_below(problem: StepProblem, more: int) 
         prices = ascend(BudgetedWalk.of(walk, budget))
         assert len(prices) == walk.count + 1 and min(prices) >= 0
     lowest = min(
-        relax(b, ascend(b)).picoseconds
+        relax(b, Multipliers(device=ascend(b))).picoseconds
         for w in walks(problem)
         if w.minimum_budget_bytes <= budget
         for b in [BudgetedWalk.of(w, budget)]
@@ -49,9 +49,10 @@ def test_bounds_are_nearly_those_of_highs(same: bool, gradient_mib: int) -> None
     for more in (0, 1, 5, 20, 60):
         for walk in walks(problem):
             budgeted = BudgetedWalk.of(walk, minimum_budget(problem) + more * GIB)
-            ours, best = (relax(budgeted, f(budgeted)).picoseconds for f in (ascend, best_multipliers))
+            both = Multipliers(device=ascend(budgeted)), best_multipliers(budgeted)
+            ours, best = (relax(budgeted, prices).picoseconds for prices in both)
             assert ours >= best - 0.03 * dearest
-            nothing = relax(budgeted, [0.0] * (walk.count + 1)).picoseconds
+            nothing = relax(budgeted, Multipliers(device=[0.0] * (walk.count + 1))).picoseconds
             assert best - nothing < 0.03 * dearest or ours > nothing
 
 

@@ -1,6 +1,7 @@
 """The choice over a step against brute force, and its certificate."""
 
 import dataclasses
+import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -20,7 +21,7 @@ from jettison.solve import (
     evaluate,
     minimum_budget,
 )
-from jettison.solve.bound import BudgetedWalk, best_multipliers, relax
+from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
 from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
@@ -79,7 +80,7 @@ def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multi
         ]
         assume(fitting)
         budgeted = BudgetedWalk.of(walk, budget)
-        for prices in (multipliers[: walk.count + 1], best_multipliers(budgeted)):
+        for prices in (Multipliers(device=multipliers[: walk.count + 1]), best_multipliers(budgeted)):
             assert relax(budgeted, prices).picoseconds <= min(fitting) * 1e12 + 1
 
 
@@ -91,7 +92,7 @@ def test_thin_labels_say_what_they_lost(problem: StepProblem, more: int, width: 
         if walk.minimum_budget_bytes > budget:
             continue
         budgeted = BudgetedWalk.of(walk, budget)
-        bound = relax(budgeted, [0.0] * (walk.count + 1))
+        bound = relax(budgeted, Multipliers(device=[0.0] * (walk.count + 1)))
         exact = fastest_path(budgeted, bound, width=10**6)
         thin = fastest_path(budgeted, bound, width=width)
         beam = fastest_path(budgeted, bound, width=width, beam=True)
@@ -210,9 +211,10 @@ def test_deep_models_are_planned_quickly(same: bool, roots: int, limit_seconds: 
     choose(problem, minimum)  # the first call loads the solver
     seconds = []
     for more in (0, 1, 5, 20, 60, 150, 250):
+        begin = time.process_time()
         solution = choose(problem, minimum + (more << 30))
+        assert time.process_time() - begin < limit_seconds
         seconds.append(solution.levels.seconds)
         assert solution.certificate.gap <= 0.005
-        assert solution.certificate.solver_seconds < limit_seconds
         assert solution.levels.peak_bytes <= minimum + (more << 30)
     assert seconds == sorted(seconds, reverse=True)

@@ -152,7 +152,7 @@ LOOPS = {
     "asked": "loss = model(*batch)\n    return [loss, *torch.autograd.grad(loss, batch[0])]",
     "reversed": "first = model(*batch)\n    loss = model(*batch)\n    loss.backward()\n    first.backward()",
 }
-POLICIES = ("full", "full", "full", "share:40", "share:75", "selective-op")
+POLICIES = ("full", "full", "full", "share:40", "share:75", "selective-op", "offload", "full-offload", "share-offload")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,13 @@ MIB = 1 << 20
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, max_ops: int = 7) -> tuple[Program, tuple[float, ...]]:
-    """A region that can be planned, with what each op takes: at most ``max_ops`` ops and 7 keepable buffers."""
-    buffers = [Buffer(index=0, nbytes=draw(st.integers(1, 40)), source=Source.INPUT, keepable=True)]
+def programs(draw: st.DrawFn, *, max_ops: int = 7, most: int = 7, grain: int = 1) -> tuple[Program, tuple[float, ...]]:
+    """A region that can be planned, with what each op takes.
+
+    At most ``max_ops`` ops and ``most`` keepable buffers, whose bytes are multiples of ``grain``.
+    """
+    size = st.integers(0, 40 // grain).map(lambda n: n * grain)
+    buffers = [Buffer(index=0, nbytes=draw(size), source=Source.INPUT, keepable=True)]
     buffers.append(Buffer(index=1, nbytes=16, source=Source.PARAMETER, name="w", free=True))
     ops: list[Op] = []
     available = {0, 1}
@@ -28,9 +32,9 @@ def programs(draw: st.DrawFn, *, max_ops: int = 7) -> tuple[Program, tuple[float
         outputs = []
         for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
             b = len(buffers)
-            keep = keepable < 7 and draw(st.booleans())
+            keep = keepable < most and draw(st.booleans())
             keepable += keep
-            nbytes = draw(st.integers(0, 40))
+            nbytes = draw(size)
             buffers.append(Buffer(index=b, nbytes=nbytes, source=Source.OP, producer=o, keepable=keep))
             if keep or (anchor is None and inputs <= available):
                 available.add(b)

@@ -13,12 +13,13 @@ from jettison.capture.tracer import trace_model
 from jettison.measure import independent_copy
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import make_planner
-from jettison.solve.policy import KeepShare
+from jettison.solve.policy import Full, KeepShare, Offload
 from support.toys import Mlp
 from support.training import Trained, assert_same, sgd, train
 
 ROWS, WIDTH = 16, 32
-POLICIES = ("none", "selective-op", "full", "share")
+POLICIES = ("none", "selective-op", "full", "share", "offload", "full-offload")
+MOVING = {"offload": Offload(smallest_bytes=1), "full-offload": Offload(keeps=Full(), smallest_bytes=1)}
 
 
 class Block(Mlp):
@@ -56,12 +57,15 @@ def rows(seed: int = 1) -> tuple[Tensor]:
 
 
 def apply(model: nn.Module, policy: str, batch: Any, **more: Any) -> jettison.planner.Applied:
-    """A plan by word; "share" keeps half of the bytes, "smallest" is the planner's for the smallest feasible budget."""
+    """A plan by word; "share" keeps half of the bytes, "smallest" is the planner's for the smallest feasible budget.
+    Where tensors move to the host, tiny ones do, too.
+    """
     if policy == "smallest":
         planner = make_planner(trace_model(model, batch), measure=False)
         found = planner.smallest
         return apply_candidate(model, planner, found, found.step.peak_bytes)
-    return jettison.apply(model, KeepShare(0.5) if policy == "share" else policy, batch=batch, **more)
+    chosen = KeepShare(0.5) if policy == "share" else MOVING.get(policy, policy)
+    return jettison.apply(model, chosen, batch=batch, **more)
 
 
 def compare(

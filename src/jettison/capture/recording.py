@@ -136,6 +136,7 @@ class RegionTrace:
     late: frozenset[Place] = frozenset()  # arguments and outputs that others write to before backward
     late_inside: frozenset[int] = frozenset()  # the same of its buffers
     form: str = ""  # the program's, before anything was anchored for what others write
+    written_later: frozenset[int] = frozenset()  # buffers that those two are about
     asked: frozenset[int] = frozenset()  # leaf positions of arguments that a backward inside the forward reads
 
     def anchor(self, late: frozenset[Place], inside: frozenset[int] = frozenset()) -> None:
@@ -145,11 +146,8 @@ class RegionTrace:
         """
         self.form = self.form or self.program.form()
         self.late, self.late_inside = self.late | late, self.late_inside | inside
-        found = set(inside) | {b for b, position in self.inputs.items() if (False, position) in late}
-        for is_output, leaf in late:
-            ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
-            if isinstance(ref, TensorRef):
-                found.add(ref.buffer)
+        found = inside | self.buffers_at(late)
+        self.written_later |= found
         saved = found & self.program.needed_buffers()
         given = {b for b in found - saved if self.program.buffers[b].source is not Source.OP}
         ops = tuple(
@@ -163,6 +161,15 @@ class RegionTrace:
         )
         self.taps = {b: tap for b, tap in self.taps.items() if buffers[b].keepable}
         self.program = replace(self.program, ops=ops, buffers=buffers)
+
+    def buffers_at(self, places: frozenset[Place]) -> frozenset[int]:
+        """Those of some arguments and outputs."""
+        found = {b for b, position in self.inputs.items() if (False, position) in places}
+        for is_output, leaf in places:
+            ref = self.output_leaves[leaf] if is_output and leaf < len(self.output_leaves) else None
+            if isinstance(ref, TensorRef):
+                found.add(ref.buffer)
+        return frozenset(found)
 
     def share(self, positions: Collection[int]) -> None:
         """Arguments at these leaf positions live elsewhere anyway, and cost this region nothing."""

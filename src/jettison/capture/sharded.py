@@ -11,6 +11,7 @@ block after), FSDP is asked for it: what is gathered early is not gathered again
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -193,6 +194,10 @@ class Unwatched:
     def __init__(self, hook: Callable[..., Any], watcher: Any = None) -> None:
         self.hook = hook
         self.watcher = watcher
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unwatched:
+        """A copy that is made while a region runs watches nothing of its own: the watcher knows the whole plan."""
+        return Unwatched(copy.deepcopy(self.hook, memo), self.watcher)
 
     def __call__(self, *args: Any) -> Any:
         watchers = [self.watcher] if self.watcher is not None else _recorders()

@@ -25,7 +25,14 @@ from jettison.capture.trees import op_leaves
 from jettison.capture.undo import Undo
 
 WHICH_DEVICE = torch.ops.prim.device.default
-"""Every other call of a dry run is this question; it is worth answering first."""
+"""Every other call of a dry run is this question; it is worth answering first, without asking the modes below."""
+
+
+def which_device(tensor: Tensor) -> torch.device:
+    """What `WHICH_DEVICE` answers, to a mode above a `FakeTensorMode`."""
+    if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+        return tensor.fake_device
+    return WHICH_DEVICE(tensor)
 
 
 class RealUntilFake(TorchDispatchMode):
@@ -44,7 +51,7 @@ class RealUntilFake(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is WHICH_DEVICE:
-            return func(*args)
+            return which_device(*args)
         if desugars(types):
             return NotImplemented
         has_real = has_fake = False

@@ -148,6 +148,12 @@ def plan(
         str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")
     ] = None,
     gpu: Annotated[str | None, Parameter(help="What this GPU leaves, such as h100-80gb, and its speed.")] = None,
+    host_budget: Annotated[
+        str | None, Parameter(help="Bytes of the host for what one rank offloads: 128GiB; else what --gpu has.")
+    ] = None,
+    what_if: Annotated[
+        bool, Parameter(negative="", show_default=False, help="What each next GiB would change, of a preset or config.")
+    ] = False,
     request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
     form: Format = "human",
     out: Out = None,
@@ -155,15 +161,18 @@ def plan(
 ) -> None:
     """What to do with each saved tensor so that a training step stays below a budget.
 
-    A live model or a config.json is traced, and the plan can be applied to it and verified. A preset, or any model with
-    a parallel layout, is planned from its spec, for each pipeline stage, without torch.
+    A live model or a config.json is traced, and the plan can be applied to it and verified. A preset, any model with a
+    parallel layout, and a config.json with --gpu alone are planned from their spec, for each pipeline stage, without
+    torch: with --gpu layers may also offload, unless --no-offload says otherwise.
     """
     refuse_to_overwrite(out, force=force)
     from jettison.verbs.plan import plan as answer
 
     try:
         with progress() as say:
-            report = answer(model, request, budget=budget, gpu=gpu, progress=say)
+            report = answer(
+                model, request, budget=budget, gpu=gpu, host_budget=host_budget, what_if=what_if, progress=say
+            )
     except Infeasible as error:
         if form == "json":
             print(json_text(_infeasible(error)), end="")
@@ -231,6 +240,13 @@ def verify(
     model: Annotated[str | None, Parameter(help="With a plan file: the model, if the plan does not say it.")] = None,
     budget: Budget = None,
     recompute: Annotated[str | None, Parameter(help="Verify a policy: none, selective, full or every:K.")] = None,
+    given: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Verify what the model itself recomputes and offloads.")
+    ] = False,
+    step: Annotated[
+        str | None, Parameter(help="With --given: module:function of (model, batch), a forward and backward.")
+    ] = None,
+    against: Annotated[str | None, Parameter(help="With --given: module:factory of the same model, plain.")] = None,
     seq: Seq = None,
     micro_batch: MicroBatch = None,
     precision: Precision = None,
@@ -246,11 +262,14 @@ def verify(
     flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
     with progress() as say:
         say("loading torch")
-        from jettison.verbs.verify_request import prove, request_for
+        from jettison.verbs.verify_request import Given, prove, request_for
 
         request, made = request_for(target, model=model, optimizer=optimizer, **flags)
+        as_given = Given(step=step, against=against) if given or step or against else None
         try:
-            proof = prove(request, plan=made, budget=budget, recompute=recompute, rounds=rounds, progress=say)
+            proof = prove(
+                request, plan=made, budget=budget, recompute=recompute, given=as_given, rounds=rounds, progress=say
+            )
         except Infeasible as error:
             if form == "json":
                 print(json_text(_infeasible(error)), end="")

@@ -26,6 +26,7 @@ from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.runtime.install import install
+from jettison.runtime.offload import OffloadEngine, Transfer
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll
@@ -41,6 +42,8 @@ class StepPeaks:
     forward_peak_bytes: int
     backward_peak_bytes: int
     optimizer_peak_bytes: int  # 0 without an optimizer
+    host_bytes: int = 0  # on the host at a time, before pinning rounds them up
+    transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
 
     @property
     def phase(self) -> str:
@@ -188,10 +191,12 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         parts: by module of the step, traced in its fake mode.
     """
     optimizer = dry_step.optimizer
+    engines: list[OffloadEngine] = []
     with contextlib.ExitStack() as stack:
         for module, part in zip(dry_step.modules, parts, strict=True):
             stack.callback(module.zero_grad)
-            stack.enter_context(_under(module, part))
+            regions = stack.enter_context(_under(module, part))
+            engines += [regions[-1].offload] if regions[-1].offload is not None else []
         stack.enter_context(dry_step.around(parts[0].trace))
         stack.enter_context(quiet_gc())
         device = parts[0].trace.device_type
@@ -202,12 +207,16 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
             optimizer.zero_grad(set_to_none=True)
         with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
             static = counter.live_bytes
+            for engine in engines:
+                engine.transfers.clear()
             forward, backward, held = dry_step.passes(counter)
             counter.reset_peak()
             if optimizer is not None:
                 optimizer.step()
             last = counter.peak_bytes if optimizer is not None else 0
             del held
+        host_bytes = sum(engine.pool.peak_bytes for engine in engines)
+        transfers = tuple(transfer for engine in engines for transfer in engine.transfers)
     beside = parts[0].trace.loop.elsewhere_bytes
     return StepPeaks(
         peak_bytes=max(forward, backward, last) + beside,
@@ -215,18 +224,20 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         forward_peak_bytes=forward + beside,
         backward_peak_bytes=backward + beside,
         optimizer_peak_bytes=last + beside if optimizer is not None else 0,
+        host_bytes=host_bytes,
+        transfers=transfers,
     )
 
 
 @contextlib.contextmanager
-def _under(module: nn.Module, part: ModulePolicy) -> Iterator[None]:
-    """The module under its policies."""
+def _under(module: nn.Module, part: ModulePolicy) -> Iterator[list[PlannedForward]]:
+    """The module under its policies; its regions, the root's last."""
     regions = install(
         module, part.trace, part.policies, part.root, part.segments, checked=True, how=Check(part.trace.loop.check)
     )
     stand_in_for_opaque(regions, part.trace, part.opaque)
     try:
-        yield
+        yield regions
     finally:
         for region in reversed(regions):
             region.remove()

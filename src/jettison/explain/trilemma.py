@@ -210,7 +210,7 @@ def _trade(prices: PriceModel, region: Region, buffer: int) -> Trade:
     again = None
     if closure.anchor is None and closure.ops:
         again = prices.seconds(region, frozenset(closure.ops)).again.seconds
-    role, path = _called(region, buffer)
+    role, path = called(region, buffer)
     limit = 2 * nbytes / again if again else None
     quicker = (
         link.name for link in LINKS if limit is not None and link.bytes_per_second * hardware.reached.host > limit
@@ -226,7 +226,7 @@ def _trade(prices: PriceModel, region: Region, buffer: int) -> Trade:
     )
 
 
-def _called(region: Region, buffer: int) -> tuple[str, str]:
+def called(region: Region, buffer: int) -> tuple[str, str]:
     """What people call a saved tensor (several names, where several tensors share a storage), and where it is read."""
     storages = {index: storage for storage, index in region.buffers.items()}
     found = [

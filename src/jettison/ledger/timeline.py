@@ -141,7 +141,8 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
 
 
 def _highest(rows: Iterator[tuple[int, Phase, str]]) -> _Rows:
-    return [max(rows, key=itemgetter(0))]
+    highest = max(rows, default=None, key=itemgetter(0))
+    return [] if highest is None else [highest]  # of a chunk without layers
 
 
 def _at(level: int, rows: _Rows, micro_batch: int) -> Iterator[_Row]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 LossOf = Callable[[nn.Module, Any], Tensor]
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -68,12 +69,14 @@ def independent_copy(model: nn.Module) -> nn.Module:
 
 
 def compare_gradients(model_a: nn.Module, model_b: nn.Module) -> GradientReport:
-    """Compare gradients bit by bit, by parameter name. NaNs of equal bits are equal; 0.0 and -0.0 are not.
+    """Compare gradients bit by bit, by parameter name (see `plain_name`).
+
+    NaNs of equal bits are equal; 0.0 and -0.0 are not.
 
     Raises `ValueError` if the two share parameter or gradient storage, or have other parameter names.
     """
     _refuse_shared_storage(model_a, model_b)
-    parameters_a, parameters_b = dict(model_a.named_parameters()), dict(model_b.named_parameters())
+    parameters_a, parameters_b = ({plain_name(n): p for n, p in m.named_parameters()} for m in (model_a, model_b))
     if parameters_a.keys() != parameters_b.keys():
         odd = sorted(parameters_a.keys() ^ parameters_b.keys())
         raise ValueError(f"models have different parameters, so their gradients cannot be compared: {odd[:5]}")
@@ -107,18 +110,18 @@ def run_steps(
         loss.backward()
         if optimizer is not None:
             optimizer.step()
-        losses.append(_tensor_bytes(loss).hex())
+        losses.append(tensor_bytes(loss).hex())
     return tuple(losses)
 
 
 def rng_digest(generators: Mapping[str, torch.Generator] | None = None) -> str:
     """SHA-256 over the state of the CPU stream, every initialised CUDA stream, and named private generators."""
-    digest = hashlib.sha256(_tensor_bytes(torch.get_rng_state()))
+    digest = hashlib.sha256(tensor_bytes(torch.get_rng_state()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for state in torch.cuda.get_rng_state_all():
-            digest.update(_tensor_bytes(state))
+            digest.update(tensor_bytes(state))
     for name, generator in sorted((generators or {}).items()):
-        digest.update(name.encode() + _tensor_bytes(generator.get_state()))
+        digest.update(name.encode() + tensor_bytes(generator.get_state()))
     return digest.hexdigest()
 
 
@@ -135,7 +138,7 @@ def parameter_digest(model: nn.Module) -> str:
 def _digest(named: Iterable[tuple[str, Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in named:
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode() + _tensor_bytes(tensor))
+        digest.update(f"{plain_name(name)}:{tensor.dtype}:{tuple(tensor.shape)}".encode() + tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -145,11 +148,25 @@ def _difference(name: str, a: Tensor | None, b: Tensor | None) -> GradientDiffer
         return _named(name, f"the {side} model has no gradient", 0, float("inf"))
     if a.shape != b.shape or a.dtype != b.dtype:
         return _named(name, f"{a.dtype}{tuple(a.shape)} against {b.dtype}{tuple(b.shape)}", 0, float("inf"))
-    differing = int((_bits(a) != _bits(b)).sum())
+    differing, worst = differing_elements(a, b)
     if differing == 0:
         return None
-    worst = float((a.detach().double() - b.detach().double()).abs().nan_to_num(nan=float("inf")).max())
     return _named(name, f"{differing} of {a.numel()} elements differ", differing, worst)
+
+
+def differing_elements(a: Tensor, b: Tensor) -> tuple[int, float]:
+    """How many elements have other bits, of two tensors of one shape and dtype, and the largest difference."""
+    differing = int((_bits(a) != _bits(b)).sum())
+    if differing == 0:
+        return 0, 0.0
+    return differing, float((a.detach().double() - b.detach().double()).abs().nan_to_num(nan=float("inf")).max())
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or buffer's name without what wrappers put in between (checkpoint wrappers, torch.compile)."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def _named(name: str, reason: str, differing: int, worst: float) -> GradientDifference:
@@ -163,7 +180,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return dense.view(_INTEGER_OF_SIZE[dense.element_size()])
 
 
-def _tensor_bytes(tensor: Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Its elements, row by row."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy())
 

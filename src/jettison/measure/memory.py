@@ -34,7 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain
-from jettison.capture.values import WHICH_DEVICE
+from jettison.capture.values import WHICH_DEVICE, which_device
+from jettison.measure.numbers import NO_NODE, KeptNumbers, current_node, number_bytes
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -45,7 +46,6 @@ CUDA_GRANULARITY_BYTES = 512
 _ACCUMULATE = torch.ops.aten.add.Tensor
 _DETACH = torch.ops.aten.detach.default
 _STATE = "generator state"
-_NO_NODE = -2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,7 @@ class AllocationCounter(TorchDispatchMode):
         usual = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
         self._granularity_bytes = usual if granularity_bytes is None else granularity_bytes
         self._device = device
+        self._numbers = KeptNumbers() if device in (None, "cpu") else None
         self.blind = False
         self._live_bytes = 0
         self._peak_bytes = 0
@@ -143,7 +144,7 @@ class AllocationCounter(TorchDispatchMode):
     def register(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
         for tensor in tensors:
-            self._meet(tensor, "static", _NO_NODE)
+            self._meet(tensor, "static", NO_NODE)
         self._raise_peak(self._live_bytes)
 
     @contextmanager
@@ -197,7 +198,7 @@ class AllocationCounter(TorchDispatchMode):
             state = get_state()
             if self._withheld is not None:
                 self._settle()
-            self._meet(state, _STATE, _NO_NODE)
+            self._meet(state, _STATE, NO_NODE)
             self._raise_peak(self._live_bytes)
             return state
 
@@ -229,7 +230,7 @@ class AllocationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is WHICH_DEVICE:
-            return func(*args)
+            return which_device(*args)
         if desugars(types):
             return NotImplemented
         if self.blind or infers_shapes():
@@ -239,17 +240,23 @@ class AllocationCounter(TorchDispatchMode):
         if func is _DETACH:
             self._take_over(args[0])
             out = func(*args, **kwargs)
-            self._meet_all((out,), str(func), _NO_NODE)
+            self._meet_all((out,), str(func), NO_NODE)
             self._raise_peak(self._live_bytes)
             return out
-        node = _current_node()
-        self._meet_all(args, "input", _NO_NODE)
-        self._meet_all(kwargs.values(), "input", _NO_NODE)
+        node = current_node()
+        if self._numbers is not None:
+            self._live_bytes -= self._numbers.freed_by(node)
+        self._meet_all(args, "input", NO_NODE)
+        self._meet_all(kwargs.values(), "input", NO_NODE)
         self._raise_peak(self._live_bytes)
-        withheld = self._engine_accumulation(args, node) if func is _ACCUMULATE and node != _NO_NODE else None
+        withheld = self._engine_accumulation(args, node) if func is _ACCUMULATE and node != NO_NODE else None
         extra_bytes = self._workspace(func, args, kwargs) if self._workspace is not None else 0
         out = func(*args, **kwargs)
         self._meet_all((out,), str(func), node)
+        if self._numbers is not None and (number := number_bytes(func, args)):
+            kept = self._numbers.kept_by(func, args, number)
+            self._live_bytes += kept
+            extra_bytes += number - kept
         if withheld is not None:
             withheld.live_bytes = self._live_bytes
             self._withheld = withheld
@@ -380,14 +387,6 @@ def static_tensors(
 
 def _ignore(_value: object) -> None:
     """A tensor hook must return None, or it would replace the gradient."""
-
-
-def _current_node() -> int:
-    """A number for the autograd node being evaluated; `_NO_NODE` outside of backward."""
-    if torch._C._current_graph_task_id() == -1:
-        return _NO_NODE
-    node = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())
 
 
 def _is_dense(tensor: Tensor) -> bool:

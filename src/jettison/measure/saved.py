@@ -122,5 +122,5 @@ def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
         for box in packed.boxes:
             if isinstance(box, Handle):
                 yield from _tensors(box.frame.name, box)
-            elif box.tensor is not None:
-                yield name, box.tensor
+            elif (held := box.on_device) is not None:
+                yield name, held

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -156,14 +156,30 @@ def _from_factory(request: ModelRequest, module: str, factory: str) -> Loaded:
 
 
 def call_factory(model: str, module: str, factory: str) -> Any:
-    """What ``module:factory`` returns; modules are looked for in the working directory as well.
+    """What ``module:factory`` returns.
 
     Args:
         model: both, as they were given.
 
     Raises:
+        UsageError: see `named_function`.
+    """
+    return _function(model, module, factory)()
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names; modules are looked for in the working directory as well.
+
+    Raises:
         UsageError: there is no such module or function.
     """
+    module, colon, function = name.partition(":")
+    if not colon or not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise UsageError(f"got {name!r}; expected module:function")
+    return _function(name, module, function)
+
+
+def _function(model: str, module: str, factory: str) -> Callable[..., Any]:
     sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(module)
@@ -175,8 +191,8 @@ def call_factory(model: str, module: str, factory: str) -> Any:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    function = getattr(found, factory, None)
+    function: Any = getattr(found, factory, None)
     if not callable(function):
         names = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
         raise UsageError(f"{model!r}: {module} has no function {factory!r}; it has {', '.join(names[:8]) or 'none'}")
-    return function()
+    return function

@@ -323,6 +323,8 @@ def _repeated(region: PlannedForward) -> Iterable[Any]:
         else:
             names = [recipe.trace.program.ops[i].name for i in recipe.recomputed_ops]
             yield [name for name in names if name not in PADDING]
+            if recipe.moved:
+                yield [move.host_bytes for move in recipe.moved.values()]
 
 
 def _digest(value: Any) -> str:

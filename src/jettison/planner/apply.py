@@ -12,6 +12,7 @@ from torch import nn
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
+from jettison.parse_units import parse_bytes
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied
 from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
@@ -101,6 +102,7 @@ def apply(
     check: str | Check = Check.ALWAYS,
     compile: str | None = None,
     group: Group | None = None,
+    host_budget: str | int | None = None,
 ) -> Applied:
     """Apply a plan, or a policy of your own.
 
@@ -109,8 +111,9 @@ def apply(
 
     Args:
         policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
-        ``every:K``, a
-            `CheckpointPolicy`, or a mapping from block name to one of these (blocks left out keep everything).
+            ``every:K``, ``offload`` (what autograd saves waits on the host), ``full-offload`` (so do the inputs that
+            ``full`` keeps), a `CheckpointPolicy`, or a mapping from block name to one of these (blocks left out keep
+            everything).
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
         check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
@@ -119,15 +122,19 @@ def apply(
         compile: as in `auto_checkpoint`; needed again for a plan that was made with it.
         group: a process group or a mesh whose ranks must agree, where the parameters do not tell: those of a model
             that communicates by other means.
+        host_budget: what pinned memory may take from the host, as it is rounded up; left out, what the host has.
 
     Raises:
         PlanMismatch: the plan was made for another model or another batch; or some rank has another plan, failed, or
             did not come, which every rank is told.
-        UsageError: neither or both of policy and plan; an unknown word; an unknown block.
+        UsageError: neither or both of policy and plan; an unknown word; an unknown block; tensors that are nowhere
+            where they could be moved from.
+        HostBudgetExceeded: what moves to the host needs more of its memory than it may have, or there is.
     """
     if (policy is None) == (plan is None):
         raise UsageError("give either policy= or plan=, not both and not neither")
     how = check_of(check)
+    host_bytes = None if host_budget is None else parse_bytes(host_budget)
     check_model(model)
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
@@ -135,7 +142,7 @@ def apply(
         loop = Loop(compile=compile_settings(compile, [model]))
         traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
         if plan is not None:
-            applied = apply_plan(model, traced, plan, how)
+            applied = apply_plan(model, traced, plan, how, host_bytes)
             expect_loop(applied.regions, traced, plan)
             return agreed(applied, agreement)
         assert policy is not None
@@ -146,15 +153,21 @@ def apply(
         if any(chosen.word != "none" for chosen in policies.values()):
             for text in traced.warnings:
                 warnings.warn(text, stacklevel=2)
-        return agreed(Applied(regions=install(model, traced, policies, KeepAll(), segments, how=how)), agreement)
+        installed = install(model, traced, policies, KeepAll(), segments, how=how, host_budget_bytes=host_bytes)
+        return agreed(Applied(regions=installed), agreement)
 
 
-def apply_plan(model: nn.Module, traced: ModelTrace, plan: Plan, how: Check) -> Applied:
+def apply_plan(
+    model: nn.Module, traced: ModelTrace, plan: Plan, how: Check, host_budget_bytes: int | None = None
+) -> Applied:
     programs = {c.name: traced.program(c) for c in traced.calls}
     digests = {name: program.digest() for name, program in programs.items()}
     plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
     part = module_policy(traced, plan)
-    return Applied(regions=install(model, traced, part.policies, part.root, part.segments, how=how), plan=plan)
+    regions = install(
+        model, traced, part.policies, part.root, part.segments, how=how, host_budget_bytes=host_budget_bytes
+    )
+    return Applied(regions=regions, plan=plan)
 
 
 def agreed(applied: Applied, agreement: Agreement) -> Applied:

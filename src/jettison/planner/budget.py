@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,11 +15,9 @@ from jettison.errors import UsageError
 from jettison.measure.memory import static_tensors, unique_bytes
 from jettison.parse_units import parse_bytes
 from jettison.predict.allowance import FRAGMENTS
+from jettison.runtime.host_memory import left_on_host
 from jettison.units import format_bytes, format_percent
 
-MEMINFO: Final = Path("/proc/meminfo")
-GROUP: Final = Path("/sys/fs/cgroup")
-"""Where Linux says what a machine has left, and a container."""
 HOST_MARGIN: Final = Fraction(1, 20)
 """Of a host's memory, which other processes use too: judgement."""
 _SHARE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
@@ -61,7 +57,7 @@ def budget_of(
     if device is not None:
         left, where, margin = _left_on(device), f"{torch.cuda.get_device_name(device)}", FRAGMENTS[1]
     else:
-        left, where, margin = _left_on_host() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
+        left, where, margin = left_on_host() + unique_bytes(tensors), "this machine's memory", HOST_MARGIN
     part = 1 - margin if share is None else Fraction(share[1]) / 100
     if not 0 < part <= 1:
         raise UsageError(f"got {asked!r} as a budget; expected a share above 0 % and up to 100 %, bytes, or 'auto'")
@@ -93,27 +89,3 @@ def _left_on(device: torch.device) -> int:
     """Free bytes, and those that this process's allocator has already."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device))
-
-
-def _left_on_host() -> int:
-    """What Linux can give without swapping, or the container's limit if that is less; where torchrun started several
-    ranks on a host, the part of each.
-
-    Raises:
-        UsageError: nobody says.
-    """
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", _read(MEMINFO), re.MULTILINE)
-    if found is None:
-        raise UsageError(f"{MEMINFO} does not say how much memory is available; give the budget in bytes, as in '8GiB'")
-    left = int(found[1]) * 1024
-    most, used = _read(GROUP / "memory.max").strip(), _read(GROUP / "memory.current").strip()
-    if most.isdigit() and used.isdigit():
-        left = min(left, max(0, int(most) - int(used)))
-    return left // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -13,6 +13,7 @@ from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
 from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
+from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.report import Live, RegionReport
 from jettison.solve.plan import Plan
@@ -108,6 +109,11 @@ class Applied:
         )
         self.hooks = phase_hooks(self.watch, optimizer) if optimizer is not None else []
         self.watch.begin()
+
+    @property
+    def offload(self) -> OffloadEngine | None:
+        """What moves tensors to the host, with its copies so far and what it took of the host; None: nothing moves."""
+        return next((region.offload for region in self.regions if region.offload is not None), None)
 
     def plan_text(self) -> str:
         """The plan as JSON; empty where a policy was applied."""

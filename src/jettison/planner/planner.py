@@ -256,9 +256,10 @@ def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
     names = list(dict.fromkeys(c.name for c in traced.calls))
     classes = {c.name: traced.classes[c.class_key] for c in traced.calls}
     policies = {
-        entry.layer: policy_kept(classes[entry.layer], entry.option, frozenset(entry.kept)) for entry in plan.layers
+        entry.layer: policy_kept(classes[entry.layer], entry.option, frozenset(entry.kept), frozenset(entry.offloaded))
+        for entry in plan.layers
     }
-    root = exactly(traced.root.program, frozenset(plan.root.kept))
+    root = exactly(traced.root.program, frozenset(plan.root.kept), frozenset(plan.root.offloaded))
     segments = [names[names.index(a) : names.index(b) + 1] for a, b in plan.segments]
     return ModulePolicy(trace=traced, policies=policies, root=root, segments=segments)
 

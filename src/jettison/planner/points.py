@@ -21,20 +21,22 @@ def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
     return policy_kept(cls, point.key, point.kept)
 
 
-def policy_kept(cls: BlockClass, option: str, kept: frozenset[int]) -> CheckpointPolicy:
+def policy_kept(
+    cls: BlockClass, option: str, kept: frozenset[int], moved: frozenset[int] = frozenset()
+) -> CheckpointPolicy:
     """The same, of a point that is told by its name and by what it keeps."""
     if cls.compiled is None and cls.opaque:
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:
         return KeepAll()  # which is what Inductor takes it to be
-    return exactly(cls.program, kept)
+    return exactly(cls.program, kept, moved)
 
 
-def exactly(program: Program, kept: frozenset[int]) -> Exactly:
+def exactly(program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> Exactly:
     """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
     total = program.kept_bytes(program.saved_buffers())
     share = KeepShare(program.kept_bytes(kept) / total if total else 1.0)
-    return Exactly(program.digest(), kept, share, program.form())
+    return Exactly(program.digest(), kept, share, program.form(), moved=moved)
 
 
 def compiled_points(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:

@@ -138,15 +138,19 @@ def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
     Raises:
         UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
     """
-    stages = (_stage(run, index, chunks) for index, chunks in enumerate(walk(run, chosen)))
+    walked = walk(run, chosen)
+    embedded = walked[0][0][0].part.region.output.nbytes
+    stages = (_stage(run, index, chunks, embedded) for index, chunks in enumerate(walked))
     return Forecast(run=run, stages=tuple(stages))
 
 
-def _stage(run: Run, index: int, chunks: tuple[Chunk, ...]) -> Stage:
+def _stage(run: Run, index: int, chunks: tuple[Chunk, ...], embedded: int) -> Stage:
+    """``embedded``: bytes that the embedding returns; a stage without layers hands on as many."""
     layout = run.layout
     total = sum((group.part.static.times(len(group.names)) for chunk in chunks for group in chunk), Static())
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
-    output = chunks[0][-1].part.region.output.nbytes if index < layout.pp - 1 else 0
+    returned = chunks[0][-1].part.region.output.nbytes if chunks[0] else embedded
+    output = returned if index < layout.pp - 1 else 0
     load = StageLoad(
         chunks=tuple(units(run, chunk) for chunk in chunks),
         occupancies=stage_occupancies(

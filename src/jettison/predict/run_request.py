@@ -24,6 +24,7 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.precision import optimizer, precision
 from jettison.spec.presets import PRESETS, preset
 from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.stage_layers import stage_layers
 
 PAPER: Final = "paper"
 """The family of arXiv 2205.05198's GPTs."""
@@ -80,6 +81,7 @@ class RunRequest(CommonRequest):
         sp: Sequence parallelism beside it: on where --tp is above 1.
         pp: Pipeline stages: 1.
         virtual_stages: Virtual stages on each device of a pipeline (interleaved 1F1B): 1.
+        stage_layers: Layers of each stage: 5,4,4,3, or first:3,last:5, or Megatron's layout string; else evenly.
         schedule: Order of a pipeline: gpipe, 1f1b or zero-bubble.
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
@@ -95,6 +97,7 @@ class RunRequest(CommonRequest):
     sp: bool | None = None
     pp: int | None = None
     virtual_stages: int | None = None
+    stage_layers: str | None = None
     schedule: str | None = None
     cp: int | None = None
     dp: int | None = None
@@ -171,7 +174,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     """
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
-    layout = _layout(request)
+    layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
@@ -195,15 +198,18 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 
 
-def _layout(request: RunRequest) -> Layout:
-    tp = _or(request.tp, 1)
+def _layout(request: RunRequest, depth: int) -> Layout:
+    tp, pp, virtual = _or(request.tp, 1), _or(request.pp, 1), _or(request.virtual_stages, 1)
+    cut = request.stage_layers
+    uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
         sp=_or(request.sp, tp > 1),
         cp=_or(request.cp, 1),
         ep=_or(request.ep, 1),
-        pp=_or(request.pp, 1),
-        virtual_stages=_or(request.virtual_stages, 1),
+        pp=pp,
+        virtual_stages=virtual,
+        stage_layers=uneven,
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else _word(Schedule, request.schedule, "schedule"),
         dp=_or(request.dp, 1),
         zero=_or(request.zero, 0),

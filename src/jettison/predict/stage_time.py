@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
 from jettison.cost.execution import Execution
@@ -19,6 +20,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.static import state_bytes
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.model import Layer
@@ -151,14 +153,14 @@ class Timing:
             adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
             seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
         gathered, reduced = _shared(region, run.layout, run.precision, self.hardware)
-        kept = region.program.kept_bytes(part.kept) if run.recompute.offload and part.is_layer else 0
+        moved = moved_bytes(run, part)
         return Item(
             count=count,
             region=region,
             seconds=seconds,
             gathered=gathered,
             reduced=reduced,
-            offloaded=host_seconds(kept, self.hardware) if kept else 0.0,
+            offloaded=host_seconds(moved, self.hardware) if moved else 0.0,
             recomputed_flops=recompute_flops(region, again),
             in_layer=part.is_layer,
             prices=prices,
@@ -167,7 +169,7 @@ class Timing:
     def _again(self, part: StageRegion) -> frozenset[int]:
         """Steps that a region's backward runs again."""
         if part.chosen is not None:
-            return repeated(part.region, part.chosen)
+            return repeated(part.region, part.chosen.buffers)
         if part.policy == NONE:
             return frozenset()
         if part.policy == FULL and self.execution.repeats_all:
@@ -188,7 +190,7 @@ class Timing:
         layout = self.run.layout
         seconds = []
         for items in chunks:
-            each = total_of([item.seconds * item.count for item in items])
+            each = total_of([item.seconds * item.count for item in items] or [NOTHING])
             seconds.append(replace(each, again=each.again * share) + self._beside(items))
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
@@ -218,6 +220,8 @@ class Timing:
     def _beside(self, items: Sequence[Item]) -> RegionSeconds:
         """What ZeRO 2 and 3 and offloading add to a chunk's passes, where its work does not cover it."""
         layout = self.run.layout
+        if not items:
+            return NOTHING
         forward = backward = 0.0
         if layout.zero >= 2 and layout.shards > 1:
             gathers = layout.zero == 3 and layout.resharded
@@ -226,14 +230,16 @@ class Timing:
             reduces = self.execution.reduces_each
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
         if self.run.recompute.offload:
-            forward += sum(i.count * self._over(i.offloaded, i.seconds.forward.seconds) for i in items)
-            backward += sum(i.count * self._over(i.offloaded, i.seconds.backward.seconds) for i in items)
+            pairs = [(item.count - 1, item, item) for item in items]
+            pairs += [(1, item, after) for item, after in pairwise(items) if after.in_layer]  # the last layer's stay
+            forward += sum(n * self._over(i.offloaded, after.seconds.forward.seconds) for n, i, after in pairs)
+            backward += sum(n * self._over(i.offloaded, after.seconds.backward.seconds) for n, i, after in pairs)
         if not (forward or backward):
             return NOTHING
         return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
 
     def _over(self, transfer: float, work: float) -> float:
-        """What copying adds to the work beside it. Copies need no multiprocessors."""
+        """What copying adds to the next region's work, beside which it runs. Copies need no multiprocessors."""
         return max(0.0, transfer - work) if self.execution.hides_offload else transfer
 
     def _covered(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> float:
@@ -264,7 +270,7 @@ class Timing:
     def _end(self, items: Sequence[Item]) -> float:
         """What is left when backwards are over: gradients are ready region by region, and move one after another."""
         layout = self.run.layout
-        if layout.shards == 1:
+        if layout.shards == 1 or not items:
             return 0.0
         again = layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
         after = sum(item.count * item.gathered for item in items) if again else 0.0

@@ -16,8 +16,18 @@ from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run
 
 NONE, FULL, MIXED = "none", "full", "mixed"
-Chosen = Sequence[frozenset[int] | None]
-"""By layer, buffers that a planner keeps; None where the run's recompute mode decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staying:
+    """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host."""
+
+    buffers: frozenset[int]
+    moved: frozenset[int] = frozenset()
+
+
+Chosen = Sequence[Staying | None]
+"""By layer, what a planner lets stay; None where the run's recompute mode decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,7 +37,7 @@ class StageRegion:
     Args:
         layer: of the model; None: the embedding or the head.
         policy: the policy's word.
-        chosen: what a planner keeps instead, for the policy "mixed".
+        chosen: what a planner lets stay instead, for the policy "mixed".
     """
 
     name: str
@@ -35,7 +45,7 @@ class StageRegion:
     policy: str
     static: Static
     layer: Layer | None = None
-    chosen: frozenset[int] | None = None
+    chosen: Staying | None = None
 
     @property
     def is_layer(self) -> bool:
@@ -45,7 +55,7 @@ class StageRegion:
     @property
     def kept(self) -> frozenset[int]:
         """Buffers that stay of it between forward and backward."""
-        return kept_by(self.region, self.policy) if self.chosen is None else self.chosen
+        return kept_by(self.region, self.policy) if self.chosen is None else self.chosen.buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,17 +143,17 @@ def _layers(
 
 def _alike(
     run: Run, start: int, stop: int, position: int, chosen: Chosen | None
-) -> Iterator[tuple[tuple[int, str, frozenset[int] | None], range]]:
+) -> Iterator[tuple[tuple[int, str, Staying | None], range]]:
     """Runs of neighbours that are treated alike: ((number of their kind, policy, what a planner keeps), which)."""
     if chosen is None and run.recompute.mode not in (Mode.BLOCK, Mode.INTERVAL):
         policy = _policy(run, position)
         for number, first, last in run.model.stretches:
-            if first < stop and start < last:
+            if max(first, start) < min(last, stop):
                 yield (number, policy, None), range(max(first, start), min(last, stop))
         return
     numbers = run.model.kind_numbers
 
-    def key(index: int) -> tuple[int, str, frozenset[int] | None]:
+    def key(index: int) -> tuple[int, str, Staying | None]:
         picked = None if chosen is None else chosen[index]
         return numbers[index], _policy(run, position + index - start) if picked is None else MIXED, picked
 

@@ -3,7 +3,7 @@
 NOTE [ A step ]
 Regions are priced by `cost.region`; a chunk of a stage is the sum of its regions, of which equal ones are priced once.
 On top of a micro-batch come ZeRO 3's gathering of each region before it runs and the reduction of its gradients after,
-beside the work of its neighbours; offloading, beside the region's own; and sending to the next stage. `cost.pipeline`
+beside the work of its neighbours; offloading, beside the next region's; and sending to the next stage. `cost.pipeline`
 plays the schedule. What is left of the reduction of gradients when backwards are over is waited for, then the optimizer
 steps. Ranks of a stage are alike, and nothing else uses the network.
 

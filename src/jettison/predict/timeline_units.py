@@ -21,7 +21,9 @@ from jettison.spec.run import Mode, Run
 
 
 def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
-    """The units of one chunk, in order."""
+    """The units of one chunk, in order; none of a stage without layers."""
+    if not groups:
+        return ()
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
     made = _segments(run, groups, size) if size > 1 else [_unit(run, group) for group in groups]
     return tuple(_with_transients(run, groups, made))
@@ -103,34 +105,61 @@ def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Uni
 
     ZeRO 3 gathers a region while it runs and prefetches the next one; ZeRO 2 and 3 hold a region's whole gradients
     until they have been reduced, which overlaps with the backward of the region before it: the last one finds none
-    that wait. Offloading holds a unit's bytes beside the next unit's while they are on their way.
+    that wait. What is offloaded is on its way beside the next unit's passes: NOTE [ What is on its way ] in
+    `solve.problem`.
     """
     gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
     reduced = max(group.part.static.reduced for group in groups)
     if not (gathered or reduced or run.recompute.offload):
         yield from made
         return
-    before = 0
-    made = tuple(made)
-    for unit in made:
-        waiting = 0 if unit is made[-1] and len(unit.names) == 1 else reduced
-        moved = unit.resident if run.recompute.offload else 0
-        between = max(before, moved) if len(unit.names) > 1 else before
+    made = list(made)
+    for unit, moved, before in _sending(run, groups, made):
+        waiting = 0 if unit.names == made[-1].names and len(unit.names) == 1 else reduced
         yield replace(
             unit,
             resident=unit.resident - moved,
-            forward_peak=unit.forward_peak + gathered + between,
-            backward_peak=unit.backward_peak + gathered + waiting + moved + between,
-            adding_peak=unit.adding_peak + gathered + waiting + moved + between,
+            forward_peak=unit.forward_peak + gathered + before,
+            backward_peak=unit.backward_peak + gathered + waiting + moved + before,
+            adding_peak=unit.adding_peak + gathered + waiting + moved + before,
         )
-        before = moved
+
+
+def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
+    """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last."""
+    if not run.recompute.offload:
+        yield from ((unit, 0, 0) for unit in made)
+        return
+    parts = {name: group.part for group in groups for name in group.names}
+    each = [(unit, name, _moved(run, parts.get(name), unit)) for unit in made for name in unit.names]
+    layers = [i for i, (_, name, _) in enumerate(each) if name not in parts or parts[name].is_layer]
+    last = max(layers, default=-1)  # a stage may have no layers
+    each = [(unit, name, 0 if i == last else moved) for i, (unit, name, moved) in enumerate(each)]
+    before = [0, *(moved for _, _, moved in each)]
+    alike = groupby(zip(each, before, strict=False), lambda pair: (id(pair[0][0]), pair[0][2], pair[1]))
+    for (_, moved, ahead), pairs in alike:
+        found = [entry for entry, _ in pairs]
+        yield replace(found[0][0], names=tuple(name for _, name, _ in found)), moved, ahead
+
+
+def _moved(run: Run, part: StageRegion | None, unit: Unit) -> int:
+    """What a unit sends: all that it holds, or what a planner says; a segment of several layers is no ``part``."""
+    return unit.resident if part is None else moved_bytes(run, part)
+
+
+def moved_bytes(run: Run, part: StageRegion) -> int:
+    """What a region sends to the host, of what stays of it."""
+    if not (run.recompute.offload and part.is_layer):
+        return 0
+    moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
+    return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
 
 
 def passes_of(part: StageRegion, gradient_dtype: str, *, accumulates: bool = False) -> Passes:
     """A region's replay under its policy."""
     if part.chosen is None:
         return _named(part.region, part.policy, gradient_dtype, accumulates)
-    return _chosen(part.region, part.chosen, gradient_dtype, accumulates)
+    return _chosen(part.region, part.chosen.buffers, gradient_dtype, accumulates)
 
 
 @lru_cache(maxsize=65536)

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:
+    from jettison.explain.layer_reasons import Reason
+    from jettison.explain.what_if import NextGiB
     from jettison.predict.auto_recompute import AutoForecast
 
 SCHEMA = "jettison.plan/1"
 DESCRIBED = "description"
 """What such a document says under ``made_from``: it names no programs, and cannot be applied to a module."""
+MOST_FLIPS = 2
+"""Of each next GiB, in the table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,12 +40,17 @@ class LayerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastPlan:
-    """What the planner chose for a run, for people and as a document."""
+    """What the planner chose for a run, for people and as a document.
+
+    ``reasons`` are by layer; ``what_if`` is what each next GiB would change, None where nobody asked.
+    """
 
     model: str
     choice: AutoForecast
     layers: tuple[LayerChoice, ...]
+    reasons: dict[str, Reason]
     solver_seconds: float
+    what_if: tuple[NextGiB, ...] | None = None
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices."""
@@ -58,7 +67,11 @@ class ForecastPlan:
                 "peak_bytes": self.choice.forecast.peak_bytes,
                 "step_seconds": self.choice.step_seconds,
                 "overhead_fraction": self.choice.overhead_fraction,
+                "stalled_seconds": self.choice.stalled_seconds * self.choice.forecast.run.micro_batches,
+                "host_bytes": self.choice.host_bytes,
             },
+            "offload": self.choice.forecast.run.recompute.offload,
+            "host_budget_bytes": self.choice.host_budget_bytes,
             "hardware": self.choice.hardware.name,
             "solver": {"gap": self.choice.gap, "seconds": self.solver_seconds},
             "stages": [
@@ -66,6 +79,8 @@ class ForecastPlan:
                 for stage in self.choice.forecast.stages
             ],
             "layers": layers,
+            "reasons": [{"layer": name, **asdict(reason)} for name, reason in self.reasons.items()],
+            **({} if self.what_if is None else {"what_if": [_next(row) for row in self.what_if]}),
             "hash": hashlib.sha256(text.encode()).hexdigest(),
         }
 
@@ -73,21 +88,74 @@ class ForecastPlan:
         """Facts, and neighbours that do the same as one row."""
         found = self.choice.forecast
         share = format_percent(self.choice.overhead_fraction)
-        facts = facts_table(
-            [
-                ("model", f"{self.model}, {format_count(found.parameters)} parameters"),
-                ("budget", exact(self.choice.budget_bytes)),
-                ("predicted peak", f"{exact(found.peak_bytes)}, on stage {found.worst.index}"),
-                ("smallest budget", exact(self.choice.minimum_budget_bytes)),
-                ("recompute", f"{share} of a step's time, on {self.choice.hardware.name}"),
-                ("solver", f"gap {format_percent(self.choice.gap)}, {format_seconds(self.solver_seconds)}"),
-            ]
-        )
-        table = titled(
-            "What each layer does with one micro-batch", ("layer", "policy"), ("stage", "kept", "recomputed")
-        )
-        key = attrgetter("stage", "policy", "kept_bytes", "recompute_flops")
-        for (stage, policy, kept, flops), alike in groupby(self.layers, key):
-            names = span([entry.layer for entry in alike])
-            table.add_row(names, policy, str(stage), format_bytes(kept), format_flops(flops))
-        return Group(facts, table)
+        rows = [
+            ("model", f"{self.model}, {format_count(found.parameters)} parameters"),
+            ("budget", exact(self.choice.budget_bytes)),
+            ("predicted peak", f"{exact(found.peak_bytes)}, on stage {found.worst.index}"),
+            ("smallest budget", exact(self.choice.minimum_budget_bytes)),
+            ("recompute", f"{share} of a step's time, on {self.choice.hardware.name}"),
+        ]
+        if found.run.recompute.offload:
+            rows.append(("offload", self._offload()))
+        rows.append(("solver", f"gap {format_percent(self.choice.gap)}, {format_seconds(self.solver_seconds)}"))
+        parts: list[RenderableType] = [facts_table(rows), self._layers_table()]
+        if self.what_if is not None:
+            parts.append(_what_if_table(self.what_if))
+        return Group(*parts)
+
+    def _offload(self) -> str:
+        choice = self.choice
+        limit = "" if choice.host_budget_bytes is None else f" of {format_bytes(choice.host_budget_bytes)}"
+        waited = f"{format_seconds(choice.stalled_seconds)} of that is waiting for copies"
+        return f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}, in a micro-batch"
+
+    def _layers_table(self) -> Table:
+        figures = ("stage", "kept", "on the host", "recomputed")
+        table = titled("What each layer does with one micro-batch", ("layer", "policy", "why"), figures)
+
+        def key(layer: LayerChoice) -> tuple[object, ...]:
+            moved = (layer.kept_bytes, layer.offloaded_bytes, layer.recompute_flops)
+            return layer.policy, *moved, str(self.reasons[layer.layer])
+
+        groups: dict[tuple[object, ...], list[LayerChoice]] = {}
+        for layer in self.layers:
+            groups.setdefault(key(layer), []).append(layer)
+        for alike in groups.values():
+            one = alike[0]
+            table.add_row(
+                span([entry.layer for entry in alike]),
+                one.policy,
+                str(self.reasons[one.layer]),
+                span([f".{stage}" for stage in dict.fromkeys(entry.stage for entry in alike)], brief=True).lstrip("."),
+                format_bytes(one.kept_bytes),
+                format_bytes(one.offloaded_bytes),
+                format_flops(one.recompute_flops),
+            )
+        return table
+
+
+def _next(row: NextGiB) -> dict[str, Any]:
+    """A next GiB as what JSON is made of."""
+    return {
+        "budget_bytes": row.answer.budget_bytes,
+        "peak_bytes": row.answer.forecast.peak_bytes,
+        "step_seconds": row.answer.step_seconds,
+        "saved_seconds": row.saved_seconds,
+        "host_bytes": row.answer.host_bytes,
+        "flips": [asdict(flip) for flip in row.flips],
+    }
+
+
+def _what_if_table(rows: Sequence[NextGiB]) -> Table:
+    table = titled("What each next GiB would change", ("budget", "tensors that change their place"), ("a step saves",))
+    for row in rows:
+        words = [
+            f"{flip.tensor}: {flip.before} -> {flip.after} in {span(flip.layers, brief=True)}"
+            for flip in row.flips[:MOST_FLIPS]
+        ]
+        more = len(row.flips) - MOST_FLIPS
+        text = "; ".join(words) + (f"; {more} more" if more > 0 else "")
+        table.add_row(format_bytes(row.answer.budget_bytes), text or "nothing", format_seconds(row.saved_seconds))
+    if not rows:
+        table.add_row("", "nothing is computed again, and nothing moves", "")
+    return table

@@ -37,6 +37,11 @@ class Proof:
     ``budget_bytes`` and ``predicted_peak_bytes`` are None where a policy was applied and not a plan. ``differences``
     says what differs, one sentence each. ``step_time_ratio`` is the median over interleaved rounds; the quartiles are
     beside it.
+
+    Of a model that recomputes or offloads in a way of its own: ``left_out`` says what its plain copy does without,
+    ``repeats`` how often its gradients were made again from one state, and ``departures`` names the tensors whose
+    values in backward were not those of the forward, first ones first. ``left_out`` is None where Jettison's own plan
+    is proven.
     """
 
     gradients_identical: bool
@@ -60,6 +65,10 @@ class Proof:
     plan_hash: str | None
     device: str
     torch_version: str
+    left_out: str | None = None
+    repeats: int = 0
+    repeats_identical: bool = True
+    departures: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -88,6 +97,8 @@ class Proof:
             "parameters after the steps": self.parameters_identical,
         }
         found = [f"the {name} differ from those of a plain copy" for name, holds in claims.items() if not holds]
+        if not self.repeats_identical:
+            found.append(f"{self.repeats} steps from one state and the same random numbers gave different gradients")
         if self.budget_bytes is not None and self.measured_peak_bytes > self.budget_bytes:
             peak, budget = (
                 f"{format_bytes(nbytes)} ({nbytes}B)" for nbytes in (self.measured_peak_bytes, self.budget_bytes)

@@ -217,6 +217,7 @@ _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
     ("tp", lambda layout: str(layout.tp)),
     ("pp", lambda layout: str(layout.pp)),
     ("virtual", lambda layout: str(layout.virtual_stages)),
+    ("layers", lambda layout: ",".join(map(str, layout.stage_layers))),
     ("schedule", lambda layout: "" if layout.schedule is Schedule.ONE_F_ONE_B else str(layout.schedule)),
     ("cp", lambda layout: str(layout.cp)),
     ("ep", lambda layout: str(layout.ep)),
@@ -289,7 +290,8 @@ def _candidate(found: Found) -> dict[str, Any]:
 
 def _layout(layout: Layout) -> dict[str, Any]:
     names = ("tp", "sp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "world")
-    return {name: getattr(layout, name) for name in names} | {"schedule": str(layout.schedule)}
+    uneven = {"stage_layers": list(layout.stage_layers)} if layout.stage_layers else {}
+    return {name: getattr(layout, name) for name in names} | {"schedule": str(layout.schedule)} | uneven
 
 
 def _loss(best: Found, other: Found) -> dict[str, Any]:

@@ -207,6 +207,8 @@ class LedgerReport:
         if choice is None:
             return {}
         stated = {"minimum_budget_bytes": choice.minimum_budget_bytes, "recompute_seconds": choice.seconds}
+        if choice.forecast.run.recompute.offload:
+            stated |= {"stalled_seconds": choice.stalled_seconds, "host_bytes": choice.host_bytes}
         return {"auto": stated | {"gap": choice.gap}}
 
     def _entry(self, entry: SavedTensor) -> dict[str, Any]:

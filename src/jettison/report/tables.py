@@ -47,6 +47,10 @@ def proof_table(proof: Proof) -> RenderableType:
         ("buffers", _same(proof.buffers_identical)),
         ("parameters afterwards", _same(proof.parameters_identical)),
     ]
+    if proof.left_out is not None:
+        facts.insert(0, ("plain copy", proof.left_out))
+    if proof.repeats:
+        facts.append(("repeated", _same(proof.repeats_identical, f"{proof.repeats} times from one state")))
     if proof.budget_bytes is not None:
         facts.append(("budget", exact(proof.budget_bytes)))
     if proof.predicted_peak_bytes is not None and proof.prediction_error is not None:
@@ -61,6 +65,11 @@ def proof_table(proof: Proof) -> RenderableType:
             f"(quartiles {proof.step_time_ratio_low:.2f} to {proof.step_time_ratio_high:.2f}, {proof.rounds} rounds)",
         ),
     ]
+    verdict = "proven" if proof.passed else "NOT PROVEN: " + "; ".join(proof.failures())
+    lines = [Text(f"  {line}") for line in (*proof.departures, *proof.differences)]
+    judged = (Text(verdict, style="bold green" if proof.passed else "bold red"), *lines)
+    if not proof.layers:
+        return Group(facts_table(facts), *judged)
     title = "Bytes held between forward and backward"
     table = titled(title, ("layer", "policy"), ("plain autograd", "predicted", "observed"))
     table.add_column("")
@@ -71,9 +80,7 @@ def proof_table(proof: Proof) -> RenderableType:
     total = [sum(column) for column in zip(*map(_sides, proof.layers), strict=True)] or [0, 0, 0]
     table.add_section()
     table.add_row("total", "", *map(format_bytes, total), "" if proof.saved_bytes_agree else "differs")
-    verdict = "proven" if proof.passed else "NOT PROVEN: " + "; ".join(proof.failures())
-    lines = [Text(f"  {line}") for line in proof.differences]
-    return Group(facts_table(facts), table, Text(verdict, style="bold green" if proof.passed else "bold red"), *lines)
+    return Group(facts_table(facts), table, *judged)
 
 
 def doctor_table(facts: Iterable[tuple[str, str]]) -> RenderableType:

@@ -14,13 +14,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from jettison.capture.dispatch import CaptureMode
 from jettison.capture.recording import TensorRef
-from jettison.capture.tensor_subclasses import plain, wrapping
+from jettison.capture.tensor_subclasses import plain, storage_of, wrapping
 from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import Box, Diverged, Frame, Handle, Held
+from jettison.runtime.frame import Diverged, Frame, Handle, Held
 from jettison.runtime.graph_fingerprint import next_sequence_number
+from jettison.runtime.moves import Transit
+from jettison.runtime.offload import Group
 from jettison.runtime.recipe import Recipe, SlotAction
 from jettison.runtime.witness import Witness
 
@@ -30,22 +32,31 @@ _running = threading.local()
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("broken", "check", "fake", "nested", "number", "region", "start", "taps_seen")
+    __slots__ = ("broken", "check", "fake", "given", "moves", "nested", "number", "region", "start", "taps_seen")
 
-    def __init__(self, recipe: Recipe, region: Any) -> None:
-        super().__init__(recipe, region.name, region.recordings.owners, region.model)
+    def __init__(self, recipe: Recipe, region: Any, group: Group | None = None, *, moves: bool = True) -> None:
+        super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves)
         self.region = region
+        self.moves = moves
         self.number = region.calls
         self.broken = ""  # how the run left the recording
         self.check: SequenceCheck | None = None
         self.fake = False  # its arguments are
+        self.given: set[int] = set()  # storages that the outermost of the running calls was given
         self.start = next_sequence_number()
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
+    @property
+    def held_bytes(self) -> int:
+        """On the device until its backward."""
+        return self.recipe.held_bytes(moves=self.moves)
+
     def enter(self, leaves: list[Any], before: dict[int, Handle] | None = None) -> None:
         """As any frame's."""
         self.fake = any(type(leaf) is FakeTensor for leaf in leaves)
+        if self.group is not None and running()[0] is self:
+            self.given = {storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf}
         super().enter(leaves, before)
 
     @of_a_region
@@ -70,10 +81,21 @@ class ActiveFrame(Frame):
             Diverged: it is not.
         """
         assert self.boxes is not None
-        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind == "drop" for n in slot.boxes}
-        if any(type(box := self.boxes[n]) is Box and box.tensor is None for n in wanted):
+        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in ("drop", "offload") for n in slot.boxes}
+        if any(type(box := self.boxes[n]) is not Handle and box.is_empty for n in wanted):
             raise Diverged(self.broken)
         self.boxes = None
+
+    def hold(self, n: int, tensor: Tensor) -> None:
+        """As any frame's, and no op of the model's. What the model was given lives anyway, and does not move."""
+        assert self.boxes is not None
+        if type(box := self.boxes[n]) is Transit and storage_of(tensor) in running()[0].given:
+            box.stay()
+        if self.check is None:
+            super().hold(n, tensor)
+            return
+        with self.check.apart():
+            super().hold(n, tensor)
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
         """As any frame's, and no op of the model's."""
@@ -106,7 +128,7 @@ class ActiveFrame(Frame):
             if tap.path == path and tap.is_output is is_output and tap.call == call:
                 leaves = tree_leaves(tree) if leaves is None else leaves
                 if tap.leaf < len(leaves) and _is(leaves[tap.leaf], tap.ref):
-                    self.boxes[n].fill(leaves[tap.leaf])
+                    self.hold(n, leaves[tap.leaf])
 
     def block_done(self, output: Any) -> None:
         """A nested region has run; box its outputs if this region's recipes read them."""
@@ -117,11 +139,13 @@ class ActiveFrame(Frame):
             for leaf, tensor in enumerate(tree_leaves(output)):
                 n = wanted.get((call, leaf))
                 if n is not None and _is(tensor, self.recipe.trace.given[self.recipe.boxes[n]]):
-                    self.boxes[n].fill(tensor)
+                    self.hold(n, tensor)
 
 
 def likely_kind(recipe: Recipe, slot: int, region: Any) -> str:
     """A guess at what a recording took as fixed and was not."""
+    if recipe.slots[slot].kind == "offload":
+        return "Something wrote to it, past autograd's version counters, before it had arrived there."
     program = recipe.trace.program
     changed = region.recordings.guard.words() if region.recordings.guard is not None else ""
     if changed:

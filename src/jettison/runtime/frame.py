@@ -11,7 +11,9 @@ from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
 from jettison.capture.tensor_subclasses import arrived, plain, storage_of, version_of, wrapping
-from jettison.errors import StaleTensor, WrongValue
+from jettison.errors import WrongValue
+from jettison.runtime.moves import Transit
+from jettison.runtime.offload import Group, stale
 from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction, get_state, in_a_copy, run_step, set_state, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
 
@@ -35,7 +37,7 @@ class Held:
     def open(self) -> Tensor:
         """The tensor, if nobody has written to it."""
         if version_of(self.tensor) != self.version:
-            raise _stale("a kept tensor", "a planned region", self.version, version_of(self.tensor))
+            raise stale("a kept tensor", "a planned region", self.version, version_of(self.tensor))
         return self.tensor
 
 
@@ -50,6 +52,16 @@ class Box:
         self.tensor = None
         self.version = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the forward has not come by it."""
+        return self.tensor is None
+
+    @property
+    def on_device(self) -> Tensor | None:
+        """What it holds there."""
+        return self.tensor
+
     def fill(self, tensor: Tensor) -> None:
         """Hold the values without their graph: a box that owned its graph would own its own handle."""
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
@@ -57,7 +69,7 @@ class Box:
 
 
 class Handle:
-    """A dropped slot. Owns the boxes that its recipe reads, and a witness of what was dropped."""
+    """A slot that is not held. Owns the boxes that its recipe reads, and a witness of what was there."""
 
     __slots__ = ("boxes", "frame", "index", "slot", "witness")
 
@@ -65,7 +77,7 @@ class Handle:
         self,
         frame: Frame,
         slot: SlotAction,
-        boxes: tuple[Box | Handle, ...],
+        boxes: tuple[Box | Transit | Handle, ...],
         witness: Witness | None = None,
         index: int = -1,
     ) -> None:
@@ -84,6 +96,7 @@ class Frame:
         "block_calls",
         "boxes",
         "counts",
+        "group",
         "handed",
         "how",
         "index",
@@ -100,14 +113,24 @@ class Frame:
     )
 
     def __init__(
-        self, recipe: Recipe, name: str, owners: dict[str, tuple[dict[str, Any], str]], model: nn.Module
+        self,
+        recipe: Recipe,
+        name: str,
+        owners: dict[str, tuple[dict[str, Any], str]],
+        model: nn.Module,
+        group: Group | None = None,
+        moves: bool = True,
     ) -> None:
         self.recipe = recipe
         self.name = name
         self.model = model
         self.owners = owners
         self.index = 0
-        self.boxes: list[Any] | None = [Box() for _ in recipe.boxes]
+        self.group = group  # of what moves; None where nothing can
+        goes = group if moves else None
+        self.boxes: list[Any] | None = [
+            Box() if (move := recipe.moved.get(b)) is None else Transit(move, goes) for b in recipe.boxes
+        ]
         self.memo: dict[int, Tensor] = {}
         self.counts: dict[int, int] | None = None
         # the tensor itself, as autograd would hold it; under FSDP the table has another one at other times
@@ -139,11 +162,18 @@ class Frame:
             if handle is not None:
                 boxes[n] = handle
             else:  # something came between the two blocks: hold the input after all
-                boxes[n].fill(leaves[position])
+                self.hold(n, leaves[position])
         for n, position in self.recipe.from_inputs:
-            boxes[n].fill(leaves[position])
+            self.hold(n, leaves[position])
         for n, device in self.recipe.state_boxes:
             boxes[n].fill(get_state(device))
+
+    def hold(self, n: int, tensor: Tensor) -> None:
+        """Fill a box, if it is not full: what moves has gone by then."""
+        assert self.boxes is not None
+        box = self.boxes[n]
+        if type(box) is Box or box.is_empty:
+            box.fill(tensor)
 
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor: keep it, or leave a handle."""
@@ -165,9 +195,11 @@ class Frame:
                 f"saved tensor {self.index - 1} is {tuple(inner.shape)} {inner.dtype}, "
                 f"recorded was {ref.size} {ref.dtype}"
             )
-        if slot.kind == "drop":
+        if slot.kind in ("drop", "offload"):
             boxes = self.boxes
             assert boxes is not None
+            if slot.fill is not None:
+                self.hold(slot.fill, tensor)
             index = self.index - 1
             witness = None
             if (
@@ -182,8 +214,7 @@ class Frame:
             if storage_of(table[leaf]) != inner.untyped_storage()._cdata:
                 raise Diverged(f"saved tensor {self.index - 1} is not parameter {slot.parameter}")
         elif slot.fill is not None:
-            assert self.boxes is not None
-            self.boxes[slot.fill].fill(tensor)
+            self.hold(slot.fill, tensor)
         return Held(tensor, self)
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
@@ -196,7 +227,7 @@ class Frame:
             raise Diverged(f"{self.index} saved tensors, recorded were {len(self.recipe.slots)}")
         assert self.boxes is not None
         for n, box in enumerate(self.boxes):
-            if type(box) is Box and box.tensor is None:
+            if type(box) is not Handle and box.is_empty:
                 raise Diverged(f"nothing was seen of buffer {self.recipe.boxes[n]}")
         boxes, self.boxes = self.boxes, None
         self.handed = {
@@ -242,9 +273,10 @@ class Frame:
         """What to raise where a tensor came back as another one."""
         slot = self.recipe.trace.program.slots[handle.index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
+        came = "came back from the host" if handle.slot.kind == "offload" else "was computed again for backward"
         return WrongValue(
             f"saved tensor {slot.index} of {where} (shape {slot.shape}, {slot.dtype}, after {slot.op or 'the start'}) "
-            "was computed again for backward and is not what forward had"
+            f"{came} and is not what forward had"
         )
 
     def _pull(self, buffer: int, handle: Handle) -> Tensor:
@@ -259,7 +291,7 @@ class Frame:
         if parameter is not None:
             table, leaf, tensor, version = parameter
             if version_of(tensor) != version:
-                raise _stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, version_of(tensor))
+                raise stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, version_of(tensor))
             if table[leaf] is not tensor or plain(tensor) is not tensor:
                 tensor = whole_now(self.model, table, leaf, tensor)
             return plain(tensor)
@@ -267,10 +299,15 @@ class Frame:
         if isinstance(box, Handle):
             tensor = self.memo[buffer] = plain(box.frame.recompute(box))
             return tensor
+        if isinstance(box, Transit):
+            if box.is_empty:
+                raise self.lost(handle)
+            tensor = self.memo[buffer] = box.open()
+            return tensor
         if box.tensor is None:
             raise self.lost(handle)
         if version_of(box.tensor) != box.version:
-            raise _stale("a kept tensor", self.name, box.version, version_of(box.tensor))
+            raise stale("a kept tensor", self.name, box.version, version_of(box.tensor))
         return arrived(box.tensor)
 
     def _make(self, op: int, handle: Handle) -> None:
@@ -335,6 +372,9 @@ class Frame:
 
 def unpack(packed: Any) -> Tensor:
     """Autograd wants a saved tensor back."""
+    frame: Frame | None = packed.frame
+    if frame is not None and frame.group is not None:
+        frame.group.asked()
     if type(packed) is Handle:
         return packed.frame.recompute(packed)
     kept: Held = packed
@@ -358,13 +398,6 @@ def _runs(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # a leaf whose gradient was asked for
         return True
-
-
-def _stale(what: str, where: str, then: int, now: int) -> StaleTensor:
-    return StaleTensor(
-        f"{what} of {where} was modified by an inplace operation between forward and backward: it is at version {now}; "
-        f"expected version {then}. Write to it after backward, or clone it first"
-    )
 
 
 def owners_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

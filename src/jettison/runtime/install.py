@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from torch import nn
 
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.recording import Place, TensorRef
+from jettison.errors import JettisonError
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion
+from jettison.runtime.offload_setup import engine_for, host_layout, imagined_engine, place_of
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.segment import SegmentLink
 from jettison.runtime.structure import Structure
 from jettison.runtime.way import Way
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.solve.policy import CheckpointPolicy, KeepAll, OffloadPolicy
 
 
 def install(
@@ -26,6 +30,7 @@ def install(
     *,
     checked: bool = False,
     how: Check = Check.ALWAYS,
+    host_budget_bytes: int | None = None,
 ) -> list[PlannedForward]:
     """Wrap the blocks and the model, with the programs that were traced. Remove in reverse order.
 
@@ -34,6 +39,11 @@ def install(
         segments: runs of block names; within a run only the first block holds its input.
         checked: the programs ran on these very tensors, so that the first run need not be compared with them.
         how: how closely what is computed again is held against what forward had.
+        host_budget_bytes: what pinned memory may take from the host; None: what the host has.
+
+    Raises:
+        HostBudgetExceeded: what moves to the host needs more.
+        UsageError: tensors of the model's device cannot be moved.
     """
     ways = _ways(traced, policies, root, segments)
     compiled = {} if checked else {call.name: traced.classes[call.class_key].compiled for call in traced.calls}
@@ -56,7 +66,32 @@ def install(
     for region in installed:
         region.in_dry_run = checked
     outer.structure = Structure(outer, installed)
+    if any(isinstance(policy, OffloadPolicy) for policy in (*policies.values(), root)):
+        try:
+            _have_engine(model, traced, installed, host_budget_bytes)
+        except JettisonError:
+            for region in reversed(installed):
+                region.remove()
+            raise
     return installed
+
+
+def _have_engine(
+    model: nn.Module, traced: ModelTrace, installed: list[PlannedForward], host_budget_bytes: int | None
+) -> None:
+    """One engine for all regions, with the slab that a step takes, where anything moves."""
+    layout = host_layout(traced, {region.name: region for region in installed})
+    opaque = any(r.recordings.moves_without_recipe() for r in installed)
+    if not layout.nbytes and not opaque:
+        return
+    place = place_of(model)
+    if installed[0].in_dry_run:
+        engine = imagined_engine(place)
+    else:
+        engine = engine_for(place, host_budget_bytes)
+        engine.pool.reserve(layout.nbytes)
+    for region in installed:
+        region.offload = engine
 
 
 def install_beside(
@@ -106,6 +141,7 @@ def _ways(
     """Policies by block, and with their places in segments; the model's own under no name."""
     links = {call.name: call.links for call in traced.calls}
     ways = {name: Way(policy=policy) for name, policy in policies.items()}
+    last = traced.calls[-1].name if traced.calls else ""
     for run in segments:
         before = None
         for name, following in zip_longest(run, run[1:]):
@@ -113,4 +149,27 @@ def _ways(
             outputs = tuple(output for _, output in links.get(following, ()))
             before = SegmentLink(before=before if inputs else None, inputs=inputs, outputs=outputs)
             ways[name] = Way(policy=policies[name], link=before)
+    if last in ways:
+        ways[last] = replace(ways[last], stays=sum(call.name == last for call in traced.calls))
+    for name, places in _returned(traced).items():
+        ways[name] = replace(ways[name], lives=frozenset(places))
     return ways | {"": Way(policy=root)}
+
+
+def _returned(traced: ModelTrace) -> dict[str, set[Place]]:
+    """By block, what of its arguments and results the model returns, where the loop holds that."""
+    found: dict[str, set[Place]] = {}
+    if not traced.loop.holds_output:
+        return found
+    root = traced.root
+    held = {
+        root.blocks[ref.buffer]
+        for ref in root.output_leaves
+        if isinstance(ref, TensorRef) and ref.buffer in root.blocks
+    }
+    for number, leaf in held:
+        found.setdefault(traced.calls[number].name, set()).add((True, leaf))
+        if number + 1 < len(traced.calls):
+            after = traced.calls[number + 1]
+            found.setdefault(after.name, set()).update((False, p) for p, output in after.links if output == leaf)
+    return found

@@ -9,7 +9,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +24,11 @@ from jettison.runtime.assumptions import Assumptions
 from jettison.runtime.callers import are_hooks_foreign, is_compiled_training, is_transforming, whose_copy
 from jettison.runtime.checked_run import SequenceCheck, SomeMode
 from jettison.runtime.forward_run import ActiveFrame, Listener, current_frame, running, views_replayed
-from jettison.runtime.frame import Diverged, Frame, unpack
+from jettison.runtime.frame import Diverged, unpack
 from jettison.runtime.graph_fingerprint import bounds_of, graph_print, next_sequence_number
+from jettison.runtime.listeners import CallListener, Watched
+from jettison.runtime.offload import Group, OffloadEngine
+from jettison.runtime.offload_setup import imagined_engine, place_of, shared_engine
 from jettison.runtime.recipe import Recipe
 from jettison.runtime.recordings import Prepared, Recordings
 from jettison.runtime.report import Live, RegionReport
@@ -33,26 +36,6 @@ from jettison.runtime.way import Way
 from jettison.runtime.without_recipe import run_without_recipe
 from jettison.runtime.witness import SAMPLED_AFTER, SAMPLED_SHARE, Check, Rounded
 from jettison.solve.policy import CheckpointPolicy
-
-
-class Watched(Protocol):
-    """What a model consists of."""
-
-    def check(self) -> None:
-        """Look at it when a step begins."""
-
-    def parts_changed(self, names: str) -> None:
-        """Modules inside of blocks are other ones."""
-
-
-class CallListener(Protocol):
-    """Is told of a region's calls with gradients."""
-
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before anything of it ran; another plan may be followed from here on."""
-
-    def ends(self) -> None:
-        """The forward has returned."""
 
 
 class PlannedForward:
@@ -97,9 +80,11 @@ class PlannedForward:
         self.in_dry_run = False  # runs where it was recorded: what looks like a change there is not one of the model's
         self.before_first: Callable[[], None] | None = None  # what has to hold when the first run begins
         self.listener: CallListener | None = None
-        self.frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.frames: weakref.WeakSet[ActiveFrame] = weakref.WeakSet()
         self.assumptions: Assumptions | None = None  # of the plan, where this is the root
         self.structure: Watched | None = None  # of the model, where this is the root of a plan
+        self.offload: OffloadEngine | None = None  # of the plan, where anything in it moves
+        self._forward_calls = (0, 0)  # the root's calls so far, and our own in the last of them
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +267,7 @@ class PlannedForward:
     def live(self) -> Live:
         """What is between its forward and its backward now."""
         frames = list(self.frames)
-        return Live(calls=len(frames), nbytes=sum(frame.recipe.kept_bytes for frame in frames))
+        return Live(calls=len(frames), nbytes=sum(frame.held_bytes for frame in frames))
 
     def nested(self, run: Callable[[], Any]) -> Any:
         """What a stand-in for a nested region gives inside this one."""
@@ -299,6 +284,7 @@ class PlannedForward:
         best = self.recordings.most_used()
         return RegionReport.of(
             best.recipe if best else None,
+            stays=self.way.stays == 1,
             name=self.name,
             word=self.way.policy.word,
             calls=self.calls,
@@ -384,14 +370,15 @@ class PlannedForward:
         recipe = prepared.recipe
         assert recipe is not None
         self._watch(recipe)
-        frame = ActiveFrame(recipe, self)
+        group = self.begin_group(moves=bool(recipe.moved))
+        frame = ActiveFrame(recipe, self, group, moves=not self.stays())
         frame.how, frame.rounded, frame.salt = self.how, self.rounded, self.calls
         frame.share = SAMPLED_SHARE if self.how is Check.SAMPLED and prepared.calls > SAMPLED_AFTER else 1
         settings = self.recordings.must_check(prepared, recipe, leaves)
         stack = running()
-        frame.enter(leaves, self.way.link.take(leaves))
         stack.append(frame)
         try:
+            frame.enter(leaves, self.way.link.take(leaves))
             back = unpack if self.assumptions is None else self.assumptions.watched(unpack)
             with torch.autograd.graph.saved_tensors_hooks(frame.pack, back):
                 if settings is None:
@@ -404,6 +391,8 @@ class PlannedForward:
                         frame.check.finish()
         finally:
             stack.pop()
+            if group is not None:
+                group.end()
         self.frames.add(frame)
         if not self._leave(frame):
             self.recordings.diverged(prepared, key, frame.broken)
@@ -425,6 +414,20 @@ class PlannedForward:
             self.way.link.leave(tree_leaves(output), frame.handed)
             frame.handed = {}
         return output
+
+    def begin_group(self, *, moves: bool) -> Group | None:
+        """For a call, where it or others around it move what they save."""
+        if self.offload is None and moves:
+            engine = imagined_engine if self.in_dry_run else shared_engine
+            self.offload = engine(place_of(self.module))
+        return None if self.offload is None else self.offload.begin()
+
+    def stays(self) -> bool:
+        """Whether this call, which has begun, is the last of all blocks' in its forward; to be asked once in each."""
+        forward = self.outer.calls if self.outer is not None else 0
+        before, count = self._forward_calls
+        self._forward_calls = forward, count + 1 if before == forward else 1
+        return self.outer is not None and self._forward_calls[1] == self.way.stays
 
     def own(self) -> Callable[..., Any]:
         """What runs in this call."""

@@ -29,6 +29,7 @@ from jettison.capture.recording import RegionTrace, Tap, TensorRef
 from jettison.capture.signature import Switches, switched
 from jettison.errors import TraceError
 from jettison.ledger.program import Source
+from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.random_states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
 
@@ -55,13 +56,13 @@ class RecipeStep:
 
 @dataclass
 class SlotAction:
-    """What happens to one saved slot: ``parameter`` (passed through), ``keep`` or ``drop``."""
+    """What happens to one saved slot: ``parameter`` (passed through), ``keep``, ``drop`` or ``offload``."""
 
     kind: str
     ref: TensorRef
     parameter: str = ""
-    boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads
-    view: TensorRef | None = None  # how the slot views the recomputed tensor; None where it is that tensor
+    boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads, or where what has moved is found
+    view: TensorRef | None = None  # how the slot views what backward gets; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
     hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
 
@@ -83,6 +84,7 @@ class Recipe:
     box_of: dict[int, int]
     parameters: dict[int, str]  # buffers that recipes read by name
     recomputed_ops: tuple[int, ...]
+    moved: dict[int, Move] = field(default_factory=dict)  # kept buffers that go to the host
     slots: list[SlotAction] = field(default_factory=list)
     steps: dict[int, RecipeStep] = field(default_factory=dict)  # by op index
     from_inputs: list[tuple[int, int]] = field(default_factory=list)  # (box, leaf position)
@@ -92,10 +94,14 @@ class Recipe:
     links: dict[int, int] = field(default_factory=dict)  # input buffer -> box of the block before's output handle
     handed: dict[int, SlotAction] = field(default_factory=dict)  # output leaf -> how the next block gets it again
 
+    def held_bytes(self, *, moves: bool = True) -> int:
+        """Bytes on the device between forward and backward; in a call that moves nothing, also what else would go."""
+        return self.trace.program.kept_bytes(self.kept - self.moved.keys() if moves else self.kept)
+
     @cached_property
-    def kept_bytes(self) -> int:
-        """Bytes held between forward and backward."""
-        return self.trace.program.kept_bytes(self.kept)
+    def host_bytes(self) -> int:
+        """Bytes that go to the host meanwhile."""
+        return sum(move.host_bytes for move in self.moved.values())
 
     @cached_property
     def sees_modes(self) -> bool:
@@ -109,6 +115,7 @@ def compile_recipe(
     *,
     linked: frozenset[int] = frozenset(),
     handed: frozenset[int] = frozenset(),
+    offloaded: frozenset[int] = frozenset(),
 ) -> Recipe:
     """Turn a decision into actions.
 
@@ -117,6 +124,7 @@ def compile_recipe(
         linked: leaf positions of inputs that the block before computes again instead of this one holding them.
         handed: output leaves that the block after asks for in the same way. Those that cannot be computed again are
             left out, and the block after holds them.
+        offloaded: those of ``kept`` that go to the host. What cannot move stays.
 
     Raises:
         ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
@@ -141,21 +149,38 @@ def compile_recipe(
     parameters = {
         b: trace.names[b] for b in set(reads) - makers.keys() if program.buffers[b].source is Source.PARAMETER
     }
-    boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links)
+    moved = moves_of(
+        trace,
+        offloaded & kept,
+        reads=_views_read(trace, again),
+        written=frozenset(old for call in trace.calls for old, _ in call.written) | trace.written_later,
+    )
+    boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links | moved.keys())
     box_of = {b: n for n, b in enumerate(boxes)}
     recipe = Recipe(
         trace=trace,
         kept=kept,
         makers=makers,
-        counts={b: uses[b] for b in (*makers, *links)},
+        counts={b: uses[b] for b in (*makers, *links, *moved)},
         boxes=boxes,
         box_of=box_of,
         parameters=parameters,
         recomputed_ops=again,
+        moved=moved,
         links={b: box_of[b] for b in links},
     )
     _fill(recipe, asked)
     return recipe
+
+
+def _views_read(trace: RegionTrace, again: tuple[int, ...]) -> dict[int, list[TensorRef]]:
+    """By buffer, how the ops that run again see it."""
+    found: dict[int, list[TensorRef]] = {}
+    for i in again:
+        for leaf in tree_leaves((trace.calls[i].args, trace.calls[i].kwargs)):
+            if isinstance(leaf, TensorRef):
+                found.setdefault(leaf.buffer, []).append(leaf)
+    return found
 
 
 def _fill(recipe: Recipe, asked: dict[int, TensorRef]) -> None:
@@ -193,6 +218,9 @@ def _slot_action(
     buffer, trace = ref.buffer, recipe.trace
     if buffer in recipe.links:
         return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=within(trace, ref))
+    if buffer in recipe.moved:
+        box = recipe.box_of[buffer]
+        return SlotAction("offload", ref, boxes=(box,), view=_seen(recipe, ref), fill=unfilled.pop(buffer, None))
     if buffer in recipe.makers:
         view = None if sources.get(buffer) == ref else ref
         return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=view, hollow=buffer in trace.hollow)
@@ -218,7 +246,7 @@ def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeSt
     trace, call = recipe.trace, recipe.trace.calls[index]
     leaves, spec = tree_flatten((call.args, call.kwargs))
     tensors = [
-        (position, leaf.buffer, None if sources.get(leaf.buffer) == leaf else within(trace, leaf))
+        (position, leaf.buffer, None if sources.get(leaf.buffer) == leaf else _seen(recipe, leaf))
         for position, leaf in enumerate(leaves)
         if isinstance(leaf, TensorRef)
     ]
@@ -272,6 +300,15 @@ def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
     return _Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg)
 
 
+def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
+    """As `within`, and counted from where a move begins if the buffer is one that moves."""
+    move = recipe.moved.get(ref.buffer)
+    if move is None:
+        return within(recipe.trace, ref)
+    offset = ref.offset - move.begin // ref.dtype.itemsize
+    return _Within(ref.buffer, ref.size, ref.stride, offset, ref.dtype, ref.wrap, ref.conj, ref.neg)
+
+
 def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     """The view ``ref`` of the storage that ``tensor`` lies in."""
     offset = ref.offset
@@ -282,7 +319,8 @@ def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
     if type(ref) is _Within:
         offset += tensor.storage_offset() * tensor.element_size() // ref.dtype.itemsize
     if tensor.dtype is not ref.dtype:
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        step = max(tensor.element_size(), ref.dtype.itemsize)
+        count = tensor.untyped_storage().nbytes() // step * step // tensor.element_size()
         tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
     tensor = tensor.as_strided(ref.size, ref.stride, offset)
     if ref.conj:

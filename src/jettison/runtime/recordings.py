@@ -29,6 +29,7 @@ from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.value_reads import reads_hold
 from jettison.runtime.way import Way
+from jettison.solve.policy import Offload, offloaded_by
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
@@ -127,6 +128,11 @@ class Recordings:
     def most_used(self) -> Prepared | None:
         """Of the signature that was called most."""
         return max(self.prepared.values(), key=lambda p: p.calls, default=None)
+
+    def moves_without_recipe(self) -> bool:
+        """Whether what calls save goes to the host as it comes by."""
+        known = [p for (number, _), p in self.prepared.items() if number == self.number]
+        return isinstance(self.way.policy, Offload) and any(p.recipe is None for p in known)
 
     # a call ----------------------------------------------------------------------------------------------------------
 
@@ -268,8 +274,14 @@ class Recordings:
             self._everything = ModuleGuard(self.module)
 
     def _store(self, key: Any, trace: RegionTrace) -> Prepared:
-        kept = self.way.policy.kept(trace.program)
-        recipe = compile_recipe(trace, kept, linked=self.way.linked, handed=self.way.handed)
+        policy = self.way.policy
+        recipe = compile_recipe(
+            trace,
+            policy.kept(trace.program),
+            linked=self.way.linked,
+            handed=self.way.handed,
+            offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
+        )
         prepared = self.prepared[self.number, key] = Prepared(recipe=recipe)
         return prepared
 

@@ -10,7 +10,9 @@ from jettison.runtime.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class SlotReport:
-    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again) or ``parameter``."""
+    """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again), ``offload`` (it
+    waits on the host) or ``parameter``.
+    """
 
     index: int
     path: str
@@ -47,27 +49,39 @@ class RegionReport:
     slots_kept: int
     slots_dropped: int
     slots_parameter: int
+    slots_offloaded: int
     kept_bytes: int
+    host_bytes: int
     recomputed_ops: tuple[str, ...] = field(default=())
     slots: tuple[SlotReport, ...] = field(default=())
 
     @classmethod
-    def of(cls, recipe: Recipe | None, **known: Any) -> RegionReport:
-        """From the recipe that ran, None where the region fell back, and the fields of which it knows nothing."""
-        kinds = [s.kind for s in recipe.slots] if recipe else []
+    def of(cls, recipe: Recipe | None, *, stays: bool = False, **known: Any) -> RegionReport:
+        """From the recipe that ran, None where the region fell back, and the fields of which it knows nothing.
+
+        Args:
+            stays: none of its calls moves what it might.
+        """
+        kinds = [_action(s.kind, stays) for s in recipe.slots] if recipe else []
         ops = recipe.trace.program.ops if recipe else ()
         return cls(
             **known,
             slots_kept=kinds.count("keep"),
             slots_dropped=kinds.count("drop"),
             slots_parameter=kinds.count("parameter"),
-            kept_bytes=recipe.kept_bytes if recipe else 0,
+            slots_offloaded=kinds.count("offload"),
+            kept_bytes=recipe.held_bytes(moves=not stays) if recipe else 0,
+            host_bytes=recipe.host_bytes if recipe and not stays else 0,
             recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),
-            slots=_slot_reports(recipe) if recipe else (),
+            slots=_slot_reports(recipe, stays) if recipe else (),
         )
 
 
-def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
+def _action(kind: str, stays: bool) -> str:
+    return "keep" if stays and kind == "offload" else kind
+
+
+def _slot_reports(recipe: Recipe, stays: bool) -> tuple[SlotReport, ...]:
     program = recipe.trace.program
     return tuple(
         SlotReport(
@@ -77,7 +91,7 @@ def _slot_reports(recipe: Recipe) -> tuple[SlotReport, ...]:
             shape=slot.shape,
             dtype=slot.dtype,
             nbytes=program.buffers[slot.buffer].nbytes,
-            action=action.kind,
+            action=_action(action.kind, stays),
         )
         for slot, action in zip(program.slots, recipe.slots, strict=True)
     )

@@ -5,10 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from jettison.capture.isolation import without_our_hooks
+from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.fallback import Rerun, Verdict, trial
+from jettison.runtime.offload_hooks import OffloadHooks
 from jettison.runtime.recordings import WRITTEN_LATER, Prepared
+from jettison.solve.policy import Offload, keeps_everything
 
 if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
@@ -18,7 +24,7 @@ def run_without_recipe(
     region: PlannedForward, prepared: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """One call. The first one that may be computed again is tried: see `runtime.fallback`."""
-    is_kept = region.is_root or region.way.policy.word == "none"
+    is_kept = region.is_root or keeps_everything(region.way.policy)
     if not is_kept and prepared.verdict is None:
         late = region.recordings.late or region.recordings.late_inside
         prepared.verdict = (
@@ -30,8 +36,32 @@ def run_without_recipe(
         return region.forward(*args, **kwargs)
     if not is_kept and prepared.verdict is not None and prepared.verdict.again:
         return _rerun(region, prepared, prepared.verdict, args, kwargs).run()
+    policy = region.way.policy
     with without_our_hooks():  # what it saves is not the surrounding region's
+        if isinstance(policy, Offload) and _may_move(region, prepared):
+            return _run_moving(region, policy, args, kwargs)
         return region.forward(*args, **kwargs)
+
+
+def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
+    """Whether what autograd saves is what it gives back, and not what somebody has written there since."""
+    late = region.recordings.late or region.recordings.late_inside
+    return not late and not (prepared.verdict is not None and prepared.verdict.again)
+
+
+def _run_moving(region: PlannedForward, policy: Offload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What autograd saves goes to the host as it comes by."""
+    group = region.begin_group(moves=True)
+    assert group is not None
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    lives = [*region.module.parameters(), *region.module.buffers(), *(leaf for leaf in given if leaf.is_leaf)]
+    hooks = OffloadHooks(lives, None if region.stays() else group, policy.smallest_bytes)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            return region.forward(*args, **kwargs)
+    finally:
+        hooks.close()
+        group.end()
 
 
 def _say(region: PlannedForward, prepared: Prepared) -> None:
@@ -40,8 +70,10 @@ def _say(region: PlannedForward, prepared: Prepared) -> None:
         return
     prepared.told = True
     verdict = prepared.verdict
-    is_kept = region.is_root or region.way.policy.word == "none" or (verdict is not None and not verdict.again)
-    what = "kept as plain autograd keeps it" if is_kept else "checkpointed whole"
+    is_kept = region.is_root or keeps_everything(region.way.policy) or (verdict is not None and not verdict.again)
+    moves = isinstance(region.way.policy, Offload) and not region.is_root and _may_move(region, prepared)
+    kept = "moved to the host as it is saved" if moves else "kept as plain autograd keeps it"
+    what = kept if is_kept else "checkpointed whole"
     why = f" and not checkpointed, because {verdict.why}" if verdict is not None and verdict.why else ""
     text = f"{region.name or 'the model'} cannot be planned tensor by tensor and is {what}{why}: {prepared.problem}"
     if not region.quiet and text not in region.said:

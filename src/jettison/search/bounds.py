@@ -20,7 +20,7 @@ A candidate is left out of a search only where one of these proves that it canno
 4. peak(S, r) >= what the layers of the first stage have of these before a backward, and what r holds of them for as
    many micro-batches as the schedule has in flight there; gradients are not there yet in the only backward of a step.
 5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
-   `forecast.planner_bound`.
+   `planner_time_bound`; of one that may offload nothing but rule 1 is known.
 
 Arithmetic in floating point: bounds are shaved by `SHAVED` of themselves.
 """
@@ -139,7 +139,7 @@ def _segments_in_flight(
 
 def bound(run: Run, hardware: Hardware) -> TimeBound:
     """Of the setups that are like a run in all but p, m, n and ZeRO."""
-    alone = replace(run.layout, pp=1, virtual_stages=1, schedule=Schedule.ONE_F_ONE_B, zero=0)
+    alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
     single = replace(run, layout=alone, micro_batches=1)
     found = [forecast(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
     layers = [[group.part.static for group in f.stages[0].groups[0] if group.part.is_layer] for f in found]

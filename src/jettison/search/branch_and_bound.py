@@ -216,7 +216,7 @@ class Hunt:
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
         named = self.space.plans(self.space.setups[number])
-        return (*named, Recompute(mode=Mode.AUTO)) if self.space.asks_planner else named
+        return (*named, self.space.planner) if self.space.asks_planner else named
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))
@@ -324,14 +324,13 @@ class Hunt:
 
     def _planner_bounds(self, numbers: Sequence[int]) -> list[float | None]:
         setups = [self.space.setups[number] for number in numbers]
-        return self.bench.planner_bounds(setups, [self._limit(number) for number in numbers])
+        return self.bench.planner_bounds(setups, [self._limit(number) for number in numbers], self.space.planner)
 
     def _plan(self, numbers: Sequence[int]) -> None:
         tasks = []
         for number in numbers:
-            mode = Recompute(mode=Mode.AUTO)
             setup, limit = self.space.setups[number], self._limit(number)
-            tasks.append(Task(candidate=Candidate(setup=setup, recompute=mode, budget_bytes=limit)))
+            tasks.append(Task(candidate=Candidate(setup=setup, recompute=self.space.planner, budget_bytes=limit)))
         for number, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
             after = len(self.space.plans(self.space.setups[number]))
             self._take(self._found(task.candidate, figures, (number, after)))

@@ -34,6 +34,7 @@ CHUNKS: Final = 4
 """Parts, for each worker, that a round of work is cut into."""
 NOTED: Final = 16
 """Candidates that are worked out in this process before they are written down."""
+PLANNER: Final = Recompute(mode=Mode.AUTO)
 WORTH_STARTING: Final = 48
 """A round with less to do is done here while no worker has been started."""
 
@@ -109,9 +110,12 @@ class Bench:
         self._bounds.update((_bounded(setup), bound) for setup, bound in zip(missing, found, strict=True))
         return [self._bounds[key] for key in keys]
 
-    def planner_bounds(self, setups: Sequence[Setup], limits: Sequence[int]) -> list[float | None]:
+    def planner_bounds(
+        self, setups: Sequence[Setup], limits: Sequence[int], planner: Recompute = PLANNER
+    ) -> list[float | None]:
         """What a planner's choice takes, at least; None where none fits."""
-        return self._map(_planner_bound, list(zip(setups, limits, strict=True)), key=lambda asked: _scene(asked[0]))
+        asked = [(setup, limit, planner) for setup, limit in zip(setups, limits, strict=True)]
+        return self._map(_planner_bound, asked, key=lambda one: _scene(one[0]))
 
     def figures(self, tasks: Sequence[Task]) -> list[Figures]:
         """What the candidates need and take."""
@@ -210,10 +214,13 @@ def _bound(question: Question, setup: Setup) -> TimeBound:
     return bound(setup_run(setup, question.template), question.hardware)
 
 
-def _planner_bound(question: Question, asked: tuple[Setup, int]) -> float | None:
-    setup, limit_bytes = asked
-    run = setup_run(setup, question.template, Recompute(mode=Mode.AUTO))
-    return planner_seconds(forecast(run), estimate(run, question.hardware), limit_bytes)
+def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> float | None:
+    setup, limit_bytes, planner = asked
+    run = setup_run(setup, question.template, Recompute(mode=planner.mode))
+    timed = estimate(run, question.hardware)
+    if planner.offload:  # what is on the host costs nothing, as long as its copies hide
+        return least_seconds(timed)
+    return planner_seconds(forecast(run), timed, limit_bytes)
 
 
 def _work(question: Question, task: Task) -> Figures:
@@ -244,6 +251,7 @@ def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
     return Figures(
         peak_bytes=peak_bytes(choice.forecast),
         static_bytes=static,
+        host_bytes=choice.host_bytes,
         policies=tuple(_policies(choice)),
         seconds=_seconds(estimate(choice.forecast.run, hardware, chosen=chosen)),
     )

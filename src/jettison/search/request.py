@@ -36,6 +36,7 @@ class SearchRequest(CommonRequest):
         recompute: Plans, out of none, selective, selective-op, full, every, every:K, block:N, interval:K and auto, the
             planner's: none,selective,selective-op,full,every,auto.
         offload: Try each plan with what stays on the host, too.
+        uneven: Try pipelines whose ends have a layer less or more than other stages, too.
     """
 
     tp: str | None = None
@@ -50,6 +51,7 @@ class SearchRequest(CommonRequest):
     micro_batch: str | None = None
     recompute: str | None = None
     offload: bool | None = None
+    uneven: bool | None = None
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
         """What is to be searched.
@@ -70,6 +72,7 @@ class SearchRequest(CommonRequest):
             schedules=_words(self.schedule) or SCHEDULES,
             plans=_words(self.recompute) or PLANS,
             offload=(False, True) if self.offload else (False,),
+            uneven=bool(self.uneven),
         )
         return Space(template=template, gpus=gpus, global_batch=global_batch, node=hardware.node, axes=axes)
 

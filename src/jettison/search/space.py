@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
 from jettison.errors import UsageError
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Moe
 from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.stage_layers import uneven_cuts
 
 INTERLEAVED: Final = "interleaved"
 """The schedule 1f1b with virtual stages."""
@@ -39,6 +40,7 @@ class Axes:
         schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
         plans: recompute modes; `every` and `auto` among them.
         offload: False: what stays is on the device; True: on the host.
+        uneven: also pipelines whose ends have a layer less, or more, than other stages.
 
     Raises:
         UsageError: a schedule that there is not.
@@ -56,6 +58,7 @@ class Axes:
     micro_batch: tuple[int, ...] | None = None
     plans: tuple[str, ...] = PLANS
     offload: tuple[bool, ...] = (False,)
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         known = (*Schedule, INTERLEAVED)
@@ -78,6 +81,7 @@ class Setup:
         lay = self.layout
         words = [f"--tp {lay.tp}", "--no-sp" if lay.tp > 1 and not lay.sp else "", f"--pp {lay.pp}"]
         words += [f"--virtual-stages {lay.virtual_stages}"] if lay.virtual_stages > 1 else []
+        words += [f"--stage-layers {','.join(map(str, lay.stage_layers))}"] if lay.stage_layers else []
         words += [f"--schedule {lay.schedule}"] if lay.schedule is not Schedule.ONE_F_ONE_B else []
         words += [f"--{name} {size}" for name, size in (("cp", lay.cp), ("ep", lay.ep)) if size > 1]
         words += [f"--dp {lay.dp}"] + ([f"--zero {lay.zero}"] if lay.zero else [])
@@ -171,6 +175,11 @@ class Space:
         """Is its choice among the plans?"""
         return str(Mode.AUTO) in self.axes.plans
 
+    @property
+    def planner(self) -> Recompute:
+        """What it is asked for: where offloading is tried, it may do so, too."""
+        return Recompute(mode=Mode.AUTO, offload=True in self.axes.offload)
+
     @cached_property
     def size(self) -> int:
         """Candidates."""
@@ -211,11 +220,11 @@ class Space:
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
-        flags = {"gathered_inputs": template.layout.gathered_inputs}
+        flags: dict[str, Any] = {"gathered_inputs": template.layout.gathered_inputs}
         flags |= {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
-                for sp, (virtual, schedule) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
+                for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
                     for zero in axes.zero if dp * cp > 1 else (min(axes.zero),):  # alone, none of them shards
                         try:
                             layout = Layout(
@@ -227,6 +236,7 @@ class Space:
                                 dp=dp,
                                 zero=zero,
                                 virtual_stages=virtual,
+                                stage_layers=cut,
                                 schedule=schedule,
                                 **flags,
                             )
@@ -256,20 +266,21 @@ class Space:
             return [ep for ep in self.axes.ep if ranks % ep == 0]
         return [ep for ep in _divisors(ranks) if not any(count % ep for count in experts)] if experts else (1,)
 
-    def _orders(self, pp: int) -> Iterator[tuple[int, Schedule]]:
-        """Virtual stages, and the schedule that goes with them."""
+    def _orders(self, pp: int) -> Iterator[tuple[int, Schedule, tuple[int, ...]]]:
+        """Virtual stages, the schedule that goes with them, and layers of each stage where they are uneven."""
         wanted, depth = self.axes.virtual_stages, self.template.model.depth
         if pp == 1:
             if wanted is None or 1 in wanted:
-                yield 1, Schedule.ONE_F_ONE_B
+                yield 1, Schedule.ONE_F_ONE_B, ()
             return
+        cuts = uneven_cuts(depth, pp) if self.axes.uneven else ()
         for word in self.axes.schedules:
             if word == INTERLEAVED:
                 most = (depth + 2) // pp  # the embedding and the head may count as a layer each
                 counts = range(2, most + 1) if wanted is None else [v for v in wanted if v > 1]
-                yield from ((v, Schedule.ONE_F_ONE_B) for v in counts)
+                yield from ((v, Schedule.ONE_F_ONE_B, ()) for v in counts)
             elif wanted is None or 1 in wanted:
-                yield 1, Schedule(word)
+                yield from ((1, Schedule(word), cut) for cut in ((), *cuts))
 
 
 @cache

@@ -2,7 +2,8 @@
 
 Any multipliers give a bound (bound.py), so these need not be the best ones: what they miss is paid in labels, and told
 by the certificate. The path that is the cheapest at some prices says by how much it breaks each budget; prices move
-along that, by Polyak's step towards the cheapest path known that breaks none.
+along that, by Polyak's step towards the cheapest path known that breaks none. What copies wait for backwards, and the
+host's budget, are left out.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def _cheapest(budgeted: BudgetedWalk, prices: Sequence[float]) -> list[Move]:
     for r in reversed(range(count)):
         for m in budgeted.moves[r]:
             cost = m.picoseconds + prices[r] * m.need_bytes + held[m.stop] * m.resident_bytes + rest[m.stop]
+            cost += prices[m.stop] * m.sent_bytes
             if cost < rest[r]:
                 rest[r], chosen[r] = cost, m
     path, r = [], 0
@@ -71,9 +73,9 @@ def _excess(budgeted: BudgetedWalk, path: Sequence[Move]) -> list[float]:
     """Bytes above the budget at each position, and at the loss; below zero where there is room."""
     budget = budgeted.budget_bytes
     found: list[float] = []
-    prefix = 0
+    prefix = sent = 0
     for m in path:
-        found.append(prefix + m.need_bytes - budget)
+        found.append(prefix + sent + m.need_bytes - budget)
         found += [float(prefix - budget)] * (m.stop - m.start - 1)  # passed over by a segment
-        prefix += m.resident_bytes
+        prefix, sent = prefix + m.resident_bytes, m.sent_bytes
     return [*found, float(prefix + budgeted.walk.loss_need_bytes - budget)]

@@ -1,10 +1,11 @@
 """The fastest way through a step under a budget in absolute bytes, with a certificate.
 
-What is minimised is the recompute added to a step, in seconds; what is bounded is every level of
-NOTE [ The step's levels ]. For each root option: the duals of a linear relaxation (HiGHS) give a bound from every
-position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss (labels.py) prove it,
-mostly with nothing thinned at all. Root options whose bound is no better than the best plan are left out. Every answer
-is replayed by `evaluate` before it is returned.
+What is minimised is what recompute and waiting for copies add to a step, in seconds; what is bounded is every level of
+NOTE [ The step's levels ], and the host's bytes. For each root option: the duals of a linear relaxation (HiGHS) give a
+bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
+(label_setting.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, plans that pay for its
+bytes come in between (host_price.py). Root options whose bound is no better than the best plan are left out. Every
+answer is replayed by `evaluate` before it is returned.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from enum import StrEnum
 
 from jettison.errors import Infeasible
 from jettison.solve.bound import Bound, BudgetedWalk, best_multipliers, relax
+from jettison.solve.host_price import paying_for_host
 from jettison.solve.label_setting import Path, fastest_path
 from jettison.solve.levels import Choice, Levels, evaluate
-from jettison.solve.moves import PICOSECONDS, Walk, walks
+from jettison.solve.moves import PICOSECONDS, Walk, least_of, walks
 from jettison.solve.problem import StepProblem
 
 DEFAULT_GAP = 0.005
 BEAM_WIDTH = 128
 PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried where the first leaves too wide a gap
+LARGE = 1_000  # moves; more of them under a host budget are only searched further where the gap is too wide
 
 
 class Status(StrEnum):
@@ -67,19 +70,22 @@ def choose(problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP)
 
     Raises:
         Infeasible: no choice fits; the error carries the smallest budget that one does.
+        ValueError: the host's budget fits no choice, whatever the device's is.
     """
     begin = time.perf_counter()
     all_walks = walks(problem)
-    minimum = min(walk.minimum_budget_bytes for walk in all_walks)
+    minimum = least_of(all_walks)
     if minimum > budget_bytes:
         raise Infeasible(minimum_budget_bytes=minimum, budget_bytes=budget_bytes)
     unhindered = _fastest_options(problem)
-    if unhindered is not None and evaluate(problem, unhindered).peak_bytes <= budget_bytes:
+    if unhindered is not None and _fits(problem, evaluate(problem, unhindered), budget_bytes):
         choice, bound, status = unhindered, float("inf"), Status.NOTHING_TO_DO
     else:
         choice, bound, status = _search(problem, all_walks, budget_bytes, gap)
     levels = evaluate(problem, choice)
-    assert levels.peak_bytes <= budget_bytes, f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
+    assert _fits(problem, levels, budget_bytes), (
+        f"the replay peaks at {levels.peak_bytes}, the budget is {budget_bytes}"
+    )
     bound = min(bound, levels.seconds)
     certificate = Certificate(
         lower_bound_seconds=bound,
@@ -92,14 +98,22 @@ def choose(problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP)
     return Solution(choice=choice, levels=levels, certificate=certificate)
 
 
+def _fits(problem: StepProblem, levels: Levels, budget_bytes: int) -> bool:
+    limit = problem.link.host_budget_bytes if problem.link is not None else None
+    return levels.peak_bytes <= budget_bytes and (limit is None or levels.host_bytes <= limit)
+
+
 def _gap(problem: StepProblem, objective: float, bound: float) -> float:
     step = problem.plain_seconds + objective
     return max(0.0, objective - bound) / step if step > 0 else 0.0
 
 
 def _fastest_options(problem: StepProblem) -> Choice | None:
-    """The fastest option everywhere, or None where a segment is faster than its regions' fastest options."""
-    fastest = [min(region.options, key=lambda o: o.seconds) for region in problem.regions]
+    """The fastest option everywhere, or None where a segment is faster than its regions' fastest options.
+
+    Of equally fast ones that which moves least: what fits without it is not moved.
+    """
+    fastest = [min(region.options, key=lambda o: (o.seconds, o.offloaded_bytes)) for region in problem.regions]
     for segment in problem.segments:
         if segment.seconds < sum(o.seconds for o in fastest[segment.start : segment.stop]):
             return None
@@ -146,8 +160,10 @@ def _search(
     """The best choice found, a lower bound in seconds (infinite where it is proven to be the best) and the status."""
     best = _Best()
     candidates = list(_candidates(all_walks, budget_bytes, best))
-    for width in PROOF_WIDTHS:
-        for candidate in candidates:
+    limited = any(walk.host_budget_bytes is not None for walk in all_walks)
+    skips = limited and sum(map(len, all_walks[0].moves)) > LARGE
+    for width in (0, *PROOF_WIDTHS) if skips else PROOF_WIDTHS:
+        for candidate in candidates if width else ():
             if not best.beats(candidate.proven):
                 _prove(candidate, best, width)
         assert best.plan is not None, "no budget below the smallest comes here, so a beam has found a plan"
@@ -163,18 +179,23 @@ def _search(
 
 def _candidates(all_walks: tuple[Walk, ...], budget_bytes: int, best: _Best) -> Iterator[_Candidate]:
     """Root options that may hold the best plan, most promising first; each one's beam is offered to ``best``."""
-    fitting = [BudgetedWalk.of(walk, budget_bytes) for walk in all_walks if walk.minimum_budget_bytes <= budget_bytes]
-    roomiest = min(fitting, key=lambda b: b.walk.minimum_budget_bytes)
+    needs = [(least, walk) for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
+    fitting = [(least, BudgetedWalk.of(walk, budget_bytes)) for least, walk in needs if least <= budget_bytes]
+    _, roomiest = min(fitting, key=lambda pair: pair[0])
     multipliers = best_multipliers(roomiest)  # valid for the other root options, too, if not the best for them
-    bounded = [(relax(b, multipliers), b) for b in fitting]
+    bounded = [(relax(b, multipliers), b) for _, b in fitting]
     for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
         if best.beats(bound.picoseconds):
             return
         if budgeted is not roomiest:
             bound = max(bound, relax(budgeted, best_multipliers(budgeted)), key=lambda b: b.picoseconds)
         if not best.beats(bound.picoseconds):
-            best.offer(budgeted.walk, fastest_path(budgeted, bound, width=BEAM_WIDTH, beam=True).path)
-            yield _Candidate(budgeted=budgeted, bound=bound, proven=bound.picoseconds)
+            found = fastest_path(budgeted, bound, width=BEAM_WIDTH, beam=True)
+            best.offer(budgeted.walk, found.path)
+            for path in paying_for_host(budgeted, bound):
+                best.offer(budgeted.walk, path)
+            reached = found.dropped if found.path is None else min(found.dropped, found.path.picoseconds)
+            yield _Candidate(budgeted=budgeted, bound=bound, proven=max(bound.picoseconds, reached))
 
 
 def _prove(candidate: _Candidate, best: _Best, width: int) -> None:
@@ -182,4 +203,4 @@ def _prove(candidate: _Candidate, best: _Best, width: int) -> None:
     found = fastest_path(candidate.budgeted, candidate.bound, width=width, below=best.picoseconds)
     best.offer(candidate.walk, found.path)
     if best.picoseconds is not None:
-        candidate.proven = max(candidate.proven, best.picoseconds - found.loss)
+        candidate.proven = max(candidate.proven, min(best.picoseconds - found.loss, found.dropped))

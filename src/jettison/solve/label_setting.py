@@ -1,19 +1,25 @@
 """The fastest path under a budget by labels: (bytes held, seconds so far) pairs that nothing else beats in both.
 
 NOTE [ Labels and what thinning costs ]
-At each position keep the pairs (prefix, seconds) that no other pair dominates (NOTE [ The step is a path ]), drop those
-whose lower bound (bound.py) is no better than the best plan known, and extend them by every move. That is exact. Where
-more than `width` labels are left, the list is thinned:
+At each position keep the labels (prefix, seconds; where something is offloaded also what is on its way and bytes of the
+host) that no other label dominates (NOTE [ The step is a path ]), drop those whose lower bound (bound.py) is no better
+than the best plan known, and extend them by every move. That is exact. Where more than `width` labels are left, the
+list is thinned:
 
-- `beam`: keep those with the best bounds. Fast and good, proves nothing.
+- with a `beam`, and wherever moves offload: keep those with the best bounds. The least bound of those that go is told:
+  `dropped`. No plan that went with them is faster than that.
 - otherwise: cut the range of seconds into `width` equal buckets and keep the shortest prefix of each. Whatever was
   dropped has a stand-in that holds no more and is slower by less than a bucket, so the result is within the sum of the
   bucket widths of the optimum (the scaling argument of Ibarra & Kim 1975 for knapsacks). The sum is reported as `loss`.
+
+Under a host budget a label goes where what is left of it is not enough for any rest of the walk that fits. The floors
+that say so may be rounded up (NOTE [ The step is a path ]); then what goes by them counts as dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 try:
@@ -22,8 +28,7 @@ except ImportError:  # torch comes without it
     np = None  # type: ignore[assignment]
 
 from jettison.solve.bound import Bound, BudgetedWalk
-from jettison.solve.label_lists import fastest_labels
-from jettison.solve.moves import Move
+from jettison.solve.moves import Move, Walk
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,6 +38,11 @@ if TYPE_CHECKING:
 
 LISTED = 2_048
 """Labels a position where there is no numpy."""
+COMPARED = 2_048
+"""Labels a position that are compared pair by pair, under a host budget; so many at a time as the next says."""
+BLOCK = 256
+CELLS = 24
+"""Of what labels hold, from the least to the most, here and on the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +55,27 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """``path`` is None where nothing beats the limit. The optimum is at most ``loss`` picoseconds below the answer."""
+    """``path`` is None where nothing beats the limit.
+
+    The optimum is at most ``loss`` picoseconds below the answer, or at least ``dropped``.
+    """
 
     path: Path | None
     loss: int
+    dropped: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Labels:
-    """Undominated labels at a position: ``prefix`` (bytes) strictly ascending, ``picoseconds`` strictly descending."""
+    """Undominated labels at a position, by ``prefix`` (bytes) ascending; of one class ``picoseconds`` descends.
+
+    ``sent`` is the class of what is on its way, ``host`` the bytes of the host so far.
+    """
 
     prefix: Integers
     picoseconds: Integers
+    sent: Integers
+    host: Integers
     parent: Integers  # label at the position where ``move`` starts
     move: Integers  # index among the moves that arrive here
 
@@ -65,6 +84,8 @@ class _Labels:
         return _Labels(
             prefix=self.prefix[which],
             picoseconds=self.picoseconds[which],
+            sent=self.sent[which],
+            host=self.host[which],
             parent=self.parent[which],
             move=self.move[which],
         )
@@ -75,52 +96,72 @@ def fastest_path(
 ) -> Search:
     """The fastest path of fewer than ``below`` picoseconds, see NOTE [ Labels and what thinning costs ]."""
     if np is None:
-        moves, picoseconds, lost = fastest_labels(budgeted, bound, width=min(width, LISTED), below=below, beam=beam)
-        return Search(path=None if moves is None else Path(moves=moves, picoseconds=picoseconds), loss=lost)
-    count = budgeted.walk.count
-    arriving: list[list[Move]] = [[] for _ in range(count + 1)]
+        from jettison.solve.label_lists import fastest_labels
+
+        return fastest_labels(budgeted, bound, width=min(width, LISTED), below=below, beam=beam)
+    walk = budgeted.walk
+    arriving: list[list[Move]] = [[] for _ in range(walk.count + 1)]
     for moves in budgeted.moves:
         for m in moves:
             arriving[m.stop].append(m)
     zero = np.zeros(1, dtype=np.int64)
-    labels = [_Labels(prefix=zero, picoseconds=zero + budgeted.walk.root_picoseconds, parent=zero, move=zero)]
-    loss = 0
-    for r in range(1, count + 1):
-        here = _undominated(_promising(_extend(budgeted, labels, arriving[r], r), bound, r, below))
+    start = _Labels(prefix=zero, picoseconds=zero + walk.root_picoseconds, sent=zero, host=zero, parent=zero, move=zero)
+    labels = [start]
+    loss, dropped = 0, float("inf")
+    for r in range(1, walk.count + 1):
+        here = _promising(_extend(budgeted, labels, arriving[r], r), bound, r, below)
+        here, gone = _affordable(here, budgeted, bound, r)
+        here, crowded = _undominated(here, walk, bound, r)
+        dropped = min(dropped, gone, crowded)
         if len(here.prefix) > width:
-            if beam:
-                here = _closest(here, bound, r, width)
+            if beam or walk.offloads:
+                here, gone = _closest(here, bound, r, width)
+                dropped = min(dropped, gone)
             else:
                 here, bucket = _thin(here, width)
                 loss += bucket - 1
         labels.append(here)
-    if not len(labels[-1].prefix):
-        return Search(path=None, loss=loss)
-    return Search(path=_trace_back(labels, arriving), loss=loss)
+    path = _trace_back(labels, arriving) if len(labels[-1].prefix) else None
+    return Search(path=path, loss=loss, dropped=dropped)
 
 
 def _extend(budgeted: BudgetedWalk, labels: list[_Labels], arriving: list[Move], r: int) -> _Labels:
     """Every label that a move brings to position r, if the move fits and the rest of the walk can still fit."""
-    parts = []
+    walk, budget = budgeted.walk, budgeted.budget_bytes
+    parts: list[_Labels] = []
     for i, m in enumerate(arriving):
         source = labels[m.start]
-        room = budgeted.budget_bytes - max(m.need_bytes, m.resident_bytes + budgeted.walk.floors[r])
-        fitting = int(np.searchsorted(source.prefix, room, side="right"))
-        if fitting:
-            parts.append((source.prefix[:fitting] + m.resident_bytes, source.picoseconds[:fitting] + m.picoseconds, i))
-    sizes = [len(prefix) for prefix, _, _ in parts]
-    none = [np.zeros(0, dtype=np.int64)]
-    return _Labels(
-        prefix=np.concatenate([p for p, _, _ in parts] or none),
-        picoseconds=np.concatenate([s for _, s, _ in parts] or none),
-        parent=np.concatenate([np.arange(n, dtype=np.int64) for n in sizes] or none),
-        move=np.repeat(np.array([i for _, _, i in parts], dtype=np.int64), sizes),
-    )
+        after = walk.floors[r][walk.arrives(m)][0][0]
+        if len(walk.sent[m.start]) == 1:  # then nothing is on its way
+            room = budget - max(m.need_bytes, m.resident_bytes + after)
+            fitting = np.arange(np.searchsorted(source.prefix, room, side="right"))
+            added: Integers | int = m.picoseconds
+        else:
+            beside = np.array(walk.sent[m.start], dtype=np.int64)[source.sent]
+            fits = (source.prefix + beside + m.need_bytes <= budget) & (
+                source.prefix + m.resident_bytes + after <= budget
+            )
+            fitting = np.nonzero(fits)[0]
+            waits = np.array([m.waits(copying) for copying in walk.copying[m.start]], dtype=np.int64)
+            added = m.picoseconds + waits[source.sent[fitting]]
+        parts.append(
+            _Labels(
+                prefix=source.prefix[fitting] + m.resident_bytes,
+                picoseconds=source.picoseconds[fitting] + added,
+                sent=np.full(len(fitting), walk.arrives(m), dtype=np.int64),
+                host=source.host[fitting] + m.host_bytes,
+                parent=fitting,
+                move=np.full(len(fitting), i, dtype=np.int64),
+            )
+        )
+    return _joined(parts)
 
 
 def _lower_bounds(labels: _Labels, bound: Bound, r: int) -> NDArray[np.float64]:
     """Picoseconds that no completion of a label goes below."""
-    return labels.picoseconds + bound.held_price[r] * labels.prefix + bound.rest[r]
+    rest = np.array(bound.rest[r])[labels.sent]
+    found: NDArray[np.float64] = labels.picoseconds + bound.held_price[r] * labels.prefix + rest
+    return found + bound.host_price * labels.host if bound.host_price else found
 
 
 def _promising(labels: _Labels, bound: Bound, r: int, below: int | None) -> _Labels:
@@ -130,8 +171,55 @@ def _promising(labels: _Labels, bound: Bound, r: int, below: int | None) -> _Lab
     return labels.take(_lower_bounds(labels, bound, r) <= below - 1)
 
 
-def _undominated(labels: _Labels) -> _Labels:
-    """Sorted by prefix; each one faster than all before it."""
+def _affordable(labels: _Labels, budgeted: BudgetedWalk, bound: Bound, r: int) -> tuple[_Labels, float]:
+    """Those whose rest the host has room for, and the least bound of those that rounded floors leave out."""
+    walk = budgeted.walk
+    if walk.host_budget_bytes is None or not len(labels.prefix):
+        return labels, float("inf")
+    fits = np.zeros(len(labels.prefix), dtype=np.bool_)
+    for number, floors in enumerate(walk.floors[r]):
+        own = labels.sent == number
+        budgets, taken = np.array(floors, dtype=np.int64).reshape(-1, 2).T
+        which = np.searchsorted(budgets, budgeted.budget_bytes - labels.prefix[own], side="right") - 1
+        left = walk.host_budget_bytes - labels.host[own]
+        fits[own] = (which >= 0) & (taken[np.maximum(which, 0)] <= left) if len(taken) else False
+    gone = _lower_bounds(labels.take(~fits), bound, r) if walk.floors_rounded else np.zeros(0)
+    return labels.take(fits), float(gone.min(initial=np.inf))
+
+
+def _undominated(labels: _Labels, walk: Walk, bound: Bound, r: int) -> tuple[_Labels, float]:
+    """Sorted by prefix; each one faster than all before it with no more on its way and no more on the host.
+
+    Under a host budget each is compared with each; of more than `COMPARED` some go before, and the least bound of them
+    is told.
+    """
+    gone = float("inf")
+    if walk.host_budget_bytes is not None:
+        if len(labels.prefix) > COMPARED:
+            labels, gone = _closest(labels, bound, r, COMPARED)
+        order = np.lexsort((labels.host, labels.sent, labels.picoseconds, labels.prefix))
+        ordered = labels.take(order)
+        return ordered.take(~_beaten(ordered)), gone
+    if len(walk.sent[r]) == 1:
+        return _front(labels), gone
+    front = labels.take(np.zeros(0, dtype=np.int64))
+    kept = []
+    for number in range(len(walk.sent[r])):
+        own = _front(labels.take(labels.sent == number))
+        if len(front.prefix):
+            before = np.searchsorted(front.prefix, own.prefix, side="right") - 1
+            own = own.take((before < 0) | (front.picoseconds[before] > own.picoseconds))
+        if len(own.prefix):
+            kept.append(own)
+            front = _front(_joined([front, own]))
+    if not kept:
+        return front, gone
+    every = _joined(kept)
+    return every.take(np.argsort(every.prefix, kind="stable")), gone
+
+
+def _front(labels: _Labels) -> _Labels:
+    """By prefix and seconds alone."""
     ordered = labels.take(np.lexsort((labels.picoseconds, labels.prefix)))
     best_before = np.minimum.accumulate(ordered.picoseconds)[:-1]
     faster = np.ones(len(ordered.prefix), dtype=np.bool_)
@@ -139,9 +227,54 @@ def _undominated(labels: _Labels) -> _Labels:
     return ordered.take(faster)
 
 
-def _closest(labels: _Labels, bound: Bound, r: int, width: int) -> _Labels:
-    order = np.argsort(_lower_bounds(labels, bound, r), kind="stable")[:width]
-    return labels.take(np.sort(order))
+def _beaten(labels: _Labels) -> NDArray[np.bool_]:
+    """Of labels in lexicographic order, which another one before them beats or equals in everything."""
+    count = len(labels.prefix)
+    beaten = np.zeros(count, dtype=np.bool_)
+    for start in range(0, count, BLOCK):
+        own = np.arange(start, min(start + BLOCK, count))
+        others = np.concatenate([np.nonzero(~beaten[:start])[0], own])
+        better = labels.picoseconds[others, None] <= labels.picoseconds[own]
+        for field in (labels.sent, labels.host):
+            better &= field[others, None] <= field[own]
+        beaten[own] = (better & (others[:, None] < own)).any(axis=0)
+    return beaten
+
+
+def _joined(parts: Sequence[_Labels]) -> _Labels:
+    none = [np.zeros(0, dtype=np.int64)]
+    return _Labels(**{f.name: np.concatenate([getattr(p, f.name) for p in parts] or none) for f in fields(_Labels)})
+
+
+def _closest(labels: _Labels, bound: Bound, r: int, width: int) -> tuple[_Labels, float]:
+    """Those with the best bounds, and the least bound of the others.
+
+    Where the host's bytes have a price, bounds of plans that take many and few of them are alike, and the best of each
+    cell of what is held here and there come first.
+    """
+    bounds = _lower_bounds(labels, bound, r)
+    order = np.argsort(bounds, kind="stable")
+    if bound.host_price:
+        order = order[np.argsort(_ranks(_cells(labels)[order]), kind="stable")]
+    return labels.take(np.sort(order[:width])), float(bounds[order[width:]].min())
+
+
+def _cells(labels: _Labels) -> Integers:
+    """A grid over bytes on the device and on the host."""
+    found = np.zeros(len(labels.prefix), dtype=np.int64)
+    for sizes in (labels.host, labels.prefix):
+        least = int(sizes.min())
+        found = found * CELLS + (sizes - least) * CELLS // (int(sizes.max()) - least + 1)
+    return found
+
+
+def _ranks(cells: Integers) -> Integers:
+    """How many before each one are of the same cell."""
+    order = np.argsort(cells, kind="stable")
+    sizes = np.unique(cells, return_counts=True)[1]
+    ranks = np.empty(len(cells), dtype=np.int64)
+    ranks[order] = np.arange(len(cells)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return ranks
 
 
 def _thin(labels: _Labels, width: int) -> tuple[_Labels, int]:
@@ -157,7 +290,7 @@ def _thin(labels: _Labels, width: int) -> tuple[_Labels, int]:
 def _trace_back(labels: list[_Labels], arriving: list[list[Move]]) -> Path:
     """From the fastest label at the end to the start."""
     r = len(labels) - 1
-    label = len(labels[r].prefix) - 1
+    label = int(np.argmin(labels[r].picoseconds))
     picoseconds = int(labels[r].picoseconds[label])
     moves = []
     while r:

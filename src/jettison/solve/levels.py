@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -42,11 +42,13 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levels:
-    """Every level of a step in the order in which they happen, and the seconds that recompute adds to it."""
+    """Every level of a step in the order in which they happen, and the seconds that recompute and stalls add to it."""
 
     levels: tuple[Level, ...]
     seconds: float
     resident_bytes: int  # what all regions hold when the loss is computed
+    stalled_seconds: float = 0.0  # of the seconds, those that copies are waited for
+    host_bytes: int = 0  # of all micro-batches in flight
 
     @property
     def peak(self) -> Level:
@@ -60,18 +62,21 @@ class Levels:
 
 
 def evaluate(problem: StepProblem, choice: Choice) -> Levels:
-    """Replay NOTE [ The step's levels ] for one choice.
+    """Replay NOTE [ The step's levels ] and NOTE [ What is on its way ] for one choice.
 
     Raises:
         ValueError: the choice does not cover the regions once each, or names an option that is not there.
     """
     root = _root_option(problem, choice.root)
     covers = tuple(_covers(problem, choice))
+    moved = _moved(problem, choice, covers)
+    stalled = _stalled(problem, covers, moved)
     static, count = problem.static_bytes, len(problem.regions)
     levels: list[tuple[LevelPhase, int | None, int]] = []
     held = 0
     for r, cover in enumerate(covers):
         before = held - (cover.resident_bytes if r > cover.start else 0)
+        before += moved[cover.start - 1] if cover.start else 0
         levels.append((LevelPhase.FORWARD, r, static + root.held_forward_bytes[r] + before + cover.forward_peak_bytes))
         held += cover.resident_bytes if r == cover.start else 0
     resident = held
@@ -79,7 +84,7 @@ def evaluate(problem: StepProblem, choice: Choice) -> Levels:
     gradients = 0
     for r in reversed(range(count)):
         cover = covers[r]
-        peak = cover.backward_peak_bytes[r - cover.start]
+        peak = cover.backward_peak_bytes[r - cover.start] + moved[r] + (moved[cover.start - 1] if cover.start else 0)
         levels.append((LevelPhase.BACKWARD, r, static + root.held_backward_bytes[r] + held + gradients + peak))
         held -= cover.resident_bytes if r == cover.start else 0
         gradients += problem.regions[r].gradient_bytes
@@ -87,9 +92,33 @@ def evaluate(problem: StepProblem, choice: Choice) -> Levels:
     levels.append((LevelPhase.OPTIMIZER, None, static + problem.optimizer_peak_bytes))
     return Levels(
         levels=tuple(Level(phase=p, region=r, nbytes=n) for p, r, n in levels),
-        seconds=root.seconds + sum(c.seconds for r, c in enumerate(covers) if r == c.start),
+        seconds=root.seconds + sum(c.seconds for r, c in enumerate(covers) if r == c.start) + stalled,
         resident_bytes=resident,
+        stalled_seconds=stalled,
+        host_bytes=sum(region.copies * nbytes for region, nbytes in zip(problem.regions, moved, strict=True)),
     )
+
+
+def _moved(problem: StepProblem, choice: Choice, covers: Sequence[SegmentOption]) -> list[int]:
+    """Bytes that each region offloads; segments do not."""
+    inside = {r for start, stop in choice.segments for r in range(start, stop)}
+    return [
+        0 if r in inside else next(o.offloaded_bytes for o in region.options if o.key == cover.key)
+        for r, (region, cover) in enumerate(zip(problem.regions, covers, strict=True))
+    ]
+
+
+def _stalled(problem: StepProblem, covers: Sequence[SegmentOption], moved: Sequence[int]) -> float:
+    """Seconds that copies are waited for."""
+    link, regions, total = problem.link, problem.regions, 0.0
+    for r, nbytes in enumerate(moved):
+        if nbytes:
+            assert link is not None, "a problem without a link offloads nothing"
+            after = covers[r + 1]
+            backward = sum(region.backward_seconds for region in regions[after.start : after.stop])
+            total += link.stall(nbytes, regions[r + 1].forward_seconds)
+            total += link.stall(nbytes, backward + after.seconds)
+    return total
 
 
 def _root_option(problem: StepProblem, key: str) -> RootOption:

@@ -2,38 +2,54 @@
 
 NOTE [ The step is a path ]
 Fix the root's option. Walk the regions in order; the state before region r is what the regions before it hold, the
-prefix P. An option (or a segment from r to some stop) adds `resident` to P, and every level of
-NOTE [ The step's levels ] that it takes part in is P plus a constant of its own. The largest of these constants is its
-`need`: the option may be taken exactly when P + need <= budget. At the end P + loss need <= budget; tail and optimizer
-do not depend on P. So a plan is a path over the positions 0 .. R whose moves have a need, a resident size and a cost.
-Two things follow:
+prefix P, and what the one before it has sent away, w (NOTE [ What is on its way ]). An option (or a segment from r to
+some stop) adds `resident` to P, and every level of NOTE [ The step's levels ] that it takes part in is P + w plus a
+constant of its own. The largest of these constants is its `need`: the option may be taken exactly when P + w + need <=
+budget. At the end P + loss need <= budget; tail and optimizer do not depend on P. So a plan is a path over the
+positions 0 .. R whose moves have a need, a resident size and a cost, and a cost for what copies wait beside each two
+neighbours. w takes few values, one for each size that the options of a region send: its *class*. Two things follow:
 
 *The smallest budget is a recursion.* A longer prefix raises every later level alike, so the smallest budget for the
-rest of the walk is P + floor_r, where floor_R is the loss need and
+rest of the walk is P + floor_r(w), where floor_R is the loss need and
 
-    floor_r = min over moves m from r of max(need_m, resident_m + floor_stop(m))
+    floor_r(w) = min over moves m from r of max(w + need_m, resident_m + floor_stop(m)(sent_m))
 
-The whole step needs floor_0 (or the tail, or the optimizer, where those are higher). No solver, no bisection.
+The whole step needs floor_0(0) (or the tail, or the optimizer, where those are higher). No solver, no bisection. With a
+host budget a floor is a list: the smallest budgets for so many bytes of the host. It is exact unless it is longer than
+`FLOOR_WORK` allows; then budgets are rounded up to another one of the list, which suffices, too.
 
-*Shorter prefix and fewer seconds dominate*, because all constraints are upper bounds on P. That makes labels possible
-(labels.py), for which identical layers are no symmetry to break: permutations of a choice are one label.
+*Shorter prefix, less on its way and fewer seconds dominate*, because all constraints are upper bounds on P + w, and
+waiting for a copy grows with it. That makes labels possible (label_setting.py), for which identical layers are no
+symmetry to break: permutations of a choice are one label.
+
+Of equally fast plans the one that moves least is wanted: a megabyte that moves, or a part of one, costs a picosecond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from jettison.solve.levels import Choice
-from jettison.solve.problem import RootOption, StepProblem
+from jettison.solve.problem import RegionOption, RootOption, StepProblem
 
 PICOSECONDS = 10**12
+MOVED_FOR_A_PICOSECOND = 10**6
+"""Bytes."""
+FLOOR_WORK = 200_000
+"""Entries of floors of all positions together, times moves that lead to them, under a host budget."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix held."""
+    """From one position to a later one under the option ``key``. ``need_bytes`` is on top of the prefix held.
+
+    Args:
+        sent_bytes: on their way to the host when it ends; ``copying`` picoseconds one way.
+        host_bytes: of them, all micro-batches in flight.
+        hides: picoseconds of its backward, beside which what the move before has sent comes back.
+    """
 
     key: str
     start: int
@@ -42,28 +58,62 @@ class Move:
     need_bytes: int
     picoseconds: int
     segment: bool = False
+    sent_bytes: int = 0
+    copying: int = 0
+    host_bytes: int = 0
+    hides: int = 0
+
+    def waits(self, copying: int) -> int:
+        """Picoseconds that its backward is delayed by copies of so many."""
+        return max(0, copying - self.hides)
+
+
+Floor = tuple[int, int]
+"""A budget for the rest of a walk, and the host's bytes that it then takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """A step under one root option (NOTE [ The step is a path ]). ``moves[r]`` start at r; none dominates another."""
+    """A step under one root option (NOTE [ The step is a path ]). ``moves[r]`` start at r; none dominates another.
+
+    Args:
+        sent: by position, the bytes that may be on their way there, ascending, and in ``copying`` their picoseconds.
+        floors: by position and by what is on its way, the smallest budgets from there on when nothing is held; budgets
+            ascend, bytes of the host descend.
+        host_budget_bytes: None where it does not matter.
+        floors_rounded: some floors may be above the smallest.
+    """
 
     root: str
     root_picoseconds: int
     moves: tuple[tuple[Move, ...], ...]
     loss_need_bytes: int
-    floors: tuple[int, ...]  # smallest budget from each position on, when nothing is held before it
+    sent: tuple[tuple[int, ...], ...]
+    copying: tuple[tuple[int, ...], ...]
+    floors: tuple[tuple[tuple[Floor, ...], ...], ...] = field(repr=False)
     fixed_need_bytes: int  # tail and optimizer
+    host_budget_bytes: int | None = None
+    floors_rounded: bool = False
 
     @property
-    def minimum_budget_bytes(self) -> int:
-        """The smallest budget that a choice under this root option fits."""
-        return max(self.floors[0], self.fixed_need_bytes)
+    def minimum_budget_bytes(self) -> int | None:
+        """The smallest budget that a choice under this root option fits; None where the host's budget fits none."""
+        floors = self.floors[0][0]
+        return max(floors[0][0], self.fixed_need_bytes) if floors else None
 
     @property
     def count(self) -> int:
         """Regions."""
         return len(self.moves)
+
+    @property
+    def offloads(self) -> bool:
+        """Is there a move that sends anything?"""
+        return any(len(sizes) > 1 for sizes in self.sent)
+
+    def arrives(self, m: Move) -> int:
+        """The class of what is on its way after a move."""
+        return self.sent[m.stop].index(m.sent_bytes)
 
     def choice(self, path: Iterable[Move]) -> Choice:
         """The choice that a path from position 0 to the end stands for."""
@@ -81,53 +131,112 @@ def walks(problem: StepProblem) -> tuple[Walk, ...]:
 
 
 def minimum_budget(problem: StepProblem) -> int:
-    """Smallest budget in bytes that some choice fits, exactly. `choose` at this budget is the fastest that does."""
-    return min(walk.minimum_budget_bytes for walk in walks(problem))
+    """Smallest budget in bytes that some choice fits. `choose` at this budget is the fastest that does.
+
+    Raises:
+        ValueError: the host's budget fits no choice at all.
+    """
+    return least_of(walks(problem))
+
+
+def least_of(all_walks: Sequence[Walk]) -> int:
+    """The smallest budget of several walks.
+
+    Raises:
+        ValueError: the host's budget fits no choice at all.
+    """
+    found = [least for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
+    if not found:
+        raise ValueError(f"a host budget of {all_walks[0].host_budget_bytes} bytes fits no choice")
+    return min(found)
+
+
+def free_of_host(walk: Walk, moves: tuple[tuple[Move, ...], ...]) -> Walk:
+    """The same walk with other costs and without the host's budget."""
+    floors = _floors(moves, walk.sent, walk.loss_need_bytes, None, 1)
+    return replace(walk, moves=moves, floors=floors, host_budget_bytes=None, floors_rounded=False)
 
 
 def _walk(problem: StepProblem, root: RootOption) -> Walk:
     static = problem.static_bytes
     loss_need = static + root.loss_peak_bytes
     moves = tuple(_undominated(m) for m in _moves(problem, root))
-    floors = [loss_need] * (len(moves) + 1)
-    for r in reversed(range(len(moves))):
-        floors[r] = min(max(m.need_bytes, m.resident_bytes + floors[m.stop]) for m in moves[r])
+    count = len(moves)
+    arriving = [{(0, 0)} if r in (0, count) else set[tuple[int, int]]() for r in range(count + 1)]
+    for m in (m for group in moves for m in group):
+        arriving[m.stop].add((m.sent_bytes, m.copying))
+    sent = tuple(tuple(size for size, _ in sorted(sizes)) for sizes in arriving)
+    host = _binding_host(problem)
     gradients = sum(region.gradient_bytes for region in problem.regions)
+    most = max(8, FLOOR_WORK // max(1, sum(map(len, moves)))) if host is not None else 1
+    floors = _floors(moves, sent, loss_need, host, most)
     return Walk(
         root=root.key,
         root_picoseconds=_picoseconds(root.seconds),
         moves=moves,
         loss_need_bytes=loss_need,
-        floors=tuple(floors),
+        sent=sent,
+        copying=tuple(tuple(copying for _, copying in sorted(sizes)) for sizes in arriving),
+        floors=floors,
         fixed_need_bytes=static + max(root.tail_peak_bytes + gradients, problem.optimizer_peak_bytes),
+        host_budget_bytes=host,
+        floors_rounded=host is not None and any(len(each) >= most for group in floors for each in group),
     )
 
 
+def _binding_host(problem: StepProblem) -> int | None:
+    """The host's budget, where offloading all that can be would exceed it."""
+    if problem.link is None or problem.link.host_budget_bytes is None:
+        return None
+    most = sum(max(o.offloaded_bytes for o in region.options) * region.copies for region in problem.regions)
+    return problem.link.host_budget_bytes if most > problem.link.host_budget_bytes else None
+
+
+def _floors(
+    moves: Sequence[Sequence[Move]], sent: Sequence[Sequence[int]], loss_need: int, host: int | None, most: int
+) -> tuple[tuple[tuple[Floor, ...], ...], ...]:
+    """From the end to the start; see NOTE [ The step is a path ]."""
+    found: list[tuple[tuple[Floor, ...], ...]] = [()] * len(moves) + [(((loss_need, 0),),)]
+    for r in reversed(range(len(moves))):
+        after = [
+            (m.need_bytes, m.resident_bytes + budget, m.host_bytes + taken)
+            for m in moves[r]
+            for budget, taken in found[m.stop][sent[m.stop].index(m.sent_bytes)]
+            if host is None or m.host_bytes + taken <= host
+        ]
+        found[r] = tuple(
+            _few([(max(size + need, rest), taken) for need, rest, taken in after], host is not None, most)
+            for size in sent[r]
+        )
+    return tuple(found)
+
+
+def _few(floors: list[Floor], by_host: bool, most: int) -> tuple[Floor, ...]:
+    """The undominated of them; of more than ``most`` the smallest budget, the fewest bytes, and some between."""
+    if not by_host:
+        return ((min(budget for budget, _ in floors), 0),)
+    kept: list[Floor] = []
+    for budget, taken in sorted(floors):
+        if not kept or taken < kept[-1][1]:
+            kept.append((budget, taken))
+    if len(kept) <= most:
+        return tuple(kept)
+    return tuple(kept[i * (len(kept) - 1) // (most - 1)] for i in range(most))
+
+
 def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
-    """All moves by start. The needs are the levels less the prefix."""
+    """All moves by start. The needs are the levels less the prefix and what is on its way there."""
     static, regions = problem.static_bytes, problem.regions
     later = list(accumulate((region.gradient_bytes for region in reversed(regions)), initial=0))[::-1][1:]
     forward = [static + held for held in root.held_forward_bytes]
     backward = [static + held + gradients for held, gradients in zip(root.held_backward_bytes, later, strict=True)]
-    moves: list[list[Move]] = [
-        [
-            Move(
-                key=option.key,
-                start=r,
-                stop=r + 1,
-                resident_bytes=option.resident_bytes,
-                need_bytes=max(
-                    forward[r] + option.forward_peak_bytes,
-                    backward[r] + option.resident_bytes + option.backward_peak_bytes,
-                ),
-                picoseconds=_picoseconds(option.seconds),
-            )
-            for option in region.options
-        ]
+    moves = [
+        [_single(problem, r, option, forward[r], backward[r]) for option in region.options]
         for r, region in enumerate(regions)
     ]
     for segment in problem.segments:
         inside = range(segment.start, segment.stop)
+        beside = sum(regions[r].backward_seconds for r in inside) + segment.seconds
         moves[segment.start].append(
             Move(
                 key=segment.key,
@@ -143,17 +252,54 @@ def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
                 ),
                 picoseconds=_picoseconds(segment.seconds),
                 segment=True,
+                hides=_hides(problem, beside),
             )
         )
     return moves
 
 
+def _single(problem: StepProblem, r: int, option: RegionOption, forward: int, backward: int) -> Move:
+    """One region's move, on top of what stands beside it in both passes."""
+    region, sent, link = problem.regions[r], option.offloaded_bytes, problem.link
+    copying = stall = 0
+    if sent and link is not None:
+        copying = _picoseconds(sent / link.bytes_per_second)
+        stall = _picoseconds(link.stall(sent, problem.regions[r + 1].forward_seconds))
+        stall += -(-sent // MOVED_FOR_A_PICOSECOND)
+    return Move(
+        key=option.key,
+        start=r,
+        stop=r + 1,
+        resident_bytes=option.resident_bytes,
+        need_bytes=max(
+            forward + option.forward_peak_bytes, backward + option.resident_bytes + sent + option.backward_peak_bytes
+        ),
+        picoseconds=_picoseconds(option.seconds) + stall,
+        sent_bytes=sent,
+        copying=copying,
+        host_bytes=sent * region.copies,
+        hides=_hides(problem, region.backward_seconds + option.seconds),
+    )
+
+
+def _hides(problem: StepProblem, beside: float) -> int:
+    return _picoseconds(beside) if problem.link is not None and problem.link.hides else 0
+
+
 def _undominated(moves: list[Move]) -> tuple[Move, ...]:
-    """Without those that another one with the same end beats or equals in bytes, need and seconds."""
+    """Without those that another one with the same end beats or equals in bytes of every kind, need and seconds.
+
+    What hides behind a move needs no look: it grows with what the move computes again, and a copy that waits costs the
+    larger of the two.
+    """
     kept: list[Move] = []
-    for m in sorted(moves, key=lambda m: (m.stop, m.picoseconds, m.resident_bytes, m.need_bytes)):
+    for m in sorted(moves, key=lambda m: (m.stop, m.picoseconds, m.resident_bytes, m.need_bytes, m.sent_bytes)):
         if not any(
-            k.stop == m.stop and k.resident_bytes <= m.resident_bytes and k.need_bytes <= m.need_bytes for k in kept
+            k.stop == m.stop
+            and k.resident_bytes <= m.resident_bytes
+            and k.need_bytes <= m.need_bytes
+            and k.sent_bytes <= m.sent_bytes
+            for k in kept
         ):
             kept.append(m)
     return tuple(kept)

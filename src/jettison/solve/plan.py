@@ -32,13 +32,16 @@ class PolicyWord(StrEnum):
     NONE = "none"  # nothing is computed again
     SELECTIVE = "selective"  # only the attention core is; whoever builds the plan says so
     FULL = "full"  # nothing is kept that could be computed again
-    OFFLOAD = "offload"
+    OFFLOAD = "offload"  # some or all of it is on the host, and nothing is computed again
     MIXED = "mixed"
 
 
-def policy_word(program: Program, kept: frozenset[int]) -> PolicyWord:
-    """`none`, `full` or `mixed`, as the kept buffers of a region have it."""
-    if not program.recompute_set(kept):
+def policy_word(program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> PolicyWord:
+    """`none`, `full`, `offload` or `mixed`, by the buffers that stay of a region and by those of them that move."""
+    again = program.recompute_set(kept)
+    if moved:
+        return PolicyWord.MIXED if again else PolicyWord.OFFLOAD
+    if not again:
         return PolicyWord.NONE
     return PolicyWord.MIXED if any(_could_run_again(program, b) for b in kept) else PolicyWord.FULL
 

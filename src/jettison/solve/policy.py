@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol, runtime_checkable
 
 from jettison.cost.roofline import op_seconds
 from jettison.errors import UsageError
@@ -43,6 +43,27 @@ class CheckpointPolicy(Protocol):
 
     def kept(self, program: Program) -> frozenset[int]:
         """Buffers to hold between forward and backward; always enough to compute the rest."""
+
+
+@runtime_checkable
+class OffloadPolicy(CheckpointPolicy, Protocol):
+    """Also decides what of that waits on the host between forward and backward."""
+
+    def offloaded(self, program: Program) -> frozenset[int]:
+        """Of the kept buffers, those that move. What cannot stays on the device."""
+
+
+def offloaded_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
+    """Of the kept buffers, those that a policy moves to the host; most policies move none."""
+    return policy.offloaded(program) if isinstance(policy, OffloadPolicy) else frozenset()
+
+
+def can_move(program: Program, b: int) -> bool:
+    """Whether a buffer is the region's own. Parameters, arguments that many regions share and tensors that came by
+    other ways live anyway, and random states are small.
+    """
+    buffer = program.buffers[b]
+    return not buffer.free and buffer.source in (Source.OP, Source.INPUT, Source.BLOCK) and buffer.nbytes > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +140,31 @@ class Selective:
         return close(program, program.saved_buffers() - core | base, transfers=False)
 
 
+SMALLEST_BYTES: Final = 4096
+"""Below this a copy's own cost outweighs its bytes: judgement, and what torchtitan's graph trainer does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What another policy keeps waits on the host: all of a region's own buffers from ``smallest_bytes`` on."""
+
+    keeps: CheckpointPolicy = KeepAll()
+    smallest_bytes: int = SMALLEST_BYTES
+    word: str = "offload"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        return self.keeps.kept(program)
+
+    def offloaded(self, program: Program) -> frozenset[int]:
+        """See `OffloadPolicy`."""
+        found = (b for b in self.kept(program) if can_move(program, b))
+        return frozenset(b for b in found if program.buffers[b].nbytes >= self.smallest_bytes)
+
+
 @dataclass(frozen=True, slots=True)
 class Exactly:
     """A decision made before: these buffers of this program, and of the same ops on other shapes; any other program
-    falls back to ``otherwise``.
+    falls back to ``otherwise``. Of the buffers, those in ``moved`` wait on the host.
     """
 
     digest: str
@@ -130,6 +172,7 @@ class Exactly:
     otherwise: CheckpointPolicy
     form: str = ""
     word: str = "mixed"
+    moved: frozenset[int] = frozenset()
 
     def kept(self, program: Program) -> frozenset[int]:
         if program.digest() == self.digest:
@@ -137,6 +180,12 @@ class Exactly:
         if self.form and program.form() == self.form:
             return close(program, self.buffers)
         return self.otherwise.kept(program)
+
+    def offloaded(self, program: Program) -> frozenset[int]:
+        """See `OffloadPolicy`."""
+        if program.digest() == self.digest or (self.form and program.form() == self.form):
+            return self.moved & self.kept(program)
+        return offloaded_by(self.otherwise, program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,26 +218,29 @@ def close(program: Program, wanted: frozenset[int], *, transfers: bool = True) -
 
 
 def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple[set[int], set[int]]:
-    """Buffers that backward reads under ``kept``, and slots to keep as well so that it can."""
+    """Buffers that backward reads under ``kept``, and what to keep as well so that it can: what cannot be computed, or
+    where that cannot be kept either, the smallest that can on the way to the slot, nearest to the slot of equal ones.
+    """
     missing: set[int] = set()
     needed: set[int] = set()
     for slot_buffer in program.needed_buffers():
-        stack, local, broken = [slot_buffer], set(), False
+        stack, local, broken = [(slot_buffer, slot_buffer)], set(), False
         while stack:
-            b = stack.pop()
+            b, least = stack.pop()
             if b in local:
                 continue
             local.add(b)
             buffer = program.buffers[b]
             if b in kept or buffer.free:
                 continue
+            if buffer.keepable and buffer.nbytes < program.buffers[least].nbytes:
+                least = b
             op = program.ops[buffer.producer] if buffer.producer is not None else None
             if op is None or op.anchor is not None or (not transfers and op.name.startswith(_TRANSFERS)):
-                nearest = b if buffer.keepable else slot_buffer
-                missing.add(nearest)
+                missing.add(b if buffer.keepable else least)
                 broken = True
                 continue
-            stack.extend(op.inputs)
+            stack.extend((read, least) for read in op.inputs)
         if not broken:
             needed |= local
     return needed, missing
@@ -276,9 +328,22 @@ def _on_to_products(
     return found, batched
 
 
+def keeps_everything(policy: CheckpointPolicy) -> bool:
+    """Whether a policy computes nothing again."""
+    return keeps_everything(policy.keeps) if isinstance(policy, Offload) else policy.word == "none"
+
+
 NAMED: dict[str, CheckpointPolicy] = {
     t.word: t
-    for t in (KeepAll(), Full(), SelectiveOp(), SelectiveOp(word="selective-op-alternate", alternate=True), Selective())
+    for t in (
+        KeepAll(),
+        Full(),
+        SelectiveOp(),
+        SelectiveOp(word="selective-op-alternate", alternate=True),
+        Selective(),
+        Offload(),
+        Offload(keeps=Full(), word="full-offload"),
+    )
 }
 
 

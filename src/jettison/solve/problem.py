@@ -17,6 +17,27 @@ The root's figures contain its own parameters' gradients. All bytes are integers
 
 A segment's regions share one `resident`, which counts from its first region on; its `forward_peak` holds for each of
 them on top of what the regions before the *segment* hold, so it counts the segment's own input too.
+
+NOTE [ What is on its way ]
+What an option offloads is in nobody's `resident`. The runtime (its NOTE [ When sources go, and when copies come ])
+lets a region's sources go when the next region's forward is over, and brings them back when the next region's backward
+begins; what the last region saves never moves. With offloaded_r counted once, whatever is in flight, the levels have
+
+    forward of r    + offloaded_{r-1}                 its own is part of what its forward makes
+    backward of r   + offloaded_r + offloaded_{r-1}
+    loss, tail      nothing
+
+Each way of a copy takes offloaded / link seconds and hides behind one pass of the next region:
+
+    stall of r-1    max(0, offloaded_{r-1} / link - forward_seconds_r)
+                    + max(0, offloaded_{r-1} / link - backward_seconds_r - what r computes again)
+
+A segment is one region here: what the region before it sent stays beside all of it, and comes back behind all of its
+backward; in forward the copy is taken to hide behind the segment's first region alone. A pipeline's micro-batches take
+turns on the link: a stage does one pass of one micro-batch at a time, the first region has nothing before it and the
+last sends nothing, so no copy reaches into another pass. Their bytes meet on the host, which is a second budget:
+
+    sum_r copies_r * offloaded_r <= host budget
 """
 
 from __future__ import annotations
@@ -26,7 +47,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionOption:
-    """One way to treat one region. ``key`` names it within its class; seconds are recompute added to a step."""
+    """One way to treat one region. ``key`` names it within its class; seconds are recompute added to a step.
+
+    ``offloaded_bytes`` are of one micro-batch; ``resident_bytes`` are without them, both peaks are with them.
+    """
 
     key: str
     resident_bytes: int
@@ -39,12 +63,44 @@ class RegionOption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemRegion:
-    """One region of the chain. Regions with equal ``class_key`` have equal options."""
+    """One region of the chain. Regions with equal ``class_key`` have equal options.
+
+    ``forward_seconds`` and ``backward_seconds`` are of its passes when nothing is computed again: what copies of the
+    region before hide behind. ``copies``: micro-batches whose offloaded bytes are on the host at once.
+    """
 
     name: str
     class_key: str
     options: tuple[RegionOption, ...]
     gradient_bytes: int
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    copies: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The way to the host, in one direction, and the bytes that there are for a step; None: nobody has set a limit.
+
+    ``hides``: copies run beside the device's work.
+
+    Raises:
+        ValueError: a rate that is not above 0, or a budget below 0.
+    """
+
+    bytes_per_second: float
+    host_budget_bytes: int | None = None
+    hides: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_second < float("inf"):
+            raise ValueError(f"the link to the host has {self.bytes_per_second} bytes a second; expected more than 0")
+        if self.host_budget_bytes is not None and self.host_budget_bytes < 0:
+            raise ValueError(f"the host's budget is {self.host_budget_bytes} bytes; expected 0 or more")
+
+    def stall(self, nbytes: int, beside: float) -> float:
+        """Seconds that one way of a copy is waited for, with so many seconds of work beside it."""
+        return max(0.0, nbytes / self.bytes_per_second - (beside if self.hides else 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +137,8 @@ class StepProblem:
     """See NOTE [ The step's levels ]. ``optimizer_peak_bytes`` is 0 where no optimizer was given.
 
     Raises:
-        ValueError: nothing to choose from, two options of one key, a figure that is negative or missing.
+        ValueError: nothing to choose from, two options of one key, a figure that is negative or missing, an option that
+            offloads without a link or from the last region.
     """
 
     static_bytes: int
@@ -90,13 +147,19 @@ class StepProblem:
     root: tuple[RootOption, ...]
     segments: tuple[SegmentOption, ...] = field(default=())
     plain_seconds: float = 0.0  # a step without recompute, for the overhead fraction; 0 where unknown
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         _check_keys("the root", [option.key for option in self.root])
         for region in self.regions:
             _check_keys(f"region {region.name!r}", [option.key for option in region.options])
             for option in region.options:
-                _check_costs(f"option {option.key!r} of region {region.name!r}", option.resident_bytes, option.seconds)
+                what = f"option {option.key!r} of region {region.name!r}"
+                _check_costs(what, option.resident_bytes, option.seconds)
+                _check_costs(what, option.offloaded_bytes, option.seconds)
+                if option.offloaded_bytes and (self.link is None or region is self.regions[-1]):
+                    why = "there is no link" if self.link is None else "what the last region saves never moves"
+                    raise ValueError(f"{what} offloads {option.offloaded_bytes} bytes; {why}")
         for root in self.root:
             _check_costs(f"root option {root.key!r}", 0, root.seconds)
             for figures in (root.held_forward_bytes, root.held_backward_bytes):

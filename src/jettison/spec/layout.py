@@ -12,6 +12,7 @@ from functools import cached_property
 
 from jettison.errors import UsageError
 from jettison.spec.model import ModelSpec, Moe
+from jettison.spec.stage_layers import check_stage_layers
 
 
 class Schedule(StrEnum):
@@ -31,6 +32,7 @@ class Layout:
         gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
             stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
+        stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
 
     Raises:
@@ -49,6 +51,7 @@ class Layout:
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
     resharded: bool = True
+    stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp"):
@@ -59,6 +62,8 @@ class Layout:
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
+        if self.stage_layers and self.pp == 1:
+            raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
             raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
         if (self.dp * self.cp) % self.ep:
@@ -126,13 +131,16 @@ class Layout:
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.
 
-        Where the layers alone do not divide, the embedding and the head count as a layer each, as the 126 layers of
-        Llama 3 405B were spread over 16 stages (arXiv 2407.21783 §3.3.2).
+        As `stage_layers` says, or evenly. Where the layers alone do not divide, the embedding and the head count as a
+        layer each, as the 126 layers of Llama 3 405B were spread over 16 stages (arXiv 2407.21783 §3.3.2).
 
         Raises:
             UsageError: they do not divide in either way.
         """
         chunks = self.pp * self.virtual_stages
+        if self.stage_layers:
+            check_stage_layers(self.stage_layers, layers=layers, chunks=chunks)
+            return self.stage_layers
         if layers % chunks == 0:
             return (layers // chunks,) * chunks
         each, rest = divmod(layers + 2, chunks)
@@ -140,7 +148,7 @@ class Layout:
             virtual = f" x {self.virtual_stages} virtual stages" if self.virtual_stages > 1 else ""
             raise UsageError(
                 f"{layers} layers do not divide over {self.pp} pipeline stages{virtual}, nor do {layers + 2} with the "
-                "embedding and the head counted as a layer each"
+                "embedding and the head counted as a layer each; say how with --stage-layers"
             )
         return (each - 1, *(each,) * (chunks - 2), each - 1)
 

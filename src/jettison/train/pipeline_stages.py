@@ -17,13 +17,17 @@ from jettison.spec.layout import Layout
 
 
 class StageModule(nn.Module):
-    """A run of layers; the first one starts from ids [b, s], the last one ends in logits."""
+    """A run of layers; the first one starts from ids [b, s], the last one ends in logits.
 
-    def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int) -> None:
+    Args:
+        ends: whether it is the first, and the last: as its layers say, where it has some.
+    """
+
+    def __init__(self, whole: Gpt | Llama, layers: range, *, seq: int, ends: tuple[bool, bool] | None = None) -> None:
         super().__init__()
         self.config = whole.config
         self.seq = seq  # the stream may hold a shard of it
-        self.is_first, self.is_last = layers.start == 0, layers.stop == len(whole.layers)
+        self.is_first, self.is_last = ends or (layers.start == 0, layers.stop == len(whole.layers))
         self.is_gpt = isinstance(whole, Gpt)
         if self.is_first:
             self.tokens = whole.tokens
@@ -74,17 +78,21 @@ def cut(whole: nn.Module, layout: Layout, rank: int, *, seq: int) -> list[StageM
     """The stages of one pipeline rank, in the order of the model: chunk c of it is on rank c mod pp.
 
     Raises:
-        UsageError: the model is not one that can be cut, or its layers do not divide.
+        UsageError: the model is not one that can be cut, its layers do not divide, or a stage has nothing to do.
     """
     if not isinstance(whole, Gpt | Llama):
         raise UsageError(
             f"layout.pp: a {type(whole).__name__} cannot be cut into stages; expected a reference model: "
             'model.architecture with code = "reference"'
         )
+    chunks = list(_chunks(whole, layout))
+    for number, layers in enumerate(chunks[1:-1], start=1):
+        if not layers:
+            raise UsageError(f"layout.stage_layers: stage {number} has no layers; only the first and the last may")
     return [
-        StageModule(whole, layers, seq=seq)
-        for chunk, layers in enumerate(_chunks(whole, layout))
-        if chunk % layout.pp == rank
+        StageModule(whole, layers, seq=seq, ends=(number == 0, number == len(chunks) - 1))
+        for number, layers in enumerate(chunks)
+        if number % layout.pp == rank
     ]
 
 

@@ -197,6 +197,7 @@ class LayoutSection:
             replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
         schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
+        stage_layers: layers of each stage of each device, in the order of the model; left out, evenly.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -209,6 +210,7 @@ class LayoutSection:
     pp: int = 1
     virtual_stages: int = 1
     schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
+    stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _positive(self, "dp", "shards", "tp", "pp", "virtual_stages")
@@ -235,6 +237,7 @@ class LayoutSection:
             sp=self.tp > 1 if self.sp is None else self.sp,
             pp=self.pp,
             virtual_stages=self.virtual_stages,
+            stage_layers=self.stage_layers,
             schedule=Schedule(self.schedule),
         )
 

@@ -7,27 +7,40 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
+from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
 from jettison.predict.run_request import TRACED, RunRequest, is_live, model_spec, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
-from jettison.spec.hardware import hardware, usual_hardware
+from jettison.spec.hardware import Hardware, hardware, usual_hardware
 from jettison.spec.presets import PRESETS
 from jettison.spec.run import Mode, Recompute, Run
+from jettison.units import format_bytes
 
 if TYPE_CHECKING:
+    from jettison.predict.auto_recompute import AutoForecast
     from jettison.verbs.live_model import PlanReport
 
 
 def plan(
-    model: str, request: RunRequest, *, budget: str | None, gpu: str | None = None, progress: Progress = silent
+    model: str,
+    request: RunRequest,
+    *,
+    budget: str | None,
+    gpu: str | None = None,
+    host_budget: str | None = None,
+    what_if: bool = False,
+    progress: Progress = silent,
 ) -> PlanReport | ForecastPlan:
     """What `jettison plan` answers.
 
-    A live model or a config.json is traced; a preset, or any model with a parallel layout, is planned from its spec.
+    A live model or a config.json is traced; a preset, any model with a parallel layout, and a config.json for a GPU
+    without a budget are planned from their spec.
 
     Args:
         gpu: what leaves less than the budget, and prices what is not run; left out, see `usual_hardware`.
+        host_budget: of one rank, for what is offloaded; left out, the GPU's share of its host's memory.
+        what_if: what each next GiB would change, too.
 
     Raises:
         Infeasible: no plan fits.
@@ -35,9 +48,11 @@ def plan(
         TraceError: a live model cannot be recorded.
     """
     beyond = [name for name in request.given() if name not in TRACED]
-    if not is_live(model) and (model in PRESETS or beyond):
-        return _described(model, request, budget, gpu)
-    refuse_for_trace(model, request, asked=False)
+    also = [flag for flag, given in (("--host-budget", host_budget), ("--what-if", what_if)) if given]
+    for_gpu = gpu is not None and budget is None
+    if not is_live(model) and (model in PRESETS or beyond or also or for_gpu):
+        return _described(model, request, budget, gpu, host_budget, what_if)
+    refuse_for_trace(model, request, asked=False, also=tuple(also))
     progress("loading torch")
     from jettison.verbs.live_model import live_plan, model_request
 
@@ -53,7 +68,9 @@ def _limit(budget: str | None, gpu: str | None, run: Run | None = None) -> Limit
     return limit
 
 
-def _described(model: str, request: RunRequest, budget: str | None, gpu: str | None) -> ForecastPlan:
+def _described(
+    model: str, request: RunRequest, budget: str | None, gpu: str | None, host_budget: str | None, what_if: bool
+) -> ForecastPlan:
     """Plan a preset or a config.json under its layout.
 
     Raises:
@@ -62,30 +79,67 @@ def _described(model: str, request: RunRequest, budget: str | None, gpu: str | N
     """
     if request.recompute not in (None, "auto"):
         raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
-    from jettison.predict.auto_recompute import choose, layer_policies
-    from jettison.predict.timeline_units import passes_of
+    from jettison.explain.layer_reasons import layer_reasons
+    from jettison.explain.what_if import what_if as next_gib
+    from jettison.predict.auto_recompute import choose
 
     run = resolve(model_spec(model), replace(request, recompute="none")).run
-    run = replace(run, recompute=Recompute(mode=Mode.AUTO))
-    limit = _limit(budget, gpu, run)
     device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
+    offload = request.offload
+    if offload is None:  # a link is known where a GPU is named
+        offload = gpu is not None and device.host_bytes_per_second is not None
+    run = replace(run, recompute=Recompute(mode=Mode.AUTO, offload=offload))
+    limit = _limit(budget, gpu, run)
+    host = _host_budget(host_budget, offload, device)
     begin = time.perf_counter()
-    choice = choose(run, limit.nbytes, device)
+    choice = choose(run, limit.nbytes, device, host_budget_bytes=host)
     seconds = time.perf_counter() - begin
-    policies = dict(layer_policies(choice))
-    layers = tuple(
-        LayerChoice(
-            layer=part.name,
-            stage=stage.index,
-            policy=policies[part.name],
-            offloaded_bytes=0,
-            kept_bytes=part.region.program.kept_bytes(part.kept),
-            recompute_flops=passes_of(part, run.precision.gradient).recompute_flops,
-        )
-        for stage in choice.forecast.stages
-        for chunk in stage.parts
-        for part in chunk
-        if part.is_layer
+    return ForecastPlan(
+        model=model,
+        choice=choice,
+        layers=_layers(choice),
+        reasons=layer_reasons(choice),
+        solver_seconds=seconds,
+        what_if=tuple(next_gib(choice)) if what_if else None,
     )
-    ordered = tuple(sorted(layers, key=lambda entry: run.model.layer_names.index(entry.layer)))
-    return ForecastPlan(model=model, choice=choice, layers=ordered, solver_seconds=seconds)
+
+
+def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | None:
+    """What was asked for in bytes.
+
+    Raises:
+        UsageError: nothing is offloaded, or the host has less.
+    """
+    if text is None:
+        return None
+    nbytes = parse_bytes(text)
+    if not offload:
+        raise UsageError(f"got --host-budget {text}, and nothing goes to the host; give --offload, or leave it away")
+    there = device.host_memory_bytes
+    if there is not None and nbytes > there:
+        raise UsageError(
+            f"got --host-budget {text}; the host of {device.name} has {format_bytes(there)} for each device. Give at "
+            "most that, or another host_memory in the hardware's file"
+        )
+    return nbytes
+
+
+def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
+    """What each layer does, in the order of the model."""
+    from jettison.predict.auto_recompute import layer_policies
+    from jettison.predict.timeline_units import passes_of
+
+    run, policies = choice.forecast.run, dict(layer_policies(choice))
+    found = {}
+    for stage in choice.forecast.stages:
+        for part in (part for chunk in stage.parts for part in chunk if part.is_layer):
+            moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+            found[part.name] = LayerChoice(
+                layer=part.name,
+                stage=stage.index,
+                policy=policies[part.name],
+                kept_bytes=part.region.program.kept_bytes(part.kept - moved),
+                offloaded_bytes=part.region.program.kept_bytes(moved),
+                recompute_flops=passes_of(part, run.precision.gradient).recompute_flops,
+            )
+    return tuple(found[name] for name in run.model.layer_names)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
-from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.capture.model_trace import LossFn
 from jettison.capture.stub import forwards
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 from jettison.ledger.program import Program
-from jettison.measure.gradients import (
-    buffer_digest,
-    compare_gradients,
-    independent_copy,
-    parameter_digest,
-    rng_digest,
-    same_bits,
-)
-from jettison.measure.memory import static_tensors, unique_bytes
-from jettison.measure.peak import measured_peak
+from jettison.measure.gradients import independent_copy, parameter_digest
 from jettison.measure.saved import OUTSIDE, observed_saved_bytes
 from jettison.measure.timing import interleaved
 from jettison.planner import Applied, apply, auto_checkpoint
@@ -34,10 +24,7 @@ from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.compiled import CompiledRegion
 from jettison.solve.plan import Plan, policy_word
-
-STEPS = 3  # the first one makes the optimizer's state, the second and third use it
-ROUNDS = 8
-MAX_DIFFERENCES = 20
+from jettison.verbs.side_by_side import ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
 
 def verify(
@@ -82,7 +69,7 @@ def verify(
         raise UsageError("verify() needs exactly one of budget=, plan= and handle=")
     progress("copying the model")
     plain = independent_copy(model)
-    plain_optimizer = _mirrored(optimizer, model, plain)
+    plain_optimizer = mirrored(optimizer, model, plain)
     applied = handle
     if budget is not None:
         applied = auto_checkpoint(
@@ -101,7 +88,7 @@ def verify(
         applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile)
     assert applied is not None
     try:
-        plain_side = _Side(
+        plain_side = Side(
             model=plain, optimizer=plain_optimizer, batch=batch, loss_fn=loss_fn, holds_output=holds_output
         )
         planned_side = replace(plain_side, model=model, optimizer=optimizer)
@@ -112,88 +99,13 @@ def verify(
             applied.remove()
 
 
-@dataclass(kw_only=True)
-class _Side:
-    """One of the two models, and what it trains with."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    batch: Any
-    loss_fn: LossFn | None
-    holds_output: bool
-
-    def step(self) -> Tensor:
-        """One training step, gradients left in place."""
-        output = call_model(self.model, self.batch)
-        loss = loss_of(output, self.loss_fn)
-        if not self.holds_output:
-            output = None
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            loss.backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return loss.detach()
-
-    def whole_step(self) -> None:
-        """The same, gradients dropped first."""
-        self.model.zero_grad(set_to_none=True)
-        self.step()
-
-    def peak_bytes(self) -> int:
-        """Peak of allocated bytes in a step, everything else in the process left out."""
-        self.model.zero_grad(set_to_none=True)
-        static = static_tensors(self.model, self.batch, self.optimizer)
-        report = measured_peak(self.step, static_tensors=static)
-        self.model.zero_grad(set_to_none=True)
-        return report.step_bytes + unique_bytes(static)
-
-
-@dataclass(kw_only=True)
-class _Comparison:
-    """What the steps side by side have shown."""
-
-    gradients: bool = True
-    losses: bool = True
-    random: bool = True
-    buffers: bool = True
-    compared: int = 0
-    differences: list[str]
-
-
-def _compare(plain: _Side, planned: _Side, steps: int) -> _Comparison:
-    found = _Comparison(differences=[])
-    for number in range(1, steps + 1):
-        for side in (plain, planned):
-            side.model.zero_grad(set_to_none=True)
-        start = _random_state()
-        loss_plain = plain.step()
-        streams = rng_digest()
-        _set_random_state(start)
-        loss_planned = planned.step()
-        if not same_bits(loss_plain, loss_planned):
-            found.losses = False
-            found.differences.append(f"step {number}: loss {loss_planned.item()!r}; plain has {loss_plain.item()!r}")
-        if rng_digest() != streams:
-            found.random = False
-            found.differences.append(f"step {number}: the random number streams are elsewhere than after a plain step")
-        if buffer_digest(plain.model) != buffer_digest(planned.model):
-            found.buffers = False
-            found.differences.append(f"step {number}: registered buffers differ")
-        report = compare_gradients(plain.model, planned.model)
-        found.gradients &= report.identical
-        found.compared = report.compared
-        found.differences += [f"step {number}: gradient of {d.name}: {d.reason}" for d in report.differences]
-    del found.differences[MAX_DIFFERENCES:]
-    return found
-
-
 def _prove(
-    plain: _Side, planned: _Side, applied: Applied, steps: int, rounds: int, progress: Callable[[str], None]
+    plain: Side, planned: Side, applied: Applied, steps: int, rounds: int, progress: Callable[[str], None]
 ) -> Proof:
     with torch.enable_grad():
         progress("training side by side")
         with _compiled_alike(plain.model, applied):
-            found = _compare(plain, planned, steps)
+            found = compare_steps(plain, planned, steps)
             parameters = parameter_digest(plain.model) == parameter_digest(planned.model)
             progress("measuring peaks")
             baseline_peak, peak = plain.peak_bytes(), planned.peak_bytes()
@@ -223,7 +135,7 @@ def _prove(
         rounds=rounds,
         layers=layers,
         plan_hash=plan.hash if plan else None,
-        device=_device(planned.model),
+        device=device_name(planned.model),
         torch_version=torch.__version__,
     )
 
@@ -239,7 +151,7 @@ def _compiled_alike(model: nn.Module, applied: Applied) -> AbstractContextManage
     )
 
 
-def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof, ...]:
+def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, ...]:
     """Bytes by layer: of plain autograd and of the plan by the ledger, and as held on the real tensors."""
     # the plain copy is traced: modules under a plan run stand-ins
     traced = trace_model(plain.model, plain.batch, loss_fn=plain.loss_fn, regions=_names(applied))
@@ -275,29 +187,3 @@ def _layers(plain: _Side, planned: _Side, applied: Applied) -> tuple[LayerProof,
 
 def _names(applied: Applied) -> tuple[str, ...]:
     return tuple(region.name for region in applied.regions if region.name)
-
-
-def _mirrored(
-    optimizer: torch.optim.Optimizer | None, model: nn.Module, plain: nn.Module
-) -> torch.optim.Optimizer | None:
-    """The same optimizer over the copy's parameters, its state copied."""
-    if optimizer is None:
-        return None
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    memo: dict[int, Any] = {id(theirs): ours for theirs, ours in pairs}
-    return copy.deepcopy(optimizer, memo)
-
-
-def _random_state() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
-
-
-def _device(model: nn.Module) -> str:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

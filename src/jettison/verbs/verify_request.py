@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jettison.errors import UsageError
-from jettison.models.request import ModelRequest, load, optimizer_for
+from jettison.models.request import ModelRequest, load, named_function, optimizer_for
 from jettison.parse_units import parse_bytes
 from jettison.planner import apply
 from jettison.progress import Progress, silent
@@ -17,6 +17,15 @@ from jettison.report.proof import Proof
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import Plan
 from jettison.verbs.verify import verify
+from jettison.verbs.verify_given import verify_given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Prove what the model does already. ``step`` and ``against`` are ``module:name``; see `verify_given`."""
+
+    step: str | None = None
+    against: str | None = None
 
 
 def prove(
@@ -25,24 +34,29 @@ def prove(
     plan: Plan | None = None,
     budget: str | None = None,
     recompute: str | None = None,
+    given: Given | None = None,
     rounds: int = 8,
     progress: Progress = silent,
 ) -> Proof:
-    """Build the real model and verify a plan, a budget or a policy on it; exactly one of the three is given.
+    """Build the real model and verify a plan, a budget, a policy, or what it does already; exactly one is given.
 
     Raises:
-        UsageError: not exactly one of the three, or no such model.
+        UsageError: not exactly one of them, or no such model.
         Infeasible: no plan fits the budget.
         PlanMismatch: the plan was made for another model.
     """
-    if sum(given is not None for given in (plan, budget, recompute)) != 1:
-        raise UsageError("verify needs exactly one of a plan file, --budget and --recompute")
+    if sum(asked is not None for asked in (plan, budget, recompute, given)) != 1:
+        raise UsageError("verify needs exactly one of a plan file, --budget, --recompute and --given")
     if budget is not None:
         parse_bytes(budget)
     progress("building the model")
     loaded = load(request, fake=False)
     optimizer = optimizer_for(request, loaded.model)
     more: dict[str, Any] = {"loss_fn": loaded.loss_fn, "optimizer": optimizer, "rounds": rounds, "progress": progress}
+    if given is not None:
+        step = None if given.step is None else named_function(given.step)
+        plain = None if given.against is None else load(replace(request, model=given.against), fake=False).model
+        return verify_given(loaded.model, loaded.batch, step=step, against=plain, **more)
     if recompute is None:
         return verify(loaded.model, loaded.batch, plan=plan, budget=budget, **more)
     with apply(loaded.model, recompute, batch=loaded.batch, loss_fn=loaded.loss_fn) as handle:

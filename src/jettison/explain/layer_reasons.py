@@ -1,0 +1,119 @@
+"""Why a plan treats a layer as it does: which tensors go where, what that takes, and what it hides behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jettison.cost.collective import host_seconds
+from jettison.cost.execution import execution_of
+from jettison.explain.trilemma import called
+from jettison.formula.region import Region
+from jettison.predict.auto_recompute import AutoForecast
+from jettison.predict.stage_time import Timing
+from jettison.predict.stages import RegionGroup, StageRegion
+from jettison.units import format_bytes, format_seconds
+
+MOST_NAMED = 3
+"""Tensors that are named, the largest first."""
+
+HERE, AGAIN, THERE = "kept", "computed again", "on the host"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """One layer, of one micro-batch on one rank.
+
+    Args:
+        again, moved: names of tensors that backward computes again, and that go to the host, largest first.
+        freed_bytes: that are not held because they are computed again; ``again_seconds`` is what that takes.
+        way_seconds: one way to the host; ``forward_seconds`` and ``backward_seconds`` of the next region are beside it.
+    """
+
+    again: tuple[str, ...]
+    freed_bytes: int
+    again_seconds: float
+    moved: tuple[str, ...]
+    moved_bytes: int
+    way_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def stalled_seconds(self) -> float:
+        """What both ways are waited for."""
+        return sum(max(0.0, self.way_seconds - beside) for beside in (self.forward_seconds, self.backward_seconds))
+
+    def __str__(self) -> str:
+        return "; ".join(self._words()) or "all of it has room"
+
+    def _words(self) -> Iterator[str]:
+        if self.again:
+            spent, freed = format_seconds(self.again_seconds), format_bytes(self.freed_bytes)
+            yield f"again {_named(self.again)}: {spent} for {freed}"
+        if self.moved:
+            shortest = min(self.forward_seconds, self.backward_seconds)
+            waits = f"waits {format_seconds(self.stalled_seconds)}" if self.stalled_seconds else "hides"
+            yield (
+                f"to the host {_named(self.moved)}: {format_seconds(self.way_seconds)} a way {waits} behind "
+                f"{format_seconds(shortest)}"
+            )
+
+
+def _named(names: tuple[str, ...]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
+    """By layer, in the order of the model."""
+    run, device = answer.forecast.run, answer.hardware
+    timing = Timing(run=run, hardware=device, execution=execution_of(run))
+    found: dict[str, Reason] = {}
+    known: dict[tuple[object, ...], Reason] = {}
+    for stage in answer.forecast.stages:
+        for chunk in (chunk for chunk in stage.parts if chunk):
+            for part, following in zip(chunk, (*chunk[1:], None), strict=True):
+                if part.is_layer:
+                    key = (part.region, part.chosen, following and (following.region, following.chosen))
+                    if key not in known:
+                        known[key] = _reason(timing, part, following)
+                    found[part.name] = known[key]
+    return {name: found[name] for name in run.model.layer_names}
+
+
+def _reason(timing: Timing, part: StageRegion, following: StageRegion | None) -> Reason:
+    took = timing.items([RegionGroup(part=part, names=(part.name,))])[0].seconds
+    beside = None if following is None else timing.items([RegionGroup(part=following, names=(following.name,))])[0]
+    where = whereabouts(part)
+    program = part.region.program
+    moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
+    return Reason(
+        again=_names(part.region, [b for b, place in where.items() if place == AGAIN]),
+        freed_bytes=program.kept_bytes(program.saved_buffers()) - program.kept_bytes(part.kept),
+        again_seconds=took.again.seconds,
+        moved=_names(part.region, [b for b, place in where.items() if place == THERE]),
+        moved_bytes=moved,
+        way_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
+        forward_seconds=beside.seconds.forward.seconds if beside is not None else 0.0,
+        backward_seconds=beside.seconds.backward.seconds if beside is not None else 0.0,
+    )
+
+
+def whereabouts(part: StageRegion) -> Mapping[int, str]:
+    """For each buffer that backward asks for, where it is in between."""
+    moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+    program = part.region.program
+    wanted = [b for b in sorted(program.needed_buffers()) if not program.buffers[b].free and program.buffers[b].nbytes]
+    return {b: THERE if b in moved else HERE if b in part.kept else AGAIN for b in wanted}
+
+
+def _names(region: Region, buffers: list[int]) -> tuple[str, ...]:
+    ordered = sorted(buffers, key=lambda b: -region.program.buffers[b].nbytes)
+    return tuple(dict.fromkeys(tensor_name(region, b) for b in ordered))
+
+
+def tensor_name(region: Region, buffer: int) -> str:
+    """What people call it, the first of several names."""
+    role, path = called(region, buffer)
+    return role.split(", ")[0] or path

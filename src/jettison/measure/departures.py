@@ -1,0 +1,216 @@
+"""Where values depart: which saved tensor came back other than it went in, and which module returned something else.
+
+Two things are watched in a step. Each tensor that saved-tensor hooks take away is digested when it is packed and again
+when it is unpacked. Each module that runs in backward is held against its runs in forward: given the same, it has to
+return the same. The first sees every op of a checkpoint without reentrant autograd, and all offloading; the second sees
+checkpoints that run as a function of autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
+
+from jettison.measure.gradients import differing_elements, tensor_bytes
+
+_RECOMPUTES = "_recomputation_hook."  # hooks by which torch's checkpoint collects what it computes again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Departure:
+    """A tensor whose value in backward is not the one of the forward.
+
+    Args:
+        module: path of the innermost module that saved it, or returned it; empty for the model itself.
+        op: the autograd node that asked for it, such as ``MmBackward0``; empty for what a module returned.
+        position: among all tensors that were packed in the step; or calls of modules.
+        was, became: dtype and shape, such as ``float32[2, 8]``.
+        differing_elements: None where it was not counted, or where shapes or types differ.
+    """
+
+    module: str
+    op: str
+    position: int
+    was: str
+    became: str
+    differing_elements: int | None = None
+    max_absolute_difference: float | None = None
+
+    def sentence(self) -> str:
+        """For people."""
+        where = self.module or "the model itself"
+        what = f"a tensor saved in {where} for {self.op}" if self.op else f"what {where} returned"
+        if self.was != self.became:
+            return f"{what}: {self.was} in forward, {self.became} in backward"
+        if self.differing_elements is None:
+            return f"{what}: {self.was}, other values in backward than in forward"
+        return (
+            f"{what}: {self.was}, {self.differing_elements} elements differ in backward, by "
+            f"{self.max_absolute_difference:.3g} at most"
+        )
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """A tensor, or what a module returned, as it was in forward."""
+
+    module: str
+    position: int
+    form: str
+    digest: bytes
+    value: Any = None
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """What was seen in one step; `departures` in the order in which the forward made those tensors.
+
+    Args:
+        keep: of this one, the value is kept, so that differing elements can be counted.
+        failed_in: the module whose tensors a checkpoint could not make again.
+    """
+
+    keep: Departure | None = None
+    found: list[Departure] = field(default_factory=list)
+    packed: int = 0
+    calls: int = 0
+    failed_in: str = ""
+    _path: list[str] = field(default_factory=list)
+    _returned: dict[str, dict[bytes, list[_Seen]]] = field(default_factory=lambda: defaultdict(dict))
+    _given: list[tuple[str, bytes]] = field(default_factory=list)
+
+    @property
+    def departures(self) -> list[Departure]:
+        """Of saved tensors, and where there are none of those, of what modules returned."""
+        saved = [one for one in self.found if one.op]
+        return sorted(saved or self.found, key=lambda one: one.position)
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Of steps that run in here."""
+        names = {module: name for name, module in model.named_modules()}
+        hooks: Any = torch._C._autograd
+        push = hooks._push_saved_tensors_default_hooks
+        hooks._push_saved_tensors_default_hooks = lambda pack, unpack: push(*self._watched(pack, unpack))
+        before = register_module_forward_pre_hook(lambda module, args: self._enters(names.get(module), args))
+        after = register_module_forward_hook(lambda module, _, output: self._leaves(names.get(module), output))
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            hooks._push_saved_tensors_default_hooks = push
+
+    def _watched(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> tuple[Any, Any]:
+        if pack.__qualname__.startswith(_RECOMPUTES):
+            return pack, unpack
+        region: list[str] = []
+
+        def packs(tensor: Tensor) -> Any:
+            seen = self._seen(tensor, self._path[-1] if self._path else "", self.packed, saved=True)
+            self.packed += 1
+            region.append(seen.module)
+            return pack(tensor), seen
+
+        def unpacks(handle: Any) -> Tensor:
+            packed, seen = handle
+            try:
+                tensor = unpack(packed)
+            except CheckpointError as error:
+                named = re.search(r"tensor at position (\d+)", str(error))
+                self.failed_in = region[int(named[1]) if named else 0] or "the model itself"
+                raise
+            node = torch._C._current_autograd_node()
+            self._compare(seen, tensor, "?" if node is None else node.name())
+            return tensor
+
+        return packs, unpacks
+
+    def _enters(self, name: str | None, args: Any) -> None:
+        if name is None:
+            return
+        while self._path and not name.startswith(f"{self._path[-1]}." if self._path[-1] else ""):
+            self._path.pop()  # of a recompute that ended early
+            self._given.pop()
+        self._path.append(name)
+        self._given.append((name, _digest(args)))
+
+    def _leaves(self, name: str | None, output: Any) -> None:
+        if name is None or not self._path:
+            return
+        while self._path and self._path[-1] != name:
+            self._path.pop()
+            self._given.pop()
+        if not self._path:
+            return
+        self._path.pop()
+        given = self._given.pop()[1]
+        again = torch._C._current_graph_task_id() != -1
+        if not again:
+            self._returned[name].setdefault(given, []).append(self._seen(output, name, self.calls, saved=False))
+            self.calls += 1
+            return
+        earlier = self._returned[name].get(given, [])
+        if earlier and not any(seen.digest == _digest(output) for seen in earlier):
+            self._compare(earlier[-1], output, "")
+
+    def _seen(self, value: Any, module: str, position: int, *, saved: bool) -> _Seen:
+        wanted = self.keep is not None and bool(self.keep.op) == saved and self.keep.position == position
+        kept = _first(value)
+        return _Seen(
+            module=module,
+            position=position,
+            form=_form(value),
+            digest=_digest(value),
+            value=kept.detach().clone() if wanted and kept is not None else None,
+        )
+
+    def _compare(self, seen: _Seen, value: Any, op: str) -> None:
+        form = _form(value)
+        if form == seen.form and _digest(value) == seen.digest:
+            return
+        counts: tuple[int | None, float | None] = (None, None)
+        now = _first(value)
+        if seen.value is not None and now is not None and form == seen.form:
+            counts = differing_elements(seen.value, now.detach())
+        self.found.append(
+            Departure(
+                module=seen.module,
+                op=op,
+                position=seen.position,
+                was=seen.form,
+                became=form,
+                differing_elements=counts[0],
+                max_absolute_difference=counts[1],
+            )
+        )
+
+
+def _first(value: Any) -> Tensor | None:
+    return next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
+
+
+def _digest(value: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode() + tensor_bytes(leaf))
+        else:
+            digest.update(type(leaf).__name__.encode())
+    return digest.digest()
+
+
+def _form(value: Any) -> str:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

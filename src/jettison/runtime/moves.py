@@ -1,0 +1,179 @@
+"""Which bytes of a recording go to the host, and the box that a recipe finds them in.
+
+NOTE [ Storages move ]
+What moves is a range of bytes of one storage: all that any saved slot, and any op that runs again, sees of it. It moves
+once, however many views there are, and each view is taken again from what came back, with its own strides. Of a storage
+of which only a part is ever asked for, that part goes alone. Where one view is asked for, and it sees less than half of
+the bytes that it lies among, those that it sees are gathered first, and put back in their places afterwards: kernels
+hang on strides, and gradients must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.capture.tensor_subclasses import arrived, version_of
+from jettison.ledger.program import Source
+from jettison.runtime.offload import Group, Moved, flat_bytes, stale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A range of a buffer, in bytes from where its storage begins in the recording.
+
+    Args:
+        seen: how the tensor sees the buffer that is at hand when it goes.
+        gathered: the only view that is asked for, where its elements go alone.
+    """
+
+    seen: TensorRef
+    begin: int
+    nbytes: int
+    gathered: TensorRef | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """That travel, and lie on the host meanwhile."""
+        if self.gathered is None:
+            return self.nbytes
+        return _count(self.gathered) * self.gathered.dtype.itemsize
+
+
+def moves_of(
+    trace: RegionTrace, offloaded: Iterable[int], reads: Mapping[int, list[TensorRef]], written: frozenset[int]
+) -> dict[int, Move]:
+    """Those of ``offloaded`` that can move, and what of each.
+
+    Args:
+        reads: by buffer, how ops that run again see it.
+        written: buffers that somebody overwrites before backward, or when it runs ops again. Past the version counters
+            that is no error, and backward wants what stands there by then.
+    """
+    found = {}
+    for b in sorted(offloaded):
+        refs = [ref for ref in trace.slots if ref.buffer == b] + reads.get(b, [])
+        buffer = trace.program.buffers[b]
+        if buffer.free or buffer.source in (Source.RANDOM, Source.PARAMETER, Source.OUTER) or b in written:
+            continue
+        seen = _at_hand(trace, b)
+        refs = [ref for ref in refs if _count(ref)]
+        if seen is None or not refs:
+            continue
+        move = _range(seen, refs)
+        if move is not None:
+            found[b] = move
+    return found
+
+
+def _at_hand(trace: RegionTrace, b: int) -> TensorRef | None:
+    """How a buffer is seen by what fills its box, in the order in which `recipe._fill` looks."""
+    if b in trace.inputs or b in trace.blocks:
+        return trace.given.get(b)
+    slot = next((ref for ref in trace.slots if ref.buffer == b), None)
+    if slot is not None:
+        return slot
+    return trace.taps[b].ref if b in trace.taps else None
+
+
+def _range(seen: TensorRef, refs: list[TensorRef]) -> Move | None:
+    if len({ref.dtype.itemsize for ref in (seen, *refs)}) > 1:
+        return None  # seen as elements of several sizes, which need not begin at the same places
+    begin = min(ref.offset * ref.dtype.itemsize for ref in refs)
+    end = max((ref.offset + _reach(ref)) * ref.dtype.itemsize for ref in refs)
+    move = Move(seen=seen, begin=begin, nbytes=end - begin)
+    only = {(ref.size, ref.stride, ref.offset, ref.dtype, ref.conj, ref.neg) for ref in refs}
+    one = refs[0]
+    if len(only) == 1 and not (one.conj or one.neg) and 2 * _count(one) * one.dtype.itemsize < move.nbytes:
+        return replace(move, gathered=replace(one, offset=0, wrap=None))
+    return move
+
+
+def _count(ref: TensorRef) -> int:
+    count = 1
+    for size in ref.size:
+        count *= size
+    return count
+
+
+def _reach(ref: TensorRef) -> int:
+    return sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True)) + 1
+
+
+class Transit:
+    """A box whose value may be on the host. What it gives is flat, and begins where the move does.
+
+    Args:
+        group: of the call; None where nothing moves in this one.
+    """
+
+    __slots__ = ("flat", "group", "move", "moved", "version")
+
+    def __init__(self, move: Move, group: Group | None) -> None:
+        self.move, self.group = move, group
+        self.flat: Tensor | None = None  # where it stays
+        self.version = 0
+        self.moved: Moved | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the forward has not come by it."""
+        return self.flat is None and self.moved is None
+
+    @property
+    def on_device(self) -> Tensor | None:
+        """What it holds there at the moment."""
+        return self.flat if self.moved is None else self.moved.on_device
+
+    def stay(self) -> None:
+        """It lives anyway: nothing would be gained."""
+        self.group = None
+
+    def fill(self, tensor: Tensor) -> None:
+        """Send it. A gathered copy is made here, in the stream that made the tensor.
+
+        Raises:
+            HostBudgetExceeded: there is no room on the host.
+        """
+        part, seen, move = arrived(tensor), self.move.seen, self.move
+        shift = part.storage_offset() * part.element_size() - seen.offset * seen.dtype.itemsize
+        flat = flat_bytes(part, shift + move.begin, move.nbytes)
+        group, self.group = self.group, None
+        if group is None or part.device != group.engine.place:
+            self.flat, self.version = flat, version_of(flat)
+            return
+        if move.gathered is not None:
+            with torch.no_grad():
+                flat = typed(flat, move.gathered).contiguous().view(-1).view(torch.uint8)
+        self.moved = group.engine.send(flat, group)
+
+    def open(self) -> Tensor:
+        """What it was, from the host where it had gone there.
+
+        Raises:
+            StaleTensor: it was written to before it had gone.
+        """
+        if self.moved is None:
+            assert self.flat is not None
+            if version_of(self.flat) != self.version:
+                raise stale("a kept tensor", "a planned region", self.version, version_of(self.flat))
+            return self.flat
+        found = self.moved.open()
+        if self.move.gathered is None:
+            return found
+        whole = found.new_empty(self.move.nbytes)
+        ref = self.move.gathered
+        typed(whole, ref).copy_(found.view(ref.dtype).view(ref.size))
+        return whole
+
+
+def typed(flat: Tensor, ref: TensorRef) -> Tensor:
+    """A view of flat bytes, counted from where they begin."""
+    begin = flat.storage_offset()
+    count = flat.untyped_storage().nbytes() // ref.dtype.itemsize
+    whole = flat.as_strided((count * ref.dtype.itemsize,), (1,), 0).view(ref.dtype)
+    return whole.as_strided(ref.size, ref.stride, begin // ref.dtype.itemsize + ref.offset)

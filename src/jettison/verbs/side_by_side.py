@@ -1,0 +1,140 @@
+"""Two models of the same weights, trained side by side from the same random numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.measure.gradients import buffer_digest, compare_gradients, rng_digest, same_bits
+from jettison.measure.memory import static_tensors, unique_bytes
+from jettison.measure.peak import measured_peak
+
+STEPS = 3  # the first one makes the optimizer's state, the second and third use it
+ROUNDS = 8
+MAX_DIFFERENCES = 20
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One of the two models, and what it trains with.
+
+    Args:
+        own: forward and backward of a step, as ``own(model, batch)``, where they are the user's.
+        under: a context that each step runs in.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    batch: Any
+    loss_fn: LossFn | None
+    holds_output: bool
+    own: Callable[[nn.Module, Any], object] | None = None
+    under: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def step(self) -> Tensor | None:
+        """One training step, gradients left in place; its loss, where it says one."""
+        with self.under():
+            loss = self._passes()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss.detach() if isinstance(loss, Tensor) else None
+
+    def _passes(self) -> object:
+        if self.own is not None:
+            return self.own(self.model, self.batch)
+        output = call_model(self.model, self.batch)
+        loss = loss_of(output, self.loss_fn)
+        if not self.holds_output:
+            output = None
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            loss.backward()
+        return loss
+
+    def whole_step(self) -> None:
+        """The same, gradients dropped first."""
+        self.model.zero_grad(set_to_none=True)
+        self.step()
+
+    def peak_bytes(self) -> int:
+        """Peak of allocated bytes in a step, everything else in the process left out."""
+        self.model.zero_grad(set_to_none=True)
+        static = static_tensors(self.model, self.batch, self.optimizer)
+        report = measured_peak(self.step, static_tensors=static)
+        self.model.zero_grad(set_to_none=True)
+        return report.step_bytes + unique_bytes(static)
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What the steps side by side have shown."""
+
+    gradients: bool = True
+    losses: bool = True
+    random: bool = True
+    buffers: bool = True
+    compared: int = 0
+    differences: list[str]
+
+
+def compare_steps(plain: Side, planned: Side, steps: int) -> Comparison:
+    """Train both from equal states, each step from the same random numbers."""
+    found = Comparison(differences=[])
+    for number in range(1, steps + 1):
+        for side in (plain, planned):
+            side.model.zero_grad(set_to_none=True)
+        start = random_state()
+        loss_plain = plain.step()
+        streams = rng_digest()
+        set_random_state(start)
+        loss_planned = planned.step()
+        if loss_plain is not None and loss_planned is not None and not same_bits(loss_plain, loss_planned):
+            found.losses = False
+            found.differences.append(f"step {number}: loss {loss_planned.tolist()!r}; plain: {loss_plain.tolist()!r}")
+        if rng_digest() != streams:
+            found.random = False
+            found.differences.append(f"step {number}: the random number streams are elsewhere than after a plain step")
+        if buffer_digest(plain.model) != buffer_digest(planned.model):
+            found.buffers = False
+            found.differences.append(f"step {number}: registered buffers differ")
+        report = compare_gradients(plain.model, planned.model)
+        found.gradients &= report.identical
+        found.compared = report.compared
+        found.differences += [f"step {number}: gradient of {d.name}: {d.reason}" for d in report.differences]
+    del found.differences[MAX_DIFFERENCES:]
+    return found
+
+
+def mirrored(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, plain: nn.Module
+) -> torch.optim.Optimizer | None:
+    """The same optimizer over the copy's parameters, its state copied."""
+    if optimizer is None:
+        return None
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    memo: dict[int, Any] = {id(theirs): ours for theirs, ours in pairs}
+    return copy.deepcopy(optimizer, memo)
+
+
+def random_state() -> tuple[Tensor, list[Tensor]]:
+    """Of the CPU's and the GPUs' default streams."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
+    """Go back to what `random_state` returned."""
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+def device_name(model: nn.Module) -> str:
+    """``cpu``, or the GPU's name."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

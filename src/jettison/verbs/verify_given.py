@@ -1,0 +1,245 @@
+"""`verify` of checkpointing and offloading that a model has already: torch's, a trainer's, anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from jettison.capture.model_trace import LossFn
+from jettison.errors import ProofFailed, UnsupportedModule, UsageError
+from jettison.measure.departures import Departure, Watch
+from jettison.measure.gradients import compare_gradients, independent_copy, parameter_digest, plain_name
+from jettison.measure.plainly import LeftOut, plainly
+from jettison.measure.timing import interleaved
+from jettison.progress import Progress, silent
+from jettison.report.proof import Proof
+from jettison.runtime.planned import PlannedForward
+from jettison.verbs.side_by_side import (
+    ROUNDS,
+    STEPS,
+    Comparison,
+    Side,
+    compare_steps,
+    device_name,
+    mirrored,
+    random_state,
+    set_random_state,
+)
+
+REPEATS = 3
+MAX_DEPARTURES = 5
+
+
+def verify_given(
+    model: nn.Module,
+    batch: Any,
+    *,
+    step: Callable[[nn.Module, Any], object] | None = None,
+    against: nn.Module | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = STEPS,
+    repeats: int = REPEATS,
+    rounds: int = ROUNDS,
+    progress: Progress = silent,
+) -> Proof:
+    """Train ``model`` as it is beside an independent copy that trains plainly, and say what came out.
+
+    The copy runs without saved-tensor hooks and with `torch.utils.checkpoint` taken out: what recomputes or offloads by
+    these, in whatever library, is there in the model and not in the copy. Compared as by `verify`. Besides, ``repeats``
+    steps from one state have to give the same gradients; and where anything differs, one more step is watched for the
+    first tensor whose value in backward is not the one of the forward. The steps train ``model``.
+
+    Args:
+        step: forward and backward as ``step(model, batch)``, where hooks are put around them; it may return the loss.
+        against: a model of the same parameters that trains plainly, where what is to be proven recomputes or offloads
+            in an autograd function of its own (Megatron's, DeepSpeed's). It gets ``model``'s values.
+        loss_fn, optimizer: as for `verify`.
+
+    Raises:
+        UsageError: the step recomputes and offloads nothing that can be left out, the copy's step does not train the
+            copy, or ``against`` has other parameters.
+        UnsupportedModule: the model runs under a plan of Jettison's.
+        ProofFailed: the step fails in the model as it is, and not in the plain copy.
+    """
+    _refuse_planned(model)
+    progress("copying the model")
+    plain = independent_copy(model) if against is None else _like(against, model)
+    theirs = Side(model=model, optimizer=optimizer, batch=batch, loss_fn=loss_fn, holds_output=True, own=step)
+    plain_side = replace(theirs, model=plain, optimizer=mirrored(optimizer, model, plain), under=plainly)
+    start = random_state()
+    with torch.enable_grad():
+        progress("looking for what it drops and moves")
+        left_out = _left_out(plain_side)
+        if against is None and left_out.nothing:
+            raise UsageError(
+                "nothing to prove: the step runs under no saved-tensor hooks, and no checkpoint of torch's. What "
+                "recomputes or offloads in an autograd function of its own is proven with against=, a model without it"
+            )
+        _check_runs(theirs, start)
+        progress("repeating a step")
+        again = _repeats(theirs, start, repeats)
+        progress("training side by side")
+        set_random_state(start)
+        before = replace(theirs, model=independent_copy(model), optimizer=None)
+        found = compare_steps(plain_side, theirs, steps)
+        same = found.gradients and found.losses and again
+        departures = () if same else _departures(before, start)
+    return _proof(plain_side, theirs, found, departures, left_out, again, (steps, repeats, rounds), progress)
+
+
+def _proof(
+    plain: Side,
+    theirs: Side,
+    found: Comparison,
+    departures: tuple[Departure, ...],
+    left_out: LeftOut,
+    again: bool,
+    counts: tuple[int, int, int],
+    progress: Progress,
+) -> Proof:
+    parameters = parameter_digest(plain.model) == parameter_digest(theirs.model)
+    with torch.enable_grad():
+        progress("measuring peaks")
+        baseline_peak, peak = plain.peak_bytes(), theirs.peak_bytes()
+        progress("timing steps")
+        timing = interleaved(counts[2], {"plain": plain.whole_step, "given": theirs.whole_step}, warmup=1)
+    theirs.model.zero_grad(set_to_none=True)
+    ratio = timing["given"]
+    return Proof(
+        gradients_identical=found.gradients,
+        losses_identical=found.losses,
+        random_state_identical=found.random,
+        buffers_identical=found.buffers,
+        parameters_identical=parameters,
+        gradients_compared=found.compared,
+        differences=tuple(found.differences),
+        steps=counts[0],
+        budget_bytes=None,
+        predicted_peak_bytes=None,
+        measured_peak_bytes=peak,
+        baseline_peak_bytes=baseline_peak,
+        step_time_ratio=ratio.ratio,
+        step_time_ratio_low=ratio.ratio_low,
+        step_time_ratio_high=ratio.ratio_high,
+        baseline_step_seconds=timing["plain"].median_seconds,
+        rounds=counts[2],
+        layers=(),
+        plan_hash=None,
+        device=device_name(theirs.model),
+        torch_version=torch.__version__,
+        left_out=_words(left_out),
+        repeats=counts[1],
+        repeats_identical=again,
+        departures=tuple(one.sentence() for one in departures),
+    )
+
+
+def _refuse_planned(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"got {type(model).__name__}; expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module.forward, PlannedForward):
+            raise UnsupportedModule(
+                f"{name or 'the model'} runs under a plan of Jettison's; prove that one with verify(handle=...)"
+            )
+
+
+def _like(against: nn.Module, model: nn.Module) -> nn.Module:
+    """``against`` with the values of ``model``'s parameters and buffers.
+
+    Raises:
+        UsageError: it has others.
+    """
+    kinds = (nn.Module.named_parameters, nn.Module.named_buffers)
+    ours, theirs = ({plain_name(n): t for kind in kinds for n, t in kind(m)} for m in (against, model))
+    if ours.keys() != theirs.keys():
+        odd = sorted(ours.keys() ^ theirs.keys())
+        raise UsageError(f"against= has other parameters and buffers than the model: {', '.join(odd[:5])}")
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            if tensor.shape != theirs[name].shape:
+                raise UsageError(f"{name} is {list(tensor.shape)} in against=, {list(theirs[name].shape)} in the model")
+            tensor.copy_(theirs[name])
+    return against
+
+
+def _left_out(plain: Side) -> LeftOut:
+    """What a plain step does without.
+
+    Raises:
+        UsageError: it does not train the copy.
+    """
+    side = replace(plain, model=independent_copy(plain.model), optimizer=None, under=nullcontext)
+    with plainly() as found:
+        side.step()
+    if all(p.grad is None for p in side.model.parameters()):
+        raise UsageError(
+            "a step of a copy of the model leaves no gradients in the copy: something in it holds on to the original "
+            "(a closure, a bound method), or step= does not use the model that it is given. Give against=, a model of "
+            "the same parameters that trains plainly"
+        )
+    return found
+
+
+def _check_runs(theirs: Side, start: Any) -> None:
+    """Whether a step works at all as the model is.
+
+    Raises:
+        ProofFailed: it does not.
+    """
+    side, watch = replace(theirs, model=independent_copy(theirs.model), optimizer=None), Watch()
+    set_random_state(start)
+    try:
+        with watch.watching(side.model):
+            side.step()
+    except CheckpointError as error:
+        where = f" in {watch.failed_in}" if watch.failed_in else ""
+        text = " ".join(line.strip() for line in str(error).splitlines()[:3])
+        raise ProofFailed(f"not proven: a plain copy trains; as it is, the step fails{where}: {text}") from error
+
+
+def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
+    """Whether so many steps from one state have the same gradients, to the bit."""
+    first = None
+    for _ in range(repeats):
+        side = replace(theirs, model=independent_copy(theirs.model), optimizer=None)
+        set_random_state(start)
+        side.step()
+        if first is None:
+            first = side.model
+        elif not compare_gradients(first, side.model).identical:
+            return False
+    return True
+
+
+def _departures(theirs: Side, start: Any) -> tuple[Departure, ...]:
+    """The first tensors whose values depart, elements counted for the first of them."""
+
+    def watched(keep: Departure | None) -> list[Departure]:
+        side, watch = replace(theirs, model=independent_copy(theirs.model)), Watch(keep=keep)
+        set_random_state(start)
+        with watch.watching(side.model):
+            side.step()
+        return watch.departures
+
+    found = watched(None)[:MAX_DEPARTURES]
+    if found:
+        counted = [one for one in watched(found[0]) if one.position == found[0].position]
+        found[:1] = counted[:1] or found[:1]
+    return tuple(found)
+
+
+def _words(left_out: LeftOut) -> str:
+    parts = []
+    if left_out.hooks:
+        parts.append(f"saved-tensor hooks ({left_out.hooks} region{'s' * (left_out.hooks > 1)})")
+    if left_out.reentrant:
+        parts.append(f"reentrant checkpoints ({left_out.reentrant})")
+    return f"without {' and '.join(parts)}" if parts else "the model to compare with, as it is"

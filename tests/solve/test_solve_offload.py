@@ -1,0 +1,251 @@
+"""Keep, recompute or offload against brute force, and what the solver takes."""
+
+import dataclasses
+import sys
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jettison.errors import Infeasible
+from jettison.solve import (
+    Choice,
+    ProblemRegion,
+    RegionOption,
+    RootOption,
+    Status,
+    StepProblem,
+    choose,
+    evaluate,
+    label_setting,
+    minimum_budget,
+)
+from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
+from jettison.solve.label_setting import fastest_path
+from jettison.solve.moves import walks
+from jettison.solve.problem import Link
+from support.offload_cases import Case, cases, deep_offload, fastest
+
+EXACT = 1e-9
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases(), st.floats(0, 1))
+def test_brute_force_is_never_faster(case: Case, share: float) -> None:
+    problem = case.problem
+    least = minimum_budget(problem)
+    most = max(least, evaluate(problem, _fastest(problem)).peak_bytes)
+    budget = least + round(share * (most - least))
+    solution = choose(problem, budget)
+    best = fastest(case, budget)
+    assert best is not None
+    assert solution.levels == evaluate(problem, solution.choice)
+    assert solution.levels.peak_bytes <= budget
+    if case.link.host_budget_bytes is not None:
+        assert solution.levels.host_bytes <= case.link.host_budget_bytes
+    assert solution.levels.seconds == pytest.approx(best, abs=EXACT)
+    assert solution.certificate.lower_bound_seconds <= best + EXACT
+    assert solution.certificate.status in {Status.OPTIMAL, Status.NOTHING_TO_DO}
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=5, tensors=6))
+def test_the_smallest_budget_is_exact(case: Case) -> None:
+    problem = case.problem
+    least = minimum_budget(problem)
+    assert fastest(case, least) is not None
+    assert fastest(case, least - 1) is None
+    with pytest.raises(Infeasible) as error:
+        choose(problem, least - 1)
+    assert error.value.minimum_budget_bytes == least
+    assert choose(problem, least).levels.peak_bytes == least
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=5, tensors=5), st.integers(0, 40))
+def test_labels_alone_find_the_best(case: Case, more: int) -> None:
+    """Without plans that pay for the host's bytes, without a limit from another plan."""
+    problem = case.problem
+    budget = minimum_budget(problem) + more
+    (walk,) = walks(problem)
+    budgeted = BudgetedWalk.of(walk, budget)
+    bound = relax(budgeted, best_multipliers(budgeted))
+    found = fastest_path(budgeted, bound, width=10**6)
+    best = fastest(case, budget)
+    assert found.path is not None and best is not None
+    assert evaluate(problem, walk.choice(found.path.moves)).seconds == pytest.approx(best, abs=EXACT)
+    assert bound.picoseconds <= best * 1e12 + 10  # a picosecond for each region that sends
+    assert (found.loss, found.dropped) == (0, float("inf"))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=4, tensors=5), st.integers(0, 40), st.lists(st.floats(0, 1e9), min_size=6, max_size=6))
+def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[float]) -> None:
+    problem = case.problem
+    budget = minimum_budget(problem) + more
+    (walk,) = walks(problem)
+    best = fastest(case, budget)
+    assert best is not None
+    multipliers = Multipliers(device=prices[: walk.count + 1], host=prices[5])
+    assert relax(BudgetedWalk.of(walk, budget), multipliers).picoseconds <= best * 1e12 + 10
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(regions=4, tensors=5), st.integers(0, 40))
+def test_without_numpy_and_highs_the_answer_is_as_fast(case: Case, more: int) -> None:
+    problem = case.problem
+    budget = minimum_budget(problem) + more
+    expected = choose(problem, budget).levels.seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(label_setting, "np", None)
+        assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
+        patch.setitem(sys.modules, "highspy", None)
+        assert choose(problem, budget).levels.seconds == pytest.approx(expected, abs=EXACT)
+
+
+def _fastest(problem: StepProblem) -> Choice:
+    keys = [min(r.options, key=lambda o: (o.seconds, o.offloaded_bytes)).key for r in problem.regions]
+    return Choice(root="", regions=tuple(keys))
+
+
+@pytest.mark.parametrize(
+    ("same", "host_gib", "limit_seconds"), [(True, None, 0.5), (False, None, 5.0), (False, 100, 5.0)]
+)
+def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit_seconds: float) -> None:
+    """128 layers, four micro-batches in flight: to 0.5 % of a step."""
+    problem = deep_offload(same=same, host_gib=host_gib)
+    minimum = minimum_budget(problem)
+    choose(problem, minimum)  # the first call loads the solver
+    seconds = []
+    for more in (0, 2, 10, 40, 120, 200):
+        begin = time.process_time()
+        solution = choose(problem, minimum + (more << 30))
+        assert time.process_time() - begin < limit_seconds
+        assert solution.certificate.gap <= 0.005
+        assert solution.levels.host_bytes <= (host_gib or 1000) << 30
+        seconds.append(solution.levels.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_levels_with_copies_by_hand() -> None:
+    """Two sends of 8 and 6 bytes at 1 byte a second, beside passes of 3 and 5 seconds."""
+    problem = by_hand()
+    levels = evaluate(problem, Choice(root="", regions=("send8", "send6", "keep")))
+    assert [(level.phase.value, level.region, level.nbytes) for level in levels.levels] == [
+        ("forward", 0, 100 + 12),
+        ("forward", 1, 100 + 2 + 8 + 12),
+        ("forward", 2, 100 + 2 + 4 + 6 + 12),
+        ("loss", None, 100 + 2 + 4 + 10),
+        ("backward", 2, 100 + 2 + 4 + 10 + 6 + 3),
+        ("backward", 1, 100 + 2 + 4 + 6 + 8 + 3),
+        ("backward", 0, 100 + 2 + 8 + 3),
+        ("tail", None, 100),
+        ("optimizer", None, 100),
+    ]
+    assert levels.stalled_seconds == (8 - 3) + (8 - 5) + (6 - 3) + (6 - 5)
+    assert levels.seconds == levels.stalled_seconds
+    assert levels.host_bytes == 2 * (8 + 6)
+
+
+def test_a_plan_that_needs_no_offload_makes_none() -> None:
+    """Also where copies hide, so that moving costs nothing; and of what has to move the least is moved."""
+    problem = by_hand(rate=1e12, scale=10**6)
+    keys = {budget: choose(problem, budget * 10**6).choice.regions for budget in (133, 132, 126)}
+    assert keys[133] == ("keep", "keep", "keep")
+    assert keys[132] == ("send6", "keep", "keep")
+    assert keys[126] == ("send8", "keep", "keep")
+    assert choose(problem, 133 * 10**6).certificate.status is Status.NOTHING_TO_DO
+
+
+def test_a_host_budget_of_nothing_moves_nothing() -> None:
+    problem = by_hand(rate=1e6, host=0)
+    assert choose(problem, 133).choice.regions == ("keep", "keep", "keep")
+    with pytest.raises(Infeasible) as error:
+        choose(problem, 132)
+    assert error.value.minimum_budget_bytes == 133
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+def test_bytes_of_the_host_are_saved_for_where_they_are_worth_most(
+    numpy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one: the first would save 1 s, the third 10; what the second does is all the same."""
+
+    def region(name: str, seconds: float) -> ProblemRegion:
+        plain = RegionOption(
+            key="again", resident_bytes=0, forward_peak_bytes=8, backward_peak_bytes=0, seconds=seconds
+        )
+        send = dataclasses.replace(plain, key="send", seconds=0.0, offloaded_bytes=8)
+        options = (plain, send) if seconds else (plain,)
+        return ProblemRegion(name=name, class_key=name, options=options, gradient_bytes=0)
+
+    regions = tuple(region(f"layers.{i}", seconds) for i, seconds in enumerate((1.0, 0.0, 10.0, 0.0)))
+    link = Link(bytes_per_second=1e12, host_budget_bytes=8)
+    problem = StepProblem(static_bytes=0, optimizer_peak_bytes=0, regions=regions, root=(quiet(4),), link=link)
+    if not numpy:
+        monkeypatch.setattr(label_setting, "np", None)
+    (walk,) = walks(problem)
+    budgeted = BudgetedWalk.of(walk, 100)
+    found = fastest_path(budgeted, relax(budgeted, Multipliers(device=[0.0] * 5)), width=100)
+    assert found.path is not None
+    assert walk.choice(found.path.moves).regions == ("again", "again", "send", "again")
+    priced = relax(budgeted, Multipliers(device=[0.0] * 5, host=1e11))
+    assert priced.picoseconds == pytest.approx(0.8e12, rel=1e-6), "at 0.8 s for 8 bytes both move, and 8 are free"
+
+
+def test_offload_has_to_make_sense() -> None:
+    with pytest.raises(ValueError, match="expected more than 0"):
+        Link(bytes_per_second=0.0)
+    with pytest.raises(ValueError, match="expected 0 or more"):
+        Link(bytes_per_second=1.0, host_budget_bytes=-1)
+    problem = by_hand()
+    with pytest.raises(ValueError, match="there is no link"):
+        dataclasses.replace(problem, link=None)
+    with pytest.raises(ValueError, match="the last region"):
+        dataclasses.replace(problem, regions=problem.regions[:2], root=(quiet(2),))
+    only = dataclasses.replace(problem.regions[0], options=problem.regions[0].options[1:])
+    no_room = dataclasses.replace(
+        problem, regions=(only, *problem.regions[1:]), link=Link(bytes_per_second=1.0, host_budget_bytes=0)
+    )
+    with pytest.raises(ValueError, match="host budget of 0 bytes"):
+        choose(no_room, 10**6)
+
+
+def quiet(count: int) -> RootOption:
+    zeros = (0,) * count
+    return RootOption(
+        key="", held_forward_bytes=zeros, held_backward_bytes=zeros, loss_peak_bytes=0, tail_peak_bytes=0, seconds=0.0
+    )
+
+
+def by_hand(rate: float = 1.0, host: int | None = None, scale: int = 1) -> StepProblem:
+    """Three regions that save 10 bytes each, times the scale."""
+    keep = RegionOption(
+        key="keep", resident_bytes=10 * scale, forward_peak_bytes=12 * scale, backward_peak_bytes=3 * scale, seconds=0.0
+    )
+    sends = {
+        sent: dataclasses.replace(
+            keep, key=f"send{sent}", resident_bytes=(10 - sent) * scale, offloaded_bytes=sent * scale
+        )
+        for sent in (8, 6)
+    }
+    options = ((keep, sends[8], sends[6]), (keep, sends[6]), (keep,))
+    return StepProblem(
+        static_bytes=100 * scale,
+        optimizer_peak_bytes=0,
+        regions=tuple(
+            ProblemRegion(
+                name=f"layers.{r}",
+                class_key=f"{r}",
+                options=each,
+                gradient_bytes=0,
+                forward_seconds=3.0,
+                backward_seconds=5.0,
+                copies=2,
+            )
+            for r, each in enumerate(options)
+        ),
+        root=(quiet(3),),
+        link=Link(bytes_per_second=rate, host_budget_bytes=host),
+    )
