@@ -137,10 +137,16 @@ def _gap(device: torch.device, clock: Clock, say: Progress) -> float:
     return took["gaps between kernels"] / CHAIN
 
 
-def _host(device: torch.device, clock: Clock, say: Progress) -> tuple[int, float, float]:
+def _host(device: torch.device, clock: Clock, say: Progress, seconds: float = 2.0) -> tuple[int, float, float]:
     there, back = host_probes(HOST_BYTES, device)
-    took = undisturbed([there, back], clock, seconds=2.0, needed=True, say=say)
+    took = undisturbed([there, back], clock, seconds=seconds, needed=True, say=say)
     return HOST_BYTES, took[there.name], took[back.name]
+
+
+def host_link(device: torch.device, say: Progress = silent) -> float:
+    """Bytes a second between an accelerator and its host, in the slower direction: half a second's measuring."""
+    nbytes, there, back = _host(device, clock_for(device), say, seconds=0.5)
+    return nbytes / max(there, back)
 
 
 def _link(ranks: int, device: torch.device, say: Progress) -> LinkFit:

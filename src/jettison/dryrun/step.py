@@ -43,6 +43,7 @@ class StepPeaks:
     backward_peak_bytes: int
     optimizer_peak_bytes: int  # 0 without an optimizer
     host_bytes: int = 0  # on the host at a time, before pinning rounds them up
+    pinned_bytes: int = 0  # what is taken from the host for them
     transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
 
     @property
@@ -216,6 +217,7 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
             last = counter.peak_bytes if optimizer is not None else 0
             del held
         host_bytes = sum(engine.pool.peak_bytes for engine in engines)
+        pinned_bytes = sum(engine.pool.real_bytes for engine in engines)
         transfers = tuple(transfer for engine in engines for transfer in engine.transfers)
     beside = parts[0].trace.loop.elsewhere_bytes
     return StepPeaks(
@@ -225,6 +227,7 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         backward_peak_bytes=backward + beside,
         optimizer_peak_bytes=last + beside if optimizer is not None else 0,
         host_bytes=host_bytes,
+        pinned_bytes=pinned_bytes,
         transfers=transfers,
     )
 

@@ -37,7 +37,12 @@ def likeness(traced: ModelTrace) -> str:
 
 
 def apply_from_another_rank(
-    model: nn.Module, traced: ModelTrace, plan: Plan, like: str, how: Check = Check.ALWAYS
+    model: nn.Module,
+    traced: ModelTrace,
+    plan: Plan,
+    like: str,
+    how: Check = Check.ALWAYS,
+    host_budget_bytes: int | None = None,
 ) -> Applied:
     """The same decisions on this rank's programs, under the digests that they have here.
 
@@ -52,7 +57,7 @@ def apply_from_another_rank(
     digests = {call.name: traced.program(call).digest() for call in traced.calls}
     layers = tuple(replace(entry, digest=digests[entry.layer]) for entry in plan.layers)
     own = replace(plan, layers=layers, root=replace(plan.root, digest=traced.root.program.digest()))
-    return replace(apply_plan(model, traced, own, how), plan=plan)
+    return replace(apply_plan(model, traced, own, how, host_budget_bytes), plan=plan)
 
 
 def apply_candidate(
@@ -60,7 +65,15 @@ def apply_candidate(
 ) -> Applied:
     for text in planner.trace.warnings:
         warnings.warn(text, stacklevel=3)
-    regions = install(model, planner.trace, found.part.policies, found.part.root, found.part.segments, how=how)
+    regions = install(
+        model,
+        planner.trace,
+        found.part.policies,
+        found.part.root,
+        found.part.segments,
+        how=how,
+        host_budget_bytes=planner.host.budget_bytes if planner.host is not None else None,
+    )
     made = planner.as_plan(found, budget_bytes)
     expect_loop(regions, planner.trace, made)
     return Applied(regions=regions, plan=made)

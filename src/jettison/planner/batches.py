@@ -85,6 +85,7 @@ class BatchPlans:
         describe: a step on another batch.
         shape_of: a batch.
         planning_seconds: that the first plan took.
+        host_budget_bytes: what pinned memory may take for each model; None: what the host has.
     """
 
     regions: Sequence[Sequence[PlannedForward]]
@@ -93,6 +94,7 @@ class BatchPlans:
     budget_bytes: int
     planning_seconds: float
     progress: Progress
+    host_budget_bytes: int | None = None
     treatments: list[Treatment] = field(default_factory=list)
     covers: list[tuple[BatchShape, Treatment]] = field(default_factory=list)
     now: Treatment | None = None
@@ -192,7 +194,9 @@ class BatchPlans:
             )
         parts = [module_policy(trace, plan) for trace, plan in zip(described.traces, plans, strict=True)]
         numbers = {
-            install_beside(regions, part.trace, part.policies, part.root, part.segments)
+            install_beside(
+                regions, part.trace, part.policies, part.root, part.segments, host_budget_bytes=self.host_budget_bytes
+            )
             for regions, part in zip(self.regions, parts, strict=True)
         }
         self.planning_seconds = time.perf_counter() - began

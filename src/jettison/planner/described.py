@@ -24,12 +24,14 @@ from jettison.errors import TraceError
 from jettison.parallel.imagined import ImaginedReplica, gradients_stay, inside_of_ddp
 from jettison.parallel.pipeline import stand_in_loss
 from jettison.planner.compile_blocks import compiled_modules, survey_blocks
+from jettison.planner.host import Host
 from jettison.planner.options import step_of
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import Planner, make_planner
 from jettison.progress import Progress
 from jettison.runtime.batch_shape import BatchShape
 from jettison.solve.plan import Plan
+from jettison.spec.hardware import Hardware
 
 MOST_KINDS = 32
 """Calls of one model with other arguments that are recorded ahead; further ones are when they come."""
@@ -69,6 +71,8 @@ class OneModel:
     traced: ModelTrace
     optimizer: torch.optim.Optimizer | None
     progress: Progress
+    hardware: Hardware | None = None
+    host: Host | None = None
 
     @property
     def traces(self) -> Sequence[ModelTrace]:
@@ -88,7 +92,9 @@ class OneModel:
     @functools.cached_property
     def planner(self) -> Planner:
         """Made when it is first asked for: seconds."""
-        return make_planner(self.traced, optimizer=self.mirrored, progress=self.progress)
+        return make_planner(
+            self.traced, optimizer=self.mirrored, hardware=self.hardware, host=self.host, progress=self.progress
+        )
 
     def plans(self, budget_bytes: int) -> list[Plan]:
         """See `Described`."""
@@ -127,6 +133,8 @@ class OwnStep:
     mode: FakeTensorMode
     loop: Loop
     progress: Progress
+    hardware: Hardware | None = None
+    host: Host | None = None
 
     @property
     def traces(self) -> Sequence[ModelTrace]:
@@ -151,7 +159,15 @@ class OwnStep:
     def plans(self, budget_bytes: int) -> list[Plan]:
         """See `Described`."""
         in_flight = [part.use.in_flight for part in self.parts]
-        return plan_parts(self.traces, in_flight, self.dry_step, budget_bytes, progress=self.progress)
+        return plan_parts(
+            self.traces,
+            in_flight,
+            self.dry_step,
+            budget_bytes,
+            hardware=self.hardware,
+            host=self.host,
+            progress=self.progress,
+        )
 
     def peak_bytes(self, parts: Sequence[ModulePolicy]) -> int:
         """See `Described`."""

@@ -24,15 +24,18 @@ from jettison.planner.budget import budget_of, of_reserved
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
 from jettison.planner.handle import Applied, follow_loop
+from jettison.planner.host import host_of
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
 from jettison.planner.readiness import traced as traced_forward
 from jettison.progress import Progress, silent
 from jettison.runtime.batch_shape import BatchShape
+from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
+from jettison.spec.hardware import hardware as hardware_named
 
 
 def trace(
@@ -67,8 +70,10 @@ def plan(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     gradients_held: bool = False,
+    offload: bool = False,
+    host_budget: str | int | None = None,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
@@ -77,15 +82,22 @@ def plan(
         optimizer: over the fake copy's parameters; its state and its step count towards the peak.
         measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
             counted.
-        hardware: whose rates price what is not run; left out, `usual_hardware`'s.
-        gradients_held: as in `auto_checkpoint`.
+        hardware: whose rates price what is not run, and its link to the host; left out, `usual_hardware`'s.
+        gradients_held, offload, host_budget: as in `auto_checkpoint`.
 
     Raises:
         Infeasible: no plan fits; ``minimum_budget_bytes`` says what would.
-        UsageError: the budget cannot be read.
+        UsageError: a budget cannot be read, or nobody states the link to the host.
     """
     (found,) = sweep(
-        traced, [memory_budget], optimizer=optimizer, measure=measure, hardware=hardware, gradients_held=gradients_held
+        traced,
+        [memory_budget],
+        optimizer=optimizer,
+        measure=measure,
+        hardware=hardware,
+        gradients_held=gradients_held,
+        offload=offload,
+        host_budget=host_budget,
     )
     if isinstance(found, Infeasible):
         raise found
@@ -98,8 +110,10 @@ def sweep(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
-    hardware: Hardware | None = None,
+    hardware: Hardware | str | None = None,
     gradients_held: bool = False,
+    offload: bool = False,
+    host_budget: str | int | None = None,
     progress: Progress = silent,
 ) -> list[Plan | Infeasible]:
     """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
@@ -115,8 +129,14 @@ def sweep(
         raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
     loop = replace(traced.loop, gradients_held=gradients_held, elsewhere_bytes=beside)
+    device = hardware_of(hardware)
     planner = make_planner(
-        replace(traced, loop=loop), measure=measure, optimizer=optimizer, hardware=hardware, progress=progress
+        replace(traced, loop=loop),
+        measure=measure,
+        optimizer=optimizer,
+        hardware=device,
+        host=host_of(offload, host_budget, device, place_of(traced.real or traced.fake_model)),
+        progress=progress,
     )
     found: list[Plan | Infeasible] = []
     for number, budget_bytes in enumerate(budgets, 1):
@@ -147,6 +167,9 @@ def auto_checkpoint(
     shapes: Sequence[Any] = (),
     reserved: bool = False,
     compile: str | None = None,
+    offload: bool = False,
+    host_budget: str | int | None = None,
+    hardware: Hardware | str | None = None,
     group: Group | None = None,
     progress: Progress = silent,
 ) -> Applied:
@@ -182,6 +205,9 @@ def auto_checkpoint(
             step, and planned for.
         compile: ``"blocks"``: each block runs compiled by Inductor, which saves for backward what the plan says; what
             is around the blocks runs op by op. Blocks on which ``block.compile()`` was called do so without a word.
+        offload: tensors may also wait on the host, where that is faster than computing them again: `host_budget` bounds
+            what pinned memory takes there (left out: what the host has), `hardware`, or its name, states how fast the
+            link is. On CUDA the link is measured where no hardware is given.
         group: as in `apply`. Its first rank plans for all: what ops cost is measured, and never twice the same.
 
     Raises:
@@ -190,7 +216,9 @@ def auto_checkpoint(
         TraceError: the model cannot be recorded, or there is no scalar loss.
         UnsupportedModule: the model is compiled as a whole, scripted, planned already, or checkpoints by itself; blocks
             are to be compiled, and Inductor cannot work here.
-        UsageError: the budget cannot be read; the optimizer is not one that a step of can be dry-run.
+        HostBudgetExceeded: what moves to the host needs more of its memory than there is by then.
+        UsageError: a budget cannot be read; the optimizer is not one that a step of can be dry-run; nobody states the
+            link to the host.
     """
     how = check_of(check)
     models, shapes = _sequence("models", models), _sequence("shapes", shapes)
@@ -199,6 +227,8 @@ def auto_checkpoint(
         check_model(one)
     check_optimizer(optimizer, nn.ModuleList(modules))
     settings = compile_settings(compile, modules)
+    device = hardware_of(hardware)
+    host = host_of(offload, host_budget, device, place_of(nn.ModuleList(modules)))
     budget = budget_of(memory_budget, modules_of(models or [model]), batch, optimizer)
     if reserved:
         budget = of_reserved(budget, nn.ModuleList(modules))
@@ -216,6 +246,8 @@ def auto_checkpoint(
             how=how,
             gradients_held=gradients_held,
             compiling=settings,
+            hardware=device,
+            host=host,
             group=group,
             progress=progress,
             plain=step is None,
@@ -238,6 +270,8 @@ def auto_checkpoint(
             traced=traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop),
             optimizer=optimizer,
             progress=progress,
+            hardware=device,
+            host=host,
         )
         traced = one.traced
 
@@ -247,7 +281,8 @@ def auto_checkpoint(
         applied = agreement.first(make, lambda made: json.dumps([made.plan_text(), likeness(traced)]))
         if isinstance(applied, str):
             plan_text, like = json.loads(applied)
-            applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how)
+            room = None if host is None else host.budget_bytes
+            applied = apply_from_another_rank(model, traced, Plan.from_json(plan_text), like, how, room)
             assert applied.plan is not None
             expect_loop(applied.regions, traced, applied.plan)
         applied = agreed(replace(applied, budget=budget.words), agreement)
@@ -259,7 +294,7 @@ def auto_checkpoint(
 
         def describe(batch: Any) -> OneModel:
             again = traced_forward(model, batch, loss_fn=loss_fn, regions=names, loop=loop)
-            return OneModel(model=model, traced=again, optimizer=optimizer, progress=progress)
+            return replace(one, traced=again)
 
         plans = BatchPlans(
             regions=[applied.regions],
@@ -268,10 +303,16 @@ def auto_checkpoint(
             budget_bytes=budget_bytes,
             planning_seconds=seconds,
             progress=progress,
+            host_budget_bytes=None if host is None else host.budget_bytes,
         )
         plans.begin(one.calls[0], one.traces, [applied.plan])
     follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=True)
     return applied
+
+
+def hardware_of(given: Hardware | str | None) -> Hardware | None:
+    """By name, or as it is."""
+    return hardware_named(given) if isinstance(given, str) else given
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:

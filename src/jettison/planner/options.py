@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import isqrt
 from typing import Any
 
@@ -22,6 +23,7 @@ from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block
+from jettison.planner.host import Host, movable, with_moves
 from jettison.planner.points import compiled_points, policy_of
 from jettison.progress import Progress
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
@@ -61,6 +63,7 @@ def options_of(
     hardware: Hardware | None,
     optimizer: torch.optim.Optimizer | None,
     dry_step: DryStep | None,
+    host: Host | None = None,
     progress: Progress,
 ) -> Options:
     """Run the plain step, and every option of its regions, on fake tensors.
@@ -69,11 +72,12 @@ def options_of(
         pricing: of ops; it remembers what it was asked for.
         hardware: for ops that are not run; left out, `usual_hardware`'s.
         dry_step: as for `jettison.planner.planner.make_planner`.
+        host: where tensors may wait; None: nowhere.
     """
     progress("dry-running options")
     device = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
     module = dry_step.modules[0] if dry_step else trace.fake_model
-    builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module, progress=progress)
+    builder = _Builder(trace=trace, pricing=pricing, hardware=device, module=module, host=host, progress=progress)
     everything = dict.fromkeys((c.name for c in trace.calls), KeepAll())
     opaque = {c.name: plain_of(builder.seen(c.class_key)) for c in trace.calls if trace.classes[c.class_key].stood_in}
     part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
@@ -92,12 +96,14 @@ class _Builder:
 
     Args:
         module: the one that the step runs, which has the parameters.
+        host: where tensors may wait.
     """
 
     trace: ModelTrace
     pricing: Pricing
     hardware: Hardware
     module: nn.Module
+    host: Host | None
     progress: Progress
     _observations: dict[str, tuple[RegionOption, ...]] = field(default_factory=dict, init=False)
     _measured: dict[str, Mapping[str, Levels]] = field(default_factory=dict, init=False)
@@ -140,8 +146,10 @@ class _Builder:
             seconds = self.seconds_of(cls.trace)
             smallest, *more = pareto_frontier(cls.trace.program, seconds, max_points=BLOCK_POINTS)
             found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
+            if self.host is not None and movable(trace, key):
+                found = tuple(with_moves(trace, key, found, self._kinks(key)))
             points[key] = {p.key: p for p in found}
-            options[key] = tuple(self._block(key, p.kept, p.key, p.seconds) for p in found)
+            options[key] = tuple(self._options_of(key, found))
         of_root = self._points_of_root()
         kept = {key: plain_of(of_class) for key, of_class in options.items()}
         root = tuple(self._root(p, kept) for p in of_root)
@@ -154,18 +162,29 @@ class _Builder:
             root=root,
             segments=segments,
             plain_seconds=self.plain_seconds(),
+            link=self.host.link(self.host.usable_bytes) if self.host is not None else None,
         )
         return Options(baseline=baseline, problem=problem, points=points, root_points={p.key: p for p in of_root})
 
     def _regions(self, options: Mapping[str, tuple[RegionOption, ...]]) -> Iterator[ProblemRegion]:
         seen: set[str] = set()
+        sends = {key: movable(self.trace, key) for key in options}
         for call in self.trace.calls:
             module = self.module.get_submodule(call.name)
             trained = [p for p in module.parameters() if p.requires_grad and not self.trace.loop.gradients_held]
             gradients = sum(plain(p).nbytes for p in trained) if call.name not in seen else 0
             seen.add(call.name)
+            offered, key = options[call.class_key], call.class_key
+            if any(o.offloaded_bytes for o in offered) and call.name not in sends[key]:
+                offered, key = tuple(o for o in offered if not o.offloaded_bytes), f"{key}, stays"
+            forward = self._block_seconds(self.trace.classes[call.class_key])
             yield ProblemRegion(
-                name=call.name, class_key=call.class_key, options=options[call.class_key], gradient_bytes=gradients
+                name=call.name,
+                class_key=key,
+                options=offered,
+                gradient_bytes=gradients,
+                forward_seconds=forward,
+                backward_seconds=2 * forward,
             )
 
     def _points_of_root(self) -> tuple[FrontierPoint, ...]:
@@ -178,6 +197,28 @@ class _Builder:
             return found
         cuts = ROOT_CUTS if len(root.program.ops) <= SHORT_ROOT else MOST_CUTS
         return (found[0], *lean_points(root.program, found[0].kept, seconds, most=cuts), *found[1:])
+
+    def _kinks(self, key: str) -> list[int]:
+        """Bytes whose copy is as long as what it hides behind: a pass of a block that comes after one of this class."""
+        assert self.host is not None
+        if not self.host.hides:
+            return []
+        calls = self.trace.calls
+        after = {late.class_key for early, late in pairwise(calls) if early.class_key == key}
+        forward = [self._block_seconds(self.trace.classes[k]) for k in sorted(after)]
+        return [int(s * self.host.bytes_per_second) for f in forward for s in (f / 2, f, 2 * f, 3 * f)]
+
+    def _options_of(self, key: str, points: Iterable[FrontierPoint]) -> Iterator[RegionOption]:
+        """Levels of each point. What is on the host is as what stays, but in `resident_bytes`."""
+        program = self.trace.classes[key].trace.program
+        known: dict[frozenset[int], RegionOption] = {}
+        for p in points:
+            if p.kept not in known:
+                known[p.kept] = self._block(key, p.kept, p.key, p.seconds)
+            sent = program.kept_bytes(p.moved)
+            stays = known[p.kept].resident_bytes - sent
+            if stays >= 0:
+                yield replace(known[p.kept], key=p.key, seconds=p.seconds, resident_bytes=stays, offloaded_bytes=sent)
 
     def _block(self, key: str, kept: frozenset[int], name: str, seconds: float) -> RegionOption:
         cls = self.trace.classes[key]

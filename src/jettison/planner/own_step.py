@@ -27,12 +27,14 @@ from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import Budget
 from jettison.planner.described import OwnStep, Part, describe_step, nbytes_of
 from jettison.planner.handle import Applied, follow_loop
+from jettison.planner.host import Host
 from jettison.planner.readiness import check_model, check_states
 from jettison.progress import Progress
 from jettison.runtime.batch_shape import BatchShape
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check
 from jettison.solve.plan import Plan
+from jettison.spec.hardware import Hardware
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -104,6 +106,8 @@ def auto_checkpoint_step(
     gradients_held: bool | None,
     compiling: CompileSettings | None,
     group: Group | None,
+    hardware: Hardware | None,
+    host: Host | None,
     progress: Progress,
     plain: bool,
 ) -> Applied:
@@ -111,6 +115,7 @@ def auto_checkpoint_step(
 
     Args:
         compiling: how blocks are compiled, if they are.
+        host: where tensors may wait, if anywhere.
         plain: the step is one forward and one backward of the only model, whose arguments are the batch.
 
     Raises:
@@ -138,13 +143,14 @@ def auto_checkpoint_step(
         beside += sum(map(held_by_ddp, modules))
         loop = Loop(gradients_held=held, check=how, elsewhere_bytes=beside, compile=compiling)
         one = describe_step(step, models, batches, optimizer, {}, regions, loop, progress)
+        one = replace(one, hardware=hardware, host=host)
 
         def tell(plans: list[Plan]) -> str:
             likes = [likeness(trace) for trace in one.traces]
             return json.dumps([[plan.to_json() for plan in plans], likes])
 
         made = agreement.first(lambda: one.plans(budget_bytes), tell)
-        applied = agreed(replace(_applied(one.parts, made, how), budget=budget.words), agreement)
+        applied = agreed(replace(_applied(one.parts, made, how, host), budget=budget.words), agreement)
         try:
             stages.done()
         except PlanMismatch:
@@ -155,7 +161,8 @@ def auto_checkpoint_step(
         blocks = {part.number: part.blocks for part in one.parts}
 
         def describe(batch: Any) -> OwnStep:
-            return describe_step(step, models, [batch], optimizer, blocks, None, loop, progress)
+            found = describe_step(step, models, [batch], optimizer, blocks, None, loop, progress)
+            return replace(found, hardware=hardware, host=host)
 
         plans = BatchPlans(
             regions=_by_model(applied.regions),
@@ -164,6 +171,7 @@ def auto_checkpoint_step(
             budget_bytes=budget_bytes,
             planning_seconds=time.perf_counter() - began,
             progress=progress,
+            host_budget_bytes=None if host is None else host.shared(len(one.parts)).budget_bytes,
         )
         plans.begin(map(plans.shape_of, batches), one.traces, applied.plans)
     by_itself = plain and not any(map(sharded_modules, modules))
@@ -206,7 +214,7 @@ def _groups(models: Sequence[nn.Module], group: Group | None) -> list[tuple[int,
     return [ranks for ranks in found if len(ranks) > 1 and not any(set(ranks) < set(other) for other in found)]
 
 
-def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check) -> Applied:
+def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Host | None) -> Applied:
     """Every model under its plan; of another rank's plans, told as text, the decisions."""
     if isinstance(made, str):
         texts, likes = json.loads(made)
@@ -214,14 +222,15 @@ def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check) -> Appli
     else:
         plans, likes = made, [""] * len(made)
     regions = []
+    room = None if host is None else host.shared(len(parts)).budget_bytes
     try:
         for part, plan, like in zip(parts, plans, likes, strict=True):
             for text in part.trace.warnings:
                 warnings.warn(text, stacklevel=4)
             found = (
-                apply_from_another_rank(part.model, part.trace, plan, like, how)
+                apply_from_another_rank(part.model, part.trace, plan, like, how, room)
                 if like
-                else apply_plan(part.model, part.trace, plan, how)
+                else apply_plan(part.model, part.trace, plan, how, room)
             )
             regions += found.regions
             batches = [(call.args, call.kwargs) for call in part.use.calls]

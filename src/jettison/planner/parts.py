@@ -17,6 +17,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, StepPeaks, dry_run
 from jettison.errors import Infeasible
+from jettison.planner.host import Host, less_on_host, staying
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
 from jettison.solve.chain import Solution, choose
 from jettison.solve.levels import Choice
@@ -24,6 +25,7 @@ from jettison.solve.moves import minimum_budget
 from jettison.solve.plan import Plan
 from jettison.solve.problem import RegionOption, RootOption, SegmentOption, StepProblem
 from jettison.solve.refine import fastest, refine
+from jettison.spec.hardware import Hardware
 
 Held = TypeVar("Held", RegionOption, SegmentOption)
 
@@ -34,22 +36,26 @@ def plan_parts(
     dry_step: DryStep,
     budget_bytes: int,
     *,
+    hardware: Hardware | None = None,
+    host: Host | None = None,
     progress: Callable[[str], None],
 ) -> list[Plan]:
     """Plans for all parts of a rank, together under the budget.
 
     Args:
         in_flight: of each part, the most micro-batches that it holds at a time.
+        host: where tensors may wait, if anywhere; several parts have equal shares of it.
 
     Raises:
         Infeasible: no plans fit; ``minimum_budget_bytes`` says what would.
     """
     if len(traces) == 1 and in_flight[0] == 1:
-        planner = make_planner(traces[0], dry_step=dry_step, progress=progress)
+        planner = make_planner(traces[0], dry_step=dry_step, hardware=hardware, host=host, progress=progress)
         return [planner.as_plan(planner.plan(budget_bytes), budget_bytes)]
-    stages = _Stages(dry_step=dry_step)
+    stages = _Stages(dry_step=dry_step, host=host)
+    share = None if host is None else host.shared(len(traces))
     for trace, count in zip(traces, in_flight, strict=True):
-        stages.add(make_planner(trace, progress=progress), count)
+        stages.add(make_planner(trace, hardware=hardware, host=share, progress=progress), count)
     progress("choosing")
     return stages.plan(budget_bytes)
 
@@ -80,6 +86,7 @@ class _Together:
 @dataclass(kw_only=True)
 class _Stages:
     dry_step: DryStep
+    host: Host | None = None
     planners: list[Planner] = field(default_factory=list)
     problems: list[StepProblem] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
@@ -95,16 +102,23 @@ class _Stages:
 
     def at(self, share: float) -> _Together:
         """The answers at this share of the way from the fewest bytes (0) to the fewest seconds (1)."""
-        return self._dry_run(
-            choose(problem, low + round(share * (high - low)))
-            for problem, (low, high) in zip(self.problems, self.ends, strict=True)
-        )
+        return self._answers(self.problems, [low + round(share * (high - low)) for low, high in self.ends])
 
     def sure(self) -> _Together:
         """The fewest bytes that there are answers for whenever they are asked for."""
-        problems = map(untimed, self.problems)
-        least = self._dry_run(choose(problem, minimum_budget(problem)) for problem in problems)
-        return min(least, self.at(1.0), key=lambda one: one.needs)
+        problems = list(map(untimed, self.problems))
+        ways = [problems] if self.host is None else [problems, list(map(staying, problems))]
+        found = [self._answers(way, list(map(minimum_budget, way))) for way in ways]
+        return min(*found, self.at(1.0), key=lambda one: one.needs)
+
+    def _answers(self, problems: Sequence[StepProblem], budgets: Sequence[int]) -> _Together:
+        """One a stage; with less on the host where pinning takes more than that may give."""
+        while True:
+            asked = [max(b, minimum_budget(p)) for p, b in zip(problems, budgets, strict=True)]
+            found = self._dry_run(map(choose, problems, asked))
+            if self.host is None or self.host.holds(found.step.pinned_bytes):
+                return found
+            problems = [less_on_host(p, s.levels) for p, s in zip(problems, found.solutions, strict=True)]
 
     def _dry_run(self, found: Iterable[Solution]) -> _Together:
         solutions = tuple(found)
@@ -126,7 +140,8 @@ class _Stages:
         fewest_bytes, most_bytes = (sum(ends) for ends in zip(*self.ends, strict=True))
         way = max(1, most_bytes - fewest_bytes)
         refine(lambda asked: self.at(min(1.0, (asked - fewest_bytes) / way)), budget_bytes, fewest_bytes)
-        best = fastest(list(self.seen.values()), budget_bytes)
+        held = [one for one in self.seen.values() if self.host is None or self.host.holds(one.step.pinned_bytes)]
+        best = fastest(held, budget_bytes)
         return [
             planner.as_plan(
                 Candidate(solution=solution, part=planner.part(solution.choice), step=best.step),
@@ -168,7 +183,7 @@ def _times(problem: StepProblem, count: int) -> StepProblem:
 
     return replace(
         problem,
-        regions=tuple(replace(r, options=tuple(map(held, r.options))) for r in problem.regions),
+        regions=tuple(replace(r, options=tuple(map(held, r.options)), copies=count) for r in problem.regions),
         segments=tuple(map(held, problem.segments)),
         root=tuple(map(root, problem.root)),
     )

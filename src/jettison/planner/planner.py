@@ -17,6 +17,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
+from jettison.planner.host import SEND, Host, is_timed, less_on_host, staying
 from jettison.planner.options import Options, options_of, step_of
 from jettison.planner.points import exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
@@ -67,6 +68,7 @@ def make_planner(
     hardware: Hardware | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     dry_step: DryStep | None = None,
+    host: Host | None = None,
     progress: Progress = silent,
 ) -> Planner:
     """Learn everything about one step that a plan needs. Takes seconds.
@@ -77,12 +79,15 @@ def make_planner(
         optimizer: over the fake copy's parameters.
         dry_step: the step as the loop has it, over one module like the trace's fake copy, in its mode; where left
             out, one batch through the fake copy, and ``optimizer``.
+        host: where tensors may wait; None: nowhere.
     """
     pricing = Pricing(run=measure)
-    options = options_of(trace, pricing, hardware=hardware, optimizer=optimizer, dry_step=dry_step, progress=progress)
+    options = options_of(
+        trace, pricing, hardware=hardware, optimizer=optimizer, dry_step=dry_step, host=host, progress=progress
+    )
     say_what_was_bounded(trace, pricing)
     judge = dry_step or OneBatch(trace=trace, optimizer=optimizer)
-    return Planner(trace=trace, options=options, pricing=pricing, dry_step=judge, progress=progress)
+    return Planner(trace=trace, options=options, pricing=pricing, dry_step=judge, host=host, progress=progress)
 
 
 def say_what_was_bounded(trace: ModelTrace, pricing: Pricing) -> None:
@@ -104,6 +109,7 @@ class Planner:
     options: Options
     pricing: Pricing
     dry_step: DryStep
+    host: Host | None = None
     progress: Progress = silent
     _candidates: dict[Any, Candidate] = field(default_factory=dict, init=False)
 
@@ -162,12 +168,23 @@ class Planner:
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        first, *others = sorted(
-            (choose(way, minimum_budget(way)) for way in ways), key=lambda found: found.levels.peak_bytes
-        )
-        least = self.candidate(first)
-        found = [self.candidate(other) for other in others if other.levels.peak_bytes < least.needs]
+        if problem.link is not None:  # fewer bytes that stay are more on their way
+            ways.append(staying(problem))
+        first, *others = sorted(((minimum_budget(way), way) for way in ways), key=lambda pair: pair[0])
+        least = self._answer(first[1], first[0])
+        found = [self._answer(way, level) for level, way in others if level < least.needs]
         return min([least, *found], key=lambda one: one.needs)
+
+    def _answer(self, problem: StepProblem, asked: int) -> Candidate:
+        """The choice; with less on the host, step by step, where pinning takes more than that may give."""
+        found = self.candidate(choose(problem, asked))
+        while not self._held(found):
+            problem = less_on_host(problem, found.solution.levels)
+            found = self.candidate(choose(problem, max(asked, minimum_budget(problem))))
+        return found
+
+    def _held(self, found: Candidate) -> bool:
+        return self.host is None or self.host.holds(found.step.pinned_bytes)
 
     @functools.cached_property
     def minimum_budget_bytes(self) -> int:
@@ -196,11 +213,11 @@ class Planner:
 
         def ask(asked: int) -> Candidate:
             self.progress("choosing")
-            return self.candidate(choose(self.options.problem, asked))
+            return self._answer(self.options.problem, asked)
 
         refine(ask, budget_bytes, minimum_budget(self.options.problem))
         say_what_was_bounded(self.trace, self.pricing)
-        return fastest(list(self._candidates.values()), budget_bytes)
+        return fastest([one for one in self._candidates.values() if self._held(one)], budget_bytes)
 
     def as_plan(self, found: Candidate, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
         """The plan as a document. ``minimum_budget_bytes``: where it is known otherwise."""
@@ -213,7 +230,7 @@ class Planner:
             if call.name in followers:  # the block before computes this one's input again
                 linked = {position for position, _ in call.links}
                 inputs = trace.classes[call.class_key].trace.inputs
-                held = frozenset(b for b in point.kept if inputs.get(b) not in linked)
+                held = frozenset(b for b in point.kept - point.moved if inputs.get(b) not in linked)
                 point = replace(point, kept_bytes=program.kept_bytes(held))
             if call.name not in layers or point.kept_bytes < layers[call.name].kept_bytes:
                 layers[call.name] = layer_plan(call.name, program, point)
@@ -227,6 +244,7 @@ class Planner:
                 peak_bytes=found.step.peak_bytes,
                 step_seconds=unplanned + added,
                 overhead_fraction=added / unplanned if unplanned else 0.0,
+                host_bytes=found.step.host_bytes,
             ),
             solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
             layers=tuple(layers.values()),
@@ -247,8 +265,9 @@ def untimed(problem: StepProblem) -> StepProblem:
 
 
 def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    last = len(options) - 1
-    return tuple(o for i, o in enumerate(options) if i in (0, last) or is_lean(o.key))
+    keys: list[str] = [o.key for o in options if SEND not in o.key]
+    ends = {keys[0], keys[-1], *(key for key in keys if is_lean(key))}
+    return tuple(o for o in options if o.key.partition(SEND)[0] in ends and not is_timed(o.key))
 
 
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
@@ -266,15 +285,18 @@ def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
 
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     """One layer's entry."""
-    policy = PolicyWord(point.key) if point.key in ("none", "full") else policy_word(program, point.kept)
+    named = point.key in ("none", "full")
+    policy = PolicyWord(point.key) if named else policy_word(program, point.kept, point.moved)
     return LayerPlan(
         layer=name,
         policy=policy,
         kept_bytes=point.kept_bytes,
+        offloaded_bytes=program.kept_bytes(point.moved),
         recompute_flops=recompute_flops(program, point.kept) if policy is not PolicyWord.NONE else 0,
         digest=program.digest(),
         option=point.key,
         kept=tuple(sorted(point.kept)),
+        offloaded=tuple(sorted(point.moved)),
         price=point.price,
     )
 

@@ -18,7 +18,7 @@ COMPILED_POINTS = 5
 
 def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
     """What a block of this class does at a point of its frontier."""
-    return policy_kept(cls, point.key, point.kept)
+    return policy_kept(cls, point.key, point.kept, point.moved)
 
 
 def policy_kept(
@@ -35,7 +35,7 @@ def policy_kept(
 def exactly(program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> Exactly:
     """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
     total = program.kept_bytes(program.saved_buffers())
-    share = KeepShare(program.kept_bytes(kept) / total if total else 1.0)
+    share = KeepShare(program.kept_bytes(kept - moved) / total if total else 1.0)
     return Exactly(program.digest(), kept, share, program.form(), moved=moved)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jettison.errors import UsageError
-from jettison.runtime.device import Device, Event, Slab, Stream
+from jettison.runtime.device import Device, Event, Slab, Stream, power_of_two
 from jettison.runtime.recorder import Recorder
 
 
@@ -44,8 +44,8 @@ class Accelerator:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def rounded(self, nbytes: int) -> int:
-        """torch's allocator of pinned memory rounds up to powers of two."""
-        return 1 << (nbytes - 1).bit_length() if nbytes else 0
+        """See `Device`."""
+        return power_of_two(nbytes)
 
     def pin(self, nbytes: int) -> Slab:
         """See `Device`. All that rounding takes is used."""

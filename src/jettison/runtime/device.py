@@ -6,6 +6,8 @@ there is none, which chooses the moment of every copy itself and looks for races
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,12 +66,32 @@ class Device(Protocol):
         """Queue a copy to ``into``, flat bytes, from the host, in ``fetches``."""
 
 
+def whole_pages(nbytes: int) -> int:
+    """What pinning takes where there is no accelerator."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def power_of_two(nbytes: int) -> int:
+    """What torch's allocator of pinned memory takes."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def rounding_of(place: torch.device) -> Callable[[int], int]:
+    """What pinning so many bytes takes from the host of a device."""
+    return whole_pages if place.type == "cpu" else power_of_two
+
+
 class Imagined:
-    """A device for fake tensors: it allocates as a real one does, and nothing is copied."""
+    """A device for fake tensors: it allocates as a real one does, and nothing is copied.
+
+    Args:
+        place: which one.
+    """
 
     sends = fetches = None
 
-    def __init__(self) -> None:
+    def __init__(self, place: torch.device) -> None:
+        self._rounded = rounding_of(place)
         self._like: Tensor | None = None  # without elements; fake, also where no mode makes new tensors so
 
     def current_stream(self) -> Stream:
@@ -90,11 +112,12 @@ class Imagined:
 
     def rounded(self, nbytes: int) -> int:
         """See `Device`."""
-        return nbytes
+        return self._rounded(nbytes)
 
     def pin(self, nbytes: int) -> Slab:
         """See `Device`."""
-        return Slab(None, nbytes, nbytes)
+        real_bytes = self.rounded(nbytes)
+        return Slab(None, real_bytes, real_bytes)
 
     def send(self, source: Tensor, slab: Slab, offset: int) -> None:
         """See `Device`."""

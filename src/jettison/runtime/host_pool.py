@@ -48,6 +48,11 @@ class FirstFit:
         self.size_bytes = size_bytes
         self._taken: list[tuple[int, int]] = []  # begin and end, ascending
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is taken."""
+        return not self._taken
+
     def take(self, nbytes: int) -> int | None:
         """The lowest free place for so many bytes, aligned; None if there is none."""
         length = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -125,14 +130,19 @@ class HostPool:
         return sum(room.slab.real_bytes for room in self._rooms)
 
     def reserve(self, nbytes: int) -> None:
-        """Make the slab of a step.
+        """Make the slab of a step; one that is there and large enough serves, and one that is not makes room.
 
         Raises:
             HostBudgetExceeded: the host may not give, or has not, so much.
         """
-        self._planned_bytes = nbytes
-        if nbytes:
-            self._grow(nbytes, nbytes)
+        self._planned_bytes = max(nbytes, self._planned_bytes)
+        if not nbytes or any(room.slab.nbytes >= nbytes for room in self._rooms):
+            return
+        for room in [room for room in self._rooms if room.places.is_empty]:
+            for _, _, event in room.reads:
+                self.device.wait(self.device.current_stream(), event)
+            self._rooms.remove(room)
+        self._grow(nbytes, nbytes)
 
     def take(self, nbytes: int) -> Span:
         """Room for so many bytes.

@@ -77,19 +77,18 @@ def install(
 
 
 def _have_engine(
-    model: nn.Module, traced: ModelTrace, installed: list[PlannedForward], host_budget_bytes: int | None
+    model: nn.Module, traced: ModelTrace, installed: Sequence[PlannedForward], host_budget_bytes: int | None
 ) -> None:
     """One engine for all regions, with the slab that a step takes, where anything moves."""
     layout = host_layout(traced, {region.name: region for region in installed})
     opaque = any(r.recordings.moves_without_recipe() for r in installed)
     if not layout.nbytes and not opaque:
         return
-    place = place_of(model)
-    if installed[0].in_dry_run:
-        engine = imagined_engine(place)
-    else:
-        engine = engine_for(place, host_budget_bytes)
-        engine.pool.reserve(layout.nbytes)
+    engine = installed[0].offload
+    if engine is None:
+        place = place_of(model)
+        engine = imagined_engine(place) if installed[0].in_dry_run else engine_for(place, host_budget_bytes)
+    engine.pool.reserve(layout.nbytes)
     for region in installed:
         region.offload = engine
 
@@ -100,6 +99,8 @@ def install_beside(
     policies: Mapping[str, CheckpointPolicy],
     root: CheckpointPolicy,
     segments: Iterable[list[str]] = (),
+    *,
+    host_budget_bytes: int | None = None,
 ) -> int:
     """One more plan for what is installed already; its number (`follow`). Blocks that came later keep everything."""
     ways = _ways(traced, policies, root, segments)
@@ -109,6 +110,8 @@ def install_beside(
     follow(regions, number)
     for each in (traced, *traced.more):
         _adopt({region.name: region for region in regions[:-1]}, regions[-1], each, False)
+    if any(isinstance(policy, OffloadPolicy) for policy in (*policies.values(), root)):
+        _have_engine(regions[-1].module, traced, regions, host_budget_bytes)
     follow(regions, before)
     return number
 
@@ -151,12 +154,12 @@ def _ways(
             ways[name] = Way(policy=policies[name], link=before)
     if last in ways:
         ways[last] = replace(ways[last], stays=sum(call.name == last for call in traced.calls))
-    for name, places in _returned(traced).items():
+    for name, places in returned(traced).items():
         ways[name] = replace(ways[name], lives=frozenset(places))
     return ways | {"": Way(policy=root)}
 
 
-def _returned(traced: ModelTrace) -> dict[str, set[Place]]:
+def returned(traced: ModelTrace) -> dict[str, set[Place]]:
     """By block, what of its arguments and results the model returns, where the loop holds that."""
     found: dict[str, set[Place]] = {}
     if not traced.loop.holds_output:

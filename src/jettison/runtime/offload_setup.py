@@ -36,7 +36,7 @@ def engine_for(place: torch.device, budget_bytes: int | None = None) -> OffloadE
 
 def imagined_engine(place: torch.device) -> OffloadEngine:
     """For fake tensors: the same moments, and no copies."""
-    device = Imagined()
+    device = Imagined(place)
     return OffloadEngine(device, HostPool(device, left=None), place)
 
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jettison.capture.op_traits import writes
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, is_dense, plain
 from jettison.capture.trees import op_leaves
-from jettison.runtime.device import Slab
+from jettison.runtime.device import Slab, whole_pages
 from jettison.runtime.happens_before import Bytes, Clock, HappensBefore, Race
 
 POISON = 0xFF  # makes NaN of floats
@@ -144,8 +144,8 @@ class Recorder:
         return made
 
     def rounded(self, nbytes: int) -> int:
-        """Whole pages."""
-        return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        """See `Device`."""
+        return whole_pages(nbytes)
 
     def pin(self, nbytes: int) -> Slab:
         """Not from torch's allocator: where the device is the host, its bytes are counted apart."""

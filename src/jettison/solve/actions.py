@@ -129,7 +129,14 @@ def _every(
 def _parts(
     program: Program, stays: frozenset[int], spent: float, movable: frozenset[int], targets: Sequence[int]
 ) -> Iterator[ActionPoint]:
-    """Nothing of it sent, all, and as much as there is below each target."""
+    for sent in parts_to_send(program, stays, movable, targets):
+        yield _point(program, stays, sent, spent)
+
+
+def parts_to_send(
+    program: Program, stays: frozenset[int], movable: frozenset[int], targets: Sequence[int]
+) -> list[frozenset[int]]:
+    """Of what stays: nothing, as much as there is below each target, and all; fewest bytes first."""
     free = [b for b in sorted(stays) if b in movable and not program.buffers[b].free]
     sums = _by_size(program, free) if len(free) <= SUMMED else None
     parts = {frozenset[int](), frozenset(free)}
@@ -138,8 +145,7 @@ def _parts(
             parts.add(_filled(program, free, target))
         else:
             parts.add(frozenset(sums[max(size for size in sums if size <= target)]))
-    for sent in sorted(parts, key=lambda part: (program.kept_bytes(part), sorted(part))):
-        yield _point(program, stays, sent, spent)
+    return sorted(parts, key=lambda part: (program.kept_bytes(part), sorted(part)))
 
 
 def _by_size(program: Program, buffers: Sequence[int]) -> dict[int, tuple[int, ...]]:

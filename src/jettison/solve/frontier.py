@@ -37,6 +37,7 @@ class FrontierPoint:
     """One way to treat a region: the buffers kept, what they hold in bytes, and the seconds of recompute in backward.
 
     ``price`` (seconds per byte) is one at which no other choice is cheaper. ``key`` names the point within its program.
+    Of the buffers kept, those ``moved`` wait on the host; ``kept_bytes`` are of the others.
     """
 
     key: str
@@ -44,6 +45,7 @@ class FrontierPoint:
     kept_bytes: int
     seconds: float
     price: float
+    moved: frozenset[int] = frozenset()
 
 
 def plain_point(program: Program) -> FrontierPoint:

@@ -60,7 +60,8 @@ def _could_run_again(program: Program, b: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What one layer does. ``kept`` and ``offloaded`` are buffer indices of the program with this digest, ascending.
+    """What one layer does. ``kept`` and, of these, ``offloaded`` are buffer indices of the program with this digest,
+    ascending. ``kept_bytes`` are on the device.
 
     ``price`` is seconds per byte at which this policy is the cheapest one; 0 where nothing was priced.
     """
@@ -87,11 +88,14 @@ class LayerPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """Peak of allocated bytes in a step; its seconds, and recompute as a share of a plain step. 0.0 where not known."""
+    """Peak of allocated bytes in a step, and of bytes on the host; its seconds, and what the plan adds as a share of a
+    plain step. 0.0 where not known.
+    """
 
     peak_bytes: int
     step_seconds: float = 0.0
     overhead_fraction: float = 0.0
+    host_bytes: int = 0
 
     @property
     def added_seconds(self) -> float:

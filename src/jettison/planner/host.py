@@ -1,0 +1,180 @@
+"""What a live plan may send to the host: how fast the way there is, how much fits, and what of a block goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from jettison.capture.model_trace import ModelTrace
+from jettison.capture.recording import Place, RegionTrace
+from jettison.cost.collective import host_seconds
+from jettison.errors import UsageError
+from jettison.parse_units import parse_bytes
+from jettison.runtime.device import rounding_of
+from jettison.runtime.host_memory import left_on_host
+from jettison.runtime.install import returned
+from jettison.runtime.recipe import compile_recipe
+from jettison.solve.actions import parts_to_send
+from jettison.solve.frontier import FrontierPoint
+from jettison.solve.levels import Levels
+from jettison.solve.policy import SMALLEST_BYTES, can_move
+from jettison.solve.problem import Link, StepProblem
+from jettison.spec.hardware import Hardware
+from jettison.units import format_bytes
+
+SEND: Final = "-send-"
+ALL: Final = "all"
+LESS: Final = 0.8
+MOVE_SECONDS: Final = 50e-6
+"""Python's part in sending one tensor and having it back (measured without copies, on 2 CPU cores)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The host's memory behind a device.
+
+    Args:
+        bytes_per_second: of the link, in one direction.
+        budget_bytes: what pinned memory may take there, as it is rounded up; None: nobody says what there is.
+        device: that the plan is for.
+        hides: copies run beside the device's work.
+    """
+
+    bytes_per_second: float
+    budget_bytes: int | None
+    device: torch.device
+    hides: bool = True
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """The most that can be asked for without going over the budget once it is rounded up."""
+        if self.budget_bytes is None:
+            return None
+        rounded, low, high = rounding_of(self.device), 0, self.budget_bytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if rounded(middle) <= self.budget_bytes else (low, middle - 1)
+        return low
+
+    def holds(self, pinned_bytes: int) -> bool:
+        """Is there room for so many bytes, rounded up?"""
+        return self.budget_bytes is None or pinned_bytes <= self.budget_bytes
+
+    def shared(self, count: int) -> Host:
+        """An equal share of it."""
+        return self if self.budget_bytes is None else replace(self, budget_bytes=self.budget_bytes // count)
+
+    def link(self, limit_bytes: int | None) -> Link:
+        """For the solver, with so much room there."""
+        return Link(bytes_per_second=self.bytes_per_second, host_budget_bytes=limit_bytes, hides=self.hides)
+
+
+def host_of(
+    offload: bool, host_budget: str | int | None, hardware: Hardware | None, device: torch.device
+) -> Host | None:
+    """The host as a caller describes it; None where nothing may be offloaded.
+
+    Raises:
+        UsageError: a budget and nothing to use it, more than the machine has, or a link that nobody knows.
+    """
+    if not offload:
+        if host_budget is not None:
+            raise UsageError(
+                f"got host_budget={host_budget!r}, and nothing goes to the host; give offload=True as well"
+            )
+        return None
+    budget = None if host_budget is None else parse_bytes(host_budget)
+    try:
+        left: int | None = left_on_host()
+    except UsageError:
+        left = None
+    if budget is not None and left is not None and budget > left:
+        raise UsageError(
+            f"got host_budget={host_budget!r}; this machine has {format_bytes(left)} for it. Give at most that"
+        )
+    return Host(
+        bytes_per_second=_link_speed(hardware, device),
+        budget_bytes=left if budget is None else budget,
+        device=device,
+        hides=hardware is None or not hardware.synchronous,
+    )
+
+
+def _link_speed(hardware: Hardware | None, device: torch.device) -> float:
+    if hardware is not None:
+        return 1 / host_seconds(1, hardware)
+    if device.type == "cuda":
+        from jettison.calibrate.session import host_link
+
+        return host_link(device)
+    raise UsageError(
+        f"got offload=True on {device.type}, whose link to the host nobody has stated; give hardware=, a GPU's name or "
+        "a file with one"
+    )
+
+
+def less_on_host(problem: StepProblem, levels: Levels) -> StepProblem:
+    """With less room than a choice took that rounding, or more forwards at a time, made too much."""
+    assert problem.link is not None
+    limit = int(levels.host_bytes * LESS) if levels.host_bytes >= SMALLEST_BYTES else 0
+    return replace(problem, link=replace(problem.link, host_budget_bytes=limit))
+
+
+def staying(problem: StepProblem) -> StepProblem:
+    """Without options that send anything."""
+    regions = (replace(r, options=tuple(o for o in r.options if not o.offloaded_bytes)) for r in problem.regions)
+    return replace(problem, regions=tuple(regions))
+
+
+def movable(trace: ModelTrace, class_key: str) -> frozenset[str]:
+    """Names of the calls of a class that may send: of a block that is called once, and is not the last."""
+    names = [call.name for call in trace.calls]
+    return frozenset(
+        call.name for call in trace.calls[:-1] if call.class_key == class_key and names.count(call.name) == 1
+    )
+
+
+def with_moves(
+    trace: ModelTrace, class_key: str, points: Iterable[FrontierPoint], kinks: Sequence[int]
+) -> Iterator[FrontierPoint]:
+    """Each point as it is, and with parts of what it keeps on the host (NOTE [ Three actions ] in `solve.actions`).
+
+    Args:
+        kinks: bytes whose copy is as long as what it hides behind.
+    """
+    region = trace.classes[class_key].trace
+    lives = frozenset(
+        place for name, places in returned(trace).items() for place in places if name in movable(trace, class_key)
+    )
+    for point in points:
+        yield point
+        yield from _moved(region, point, sorted(set(kinks)), lives)
+
+
+def _moved(
+    region: RegionTrace, point: FrontierPoint, kinks: Sequence[int], lives: frozenset[Place]
+) -> Iterator[FrontierPoint]:
+    program = region.program
+    large = frozenset(
+        b for b in point.kept if can_move(program, b) and program.buffers[b].nbytes >= SMALLEST_BYTES
+    ) - region.buffers_at(lives)
+    free = frozenset(compile_recipe(region, point.kept, offloaded=large).moved)
+    parts = [part for part in parts_to_send(program, point.kept, free, kinks) if part]
+    for part in parts:
+        sent = program.kept_bytes(part)
+        yield replace(
+            point,
+            key=f"{point.key}{SEND}{ALL if part == free else sent}",
+            kept_bytes=point.kept_bytes - sent,
+            seconds=point.seconds + MOVE_SECONDS * len(part),
+            moved=part,
+        )
+
+
+def is_timed(key: str) -> bool:
+    """Does what such an option sends hang on seconds that were measured?"""
+    _, sends, how = key.partition(SEND)
+    return bool(sends) and how != ALL
