@@ -1,9 +1,11 @@
-"""``python -m planner.random_cases [--cases N] [--seed S] [--workers W] [--only SEED]``, from the folder of tests.
+"""``python -m planner.random_cases [--cases N] [--seed S] [--workers W] [--only SEED] [--host]``, from the folder of
+tests.
 
 Trains cases by chance next to independent copies without a plan. In every step gradients, parameters, buffers, the
 loss and the random streams have to be the same to the bit, and the measured peak no higher than the budget. A refusal
 in words is fair, and counted by kind; so is a warning that the budget may not hold. Whatever else happens is a failure:
-a line each, with the seed, and exit code 1.
+a line each, with the seed, and exit code 1. With ``--host`` tensors may also wait there: the recorder stands in for the
+device and looks for races, and what is pinned is no more than the case's budget for it.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import jettison
+import jettison.planner.host
 from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
+from jettison.spec.hardware import Hardware, usual_hardware
+from jettison.spec.kernels import Device
 from support.patience import PATIENCE
-from support.random_programs import Case, Program, draw, program_of
+from support.random_programs import Case, Program, draw, draw_moving, program_of
 from support.random_steps import Loop, loop_of, train, world
 from zoo.harness import Step, differences, state_differences, state_of, streams
 
@@ -51,6 +56,8 @@ class Found:
         outcome: `FINE`, `FAILED`; ``refused`` and the kind of error; ``said``, a budget that did not hold and was said
             not to; ``unfair``, where plain PyTorch does not train it twice the same way.
         closest: the highest share of the budget that a step took.
+        predicted: how far the predicted peak was from the highest one of the steps, where one batch is all there is.
+        moved: copies to the host and back.
     """
 
     case: Case
@@ -61,6 +68,8 @@ class Found:
     smallest_bytes: int = 0
     plain_bytes: int = 0
     closest: float = 0.0
+    predicted: float = 0.0
+    moved: int = 0
     seconds: float = 0.0
 
     def fail(self, note: str) -> None:
@@ -74,6 +83,8 @@ def judge(case: Case) -> Found:
     found = Found(case=case)
     began = time.perf_counter()
     threads = torch.get_num_threads()
+    usual = jettison.planner.host.MOVE_SECONDS, jettison.planner.host.SMALLEST_BYTES
+    jettison.planner.host.MOVE_SECONDS, jettison.planner.host.SMALLEST_BYTES = 0.0, 1  # so that small things move
     torch.set_num_threads(1)  # sums over threads are not in a fixed order
     gc.collect()
     gc.freeze()  # what imports have made need not be walked by every measurement
@@ -83,6 +94,7 @@ def judge(case: Case) -> Found:
             _judge(case, found)
     finally:
         torch.set_num_threads(threads)
+        jettison.planner.host.MOVE_SECONDS, jettison.planner.host.SMALLEST_BYTES = usual
     found.seconds = time.perf_counter() - began
     return found
 
@@ -126,6 +138,7 @@ def _judge(case: Case, found: Found) -> None:
             return
     found.said = sorted({str(w.message).splitlines()[0] for w in said if _is_ours(w)})
     _compare(case, program, found, done, plain)
+    _look_at_host(case, found, done, handle)
     planned_in = {step for step in range(program.steps) if met[step + 1] > met[step] and loop.step is None}
     _hold(found, done, planned_in, program, handle)
     handle.remove()
@@ -141,6 +154,19 @@ def _compare(case: Case, program: Program, found: Found, done: list[Step], plain
         found.outcome, found.notes = "unfair", [f"trains in another way each time: {again[0]}"]
     else:
         found.fail(unequal[0])
+
+
+def _look_at_host(case: Case, found: Found, done: list[Step], handle: Any) -> None:
+    """What was pinned, what is left there, and how near the prediction was."""
+    engines = {id(r.offload): r.offload for r in handle.regions if getattr(r, "offload", None) is not None}
+    found.moved = sum(len(engine.transfers) for engine in engines.values())
+    pinned = sum(engine.pool.real_bytes for engine in engines.values())
+    if case.host and pinned > case.host:
+        found.fail(f"{pinned} bytes are pinned; the host gives {case.host}")
+    if any(engine.pool.live_bytes for engine in engines.values()):
+        found.fail("something is left on the host")
+    if handle.plan is not None and case.wrapper not in ("changing", "changing step", "shapes") and case.link:
+        found.predicted = handle.plan.predicted.peak_bytes / max(step.peak_bytes for step in done) - 1
 
 
 def _hold(found: Found, done: list[Step], planned_in: set[int], program: Program, handle: Any) -> None:
@@ -207,6 +233,8 @@ def _planned(case: Case, program: Program, loop: Loop, found: Found) -> Any:
 def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: int = 0) -> Any:
     """`auto_checkpoint`, as the case has it."""
     more: dict[str, Any] = {}
+    if case.link:
+        more = {"offload": True, "host_budget": case.host or None, "hardware": _linked(case.link)}
     if loop.step is not None:
         more["step"] = loop.step
     else:
@@ -225,6 +253,11 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
         progress=loop.planning.append,
         **more,
     )
+
+
+def _linked(bytes_per_second: float) -> Hardware:
+    """This machine, with a way to a host."""
+    return replace(usual_hardware(Device.CPU), host_bytes_per_second=int(bytes_per_second))
 
 
 def _is_ours(warning: warnings.WarningMessage) -> bool:
@@ -255,18 +288,19 @@ def shrunk(case: Case) -> Case:
     return case
 
 
-def run(seeds: Iterable[int], workers: int, *, quiet: bool = False) -> list[Found]:
+def run(seeds: Iterable[int], workers: int, *, quiet: bool = False, moving: bool = False) -> list[Found]:
     """Judge the cases of these seeds, each in one of so many processes; failures and progress are printed."""
     seeds, found = list(seeds), []
     began = time.perf_counter()
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        waiting = {pool.submit(_judged, number): number for number in seeds}
+        waiting = {pool.submit(_judged, number, moving): number for number in seeds}
         for future in concurrent.futures.as_completed(waiting):
             number = waiting[future]
             try:
                 one = future.result()
             except Exception as error:
-                one = Found(case=draw(number), outcome=FAILED, notes=[f"its process: {_words(error)}"])
+                case = (draw_moving if moving else draw)(number)
+                one = Found(case=case, outcome=FAILED, notes=[f"its process: {_words(error)}"])
             found.append(one)
             if one.outcome != FINE and not quiet:
                 print(f"{one.outcome}, seed {number}: {'; '.join(one.notes)} [{one.case}]", flush=True)
@@ -276,7 +310,7 @@ def run(seeds: Iterable[int], workers: int, *, quiet: bool = False) -> list[Foun
     return found
 
 
-def _judged(number: int) -> Found:
+def _judged(number: int, moving: bool = False) -> Found:
     """In a process of its own: what hangs is a failure that says where."""
 
     def give_up(*_: object) -> None:
@@ -285,7 +319,7 @@ def _judged(number: int) -> Found:
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(PATIENCE)
     try:
-        return judge(draw(number))
+        return judge((draw_moving if moving else draw)(number))
     finally:
         signal.alarm(0)
 
@@ -297,6 +331,8 @@ def summary(found: list[Found]) -> dict[str, Any]:
         "outcomes": dict(Counter(one.outcome for one in found)),
         "wrappers": dict(Counter(one.case.wrapper for one in found if one.outcome == FINE)),
         "refused": dict(Counter(one.notes[0][:120] for one in found if one.outcome.startswith("refused"))),
+        "cases that moved": sum(one.moved > 0 for one in found),
+        "furthest from the prediction": max((abs(one.predicted) for one in found), default=0.0),
         "highest share of a budget": max((one.closest for one in found if one.outcome == FINE), default=0.0),
         "failures": [{"case": asdict(one.case), "notes": one.notes} for one in found if one.outcome == FAILED],
     }
@@ -308,18 +344,19 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="cases of another seed are others")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--host", action="store_true", help="tensors may wait on the host")
     parser.add_argument("--only", type=int, metavar="SEED", help="one case, by the seed that a failure names")
     parser.add_argument("--shrink", action="store_true", help="with --only: look for a simpler case that fails")
     options = parser.parse_args()
     if options.only is not None:
-        case = draw(options.only)
+        case = (draw_moving if options.host else draw)(options.only)
         if options.shrink:
             case = shrunk(case)
         found = [judge(case)]
         print(json.dumps(asdict(found[0]), default=str, indent=2))
     else:
         first = options.seed * SEEDS_APART
-        found = run(range(first, first + options.cases), options.workers)
+        found = run(range(first, first + options.cases), options.workers, moving=options.host)
     print(json.dumps(summary(found), indent=2))
     return int(any(one.outcome == FAILED for one in found))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Case:
         evaluates: the model runs without gradients between steps.
         budget: a share of the way from the smallest budget to what a plain step takes; ``below`` the smallest, which
             has to be refused with a number that holds; ``auto`` and ``90%``.
+        link: bytes a second to the host, where tensors may wait there; 0: they may not.
+        host: bytes that pinned memory may take there; 0: what there is.
     """
 
     seed: int
@@ -60,6 +62,8 @@ class Case:
     check: str = "always"
     evaluates: bool = False
     budget: float | str = 0.5
+    link: float = 0.0
+    host: int = 0
 
     def __str__(self) -> str:
         usual = {field.name: field.default for field in fields(self)}
@@ -106,6 +110,19 @@ def draw(number: int, *, wrapper: str = "") -> Case:
         check=chance.choice(("always", "always", "sampled", "full", "exact", "off")),
         evaluates=chance.random() < 0.15,
         budget=_budget(chance),
+    )
+
+
+def draw_moving(number: int) -> Case:
+    """The case of a seed, with tensors that may wait on the host; none of them is too small for it."""
+    chance = random.Random(f"host {number}")
+    case = draw(number)
+    return replace(
+        case,
+        budget=case.budget if case.budget == "below" else max(0.0, chance.uniform(-0.2, 0.8)),
+        layers=chance.randint(2, 6),
+        link=10 ** chance.uniform(7, 11),
+        host=chance.choice((0, 0, 2**16, 2**18, 2**20)),
     )
 
 
