@@ -149,7 +149,7 @@ def plan(
     ] = None,
     gpu: Annotated[str | None, Parameter(help="What this GPU leaves, such as h100-80gb, and its speed.")] = None,
     host_budget: Annotated[
-        str | None, Parameter(help="Bytes of the host for what one rank offloads: 128GiB; else what --gpu has.")
+        str | None, Parameter(help="Bytes of the host for what one rank offloads: 128GiB; else what there is.")
     ] = None,
     what_if: Annotated[
         bool, Parameter(negative="", show_default=False, help="What each next GiB would change, of a preset or config.")
@@ -163,7 +163,8 @@ def plan(
 
     A live model or a config.json is traced, and the plan can be applied to it and verified. A preset, any model with a
     parallel layout, and a config.json with --gpu alone are planned from their spec, for each pipeline stage, without
-    torch: with --gpu layers may also offload, unless --no-offload says otherwise.
+    torch: with --gpu layers may also offload, unless --no-offload says otherwise. A live model's layers may with
+    --offload; --gpu says over which link.
     """
     refuse_to_overwrite(out, force=force)
     from jettison.verbs.plan import plan as answer
@@ -247,6 +248,13 @@ def verify(
         str | None, Parameter(help="With --given: module:function of (model, batch), a forward and backward.")
     ] = None,
     against: Annotated[str | None, Parameter(help="With --given: module:factory of the same model, plain.")] = None,
+    offload: Annotated[
+        bool, Parameter(negative="", show_default=False, help="With --budget: tensors may also wait on the host.")
+    ] = False,
+    host_budget: Annotated[
+        str | None, Parameter(help="Bytes of the host for what waits there: 128GiB; else what there is.")
+    ] = None,
+    gpu: Annotated[str | None, Parameter(help="With --offload: whose link to the host, where none is here.")] = None,
     seq: Seq = None,
     micro_batch: MicroBatch = None,
     precision: Precision = None,
@@ -268,7 +276,16 @@ def verify(
         as_given = Given(step=step, against=against) if given or step or against else None
         try:
             proof = prove(
-                request, plan=made, budget=budget, recompute=recompute, given=as_given, rounds=rounds, progress=say
+                request,
+                plan=made,
+                budget=budget,
+                recompute=recompute,
+                given=as_given,
+                offload=offload,
+                host_budget=host_budget,
+                gpu=gpu,
+                rounds=rounds,
+                progress=say,
             )
         except Infeasible as error:
             if form == "json":

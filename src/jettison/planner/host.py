@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -73,9 +74,17 @@ class Host:
 
 
 def host_of(
-    offload: bool, host_budget: str | int | None, hardware: Hardware | None, device: torch.device
+    offload: bool,
+    host_budget: str | int | None,
+    hardware: Hardware | None,
+    device: torch.device,
+    *,
+    elsewhere: bool = False,
 ) -> Host | None:
     """The host as a caller describes it; None where nothing may be offloaded.
+
+    Args:
+        elsewhere: the plan is for the hardware's own host, where its file says what that has.
 
     Raises:
         UsageError: a budget and nothing to use it, more than the machine has, or a link that nobody knows.
@@ -87,14 +96,13 @@ def host_of(
             )
         return None
     budget = None if host_budget is None else parse_bytes(host_budget)
-    try:
-        left: int | None = left_on_host()
-    except UsageError:
-        left = None
+    left = hardware.host_memory_bytes if elsewhere and hardware is not None else None
+    whose = "this machine" if left is None or hardware is None else f"the host of {hardware.name}"
+    if left is None:
+        with contextlib.suppress(UsageError):  # the system does not say
+            left = left_on_host()
     if budget is not None and left is not None and budget > left:
-        raise UsageError(
-            f"got host_budget={host_budget!r}; this machine has {format_bytes(left)} for it. Give at most that"
-        )
+        raise UsageError(f"got host_budget={host_budget!r}; {whose} has {format_bytes(left)} for it. Give at most that")
     return Host(
         bytes_per_second=_link_speed(hardware, device),
         budget_bytes=left if budget is None else budget,

@@ -135,7 +135,7 @@ def sweep(
         measure=measure,
         optimizer=optimizer,
         hardware=device,
-        host=host_of(offload, host_budget, device, place_of(traced.real or traced.fake_model)),
+        host=host_of(offload, host_budget, device, place_of(traced.real or traced.fake_model), elsewhere=True),
         progress=progress,
     )
     found: list[Plan | Infeasible] = []

@@ -22,19 +22,26 @@ ROOT_NAME = "embedding, head and loss"
 def plan_table(plan: Plan) -> RenderableType:
     """What each layer does, and what the plan claims."""
     predicted = plan.predicted
+    moves = any(entry.offloaded for entry in plan.layers)
+    waits = ", copies" if moves else ""
     facts = [
         ("budget", exact(plan.budget_bytes)),
         ("predicted peak", exact(predicted.peak_bytes)),
         ("smallest budget", exact(plan.minimum_budget_bytes)),
-        ("recompute", f"{format_percent(predicted.overhead_fraction)} of a step's time"),
+        ("recompute" + waits, f"{format_percent(predicted.overhead_fraction)} of a step's time"),
         ("solver", f"gap {format_percent(plan.solver.gap)}, {format_seconds(plan.solver.seconds)}"),
     ]
     if plan.segments:
         runs = ", ".join(f"{first} to {last}" for first, last in plan.segments)
         facts.append(("segments", f"only the first layer holds its input in {runs}"))
-    table = titled("What each layer does", ("layer", "policy"), ("kept", "recomputed"))
+    if moves:
+        facts.append(("on the host", exact(predicted.host_bytes)))
+    columns = ("kept", "on the host", "recomputed") if moves else ("kept", "recomputed")
+    table = titled("What each layer does", ("layer", "policy"), columns)
     for names, entry in _alike(plan):
-        table.add_row(names, str(entry.policy), format_bytes(entry.kept_bytes), format_flops(entry.recompute_flops))
+        moved = [format_bytes(entry.offloaded_bytes)] if moves else []
+        flops = format_flops(entry.recompute_flops)
+        table.add_row(names, str(entry.policy), format_bytes(entry.kept_bytes), *moved, flops)
     return Group(facts_table(facts), table)
 
 
@@ -94,7 +101,7 @@ def _same(holds: bool, more: str = "") -> str:
 
 def _alike(plan: Plan) -> Iterable[tuple[str, LayerPlan]]:
     """Neighbours that do the same are one row."""
-    for _, group in groupby(plan.layers, key=lambda e: (e.policy, e.kept_bytes, e.recompute_flops)):
+    for _, group in groupby(plan.layers, key=lambda e: (e.policy, e.kept_bytes, e.offloaded_bytes, e.recompute_flops)):
         entries = list(group)
         yield span([entry.layer for entry in entries]), entries[0]
     yield ROOT_NAME, plan.root

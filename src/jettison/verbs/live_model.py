@@ -98,7 +98,13 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
 
 
 def live_plan(
-    request: ModelRequest, *, budget_bytes: int, hardware: Hardware | None = None, progress: Progress = silent
+    request: ModelRequest,
+    *,
+    budget_bytes: int,
+    hardware: Hardware | None = None,
+    offload: bool = False,
+    host_budget_bytes: int | None = None,
+    progress: Progress = silent,
 ) -> PlanReport:
     """The fastest plan under a budget.
 
@@ -118,7 +124,15 @@ def live_plan(
     progress("planning")
     small = unique_bytes(traced.fake_model.parameters()) <= MEASURED_BELOW_BYTES
     optimizer = optimizer_for(request, traced.fake_model)
-    found = plan_trace(traced, budget_bytes, optimizer=optimizer, measure=small, hardware=hardware)
+    found = plan_trace(
+        traced,
+        budget_bytes,
+        optimizer=optimizer,
+        measure=small,
+        hardware=hardware,
+        offload=offload,
+        host_budget=host_budget_bytes,
+    )
     return PlanReport(plan=found, request=request)
 
 

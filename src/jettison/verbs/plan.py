@@ -52,13 +52,24 @@ def plan(
     for_gpu = gpu is not None and budget is None
     if not is_live(model) and (model in PRESETS or beyond or also or for_gpu):
         return _described(model, request, budget, gpu, host_budget, what_if)
-    refuse_for_trace(model, request, asked=False, also=tuple(also))
+    offload = bool(request.offload)
+    device = None if gpu is None else hardware(gpu)
+    if device is None and (offload or host_budget):
+        raise UsageError("offloading needs a link to the host; give --gpu, a name or a file that states one")
+    host = None if device is None else _host_budget(host_budget, offload, device)
+    refuse_for_trace(model, replace(request, offload=None), asked=False, also=("--what-if",) if what_if else ())
     progress("loading torch")
     from jettison.verbs.live_model import live_plan, model_request
 
     limit = _limit(budget, gpu)
-    device = None if gpu is None else hardware(gpu)
-    return live_plan(model_request(model, request), budget_bytes=limit.nbytes, hardware=device, progress=progress)
+    return live_plan(
+        model_request(model, replace(request, offload=None)),
+        budget_bytes=limit.nbytes,
+        hardware=device,
+        offload=offload,
+        host_budget_bytes=host,
+        progress=progress,
+    )
 
 
 def _limit(budget: str | None, gpu: str | None, run: Run | None = None) -> Limit:

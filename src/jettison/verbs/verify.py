@@ -24,6 +24,8 @@ from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.compiled import CompiledRegion
 from jettison.solve.plan import Plan, policy_word
+from jettison.solve.policy import offloaded_by
+from jettison.spec.hardware import Hardware
 from jettison.verbs.side_by_side import ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
 
@@ -35,6 +37,9 @@ def verify(
     plan: Plan | None = None,
     handle: Applied | None = None,
     compile: str | None = None,
+    offload: bool = False,
+    host_budget: str | int | None = None,
+    hardware: Hardware | str | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
@@ -57,6 +62,8 @@ def verify(
         handle: what `auto_checkpoint` or `apply` gave; it stays on.
         compile: as for `auto_checkpoint`. Where blocks run compiled, so do those of the copy: what compilation itself
             changes is not held against the plan, and what layers hold is not observed.
+        offload, hardware: with a budget, as for `auto_checkpoint`.
+        host_budget: with a budget or a plan that moves tensors to the host, what pinned memory may take there.
         optimizer: over the model's parameters.
         holds_output: as for `auto_checkpoint`: whether the loop holds the model's output to the end of the step.
 
@@ -81,11 +88,14 @@ def verify(
             holds_output=holds_output,
             gradients_held=False,
             compile=compile,
+            offload=offload,
+            host_budget=host_budget,
+            hardware=hardware,
             progress=progress,
         )
     elif plan is not None:
         progress("applying the plan")
-        applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile)
+        applied = apply(model, plan=plan, batch=batch, loss_fn=loss_fn, compile=compile, host_budget=host_budget)
     assert applied is not None
     try:
         plain_side = Side(
@@ -159,12 +169,16 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, .
     inputs = {c.name: traced.classes[c.class_key].trace.inputs for c in traced.calls}
 
     def kept(name: str, program: Program) -> frozenset[int]:
-        again = {position for position, _ in regions[name].way.link.inputs}
-        chosen = regions[name].way.policy.kept(program)
+        way = regions[name].way
+        again = {position for position, _ in way.link.inputs}
+        chosen = way.policy.kept(program) - moved(name, program)
         return chosen - {b for b, position in inputs.get(name, {}).items() if position in again}
 
+    def moved(name: str, program: Program) -> frozenset[int]:
+        return frozenset() if regions[name].way.stays else offloaded_by(regions[name].way.policy, program)
+
     programs = {call.name: traced.program(call) for call in traced.calls}
-    words = {n: str(policy_word(p, regions[n].way.policy.kept(p))) for n, p in programs.items()}
+    words = {n: str(policy_word(p, regions[n].way.policy.kept(p), moved(n, p))) for n, p in programs.items()}
     words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)

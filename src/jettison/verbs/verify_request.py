@@ -35,10 +35,16 @@ def prove(
     budget: str | None = None,
     recompute: str | None = None,
     given: Given | None = None,
+    offload: bool = False,
+    host_budget: str | None = None,
+    gpu: str | None = None,
     rounds: int = 8,
     progress: Progress = silent,
 ) -> Proof:
     """Build the real model and verify a plan, a budget, a policy, or what it does already; exactly one is given.
+
+    Args:
+        offload: under the budget, tensors may also wait on the host; ``gpu`` names the link where there is none here.
 
     Raises:
         UsageError: not exactly one of them, or no such model.
@@ -47,6 +53,11 @@ def prove(
     """
     if sum(asked is not None for asked in (plan, budget, recompute, given)) != 1:
         raise UsageError("verify needs exactly one of a plan file, --budget, --recompute and --given")
+    for flag, asked in (("--offload", offload), ("--gpu", gpu)):
+        if asked and budget is None:
+            raise UsageError(f"got {flag} without --budget: what is moved is chosen under a budget")
+    if host_budget is not None and not offload and plan is None:
+        raise UsageError(f"got --host-budget {host_budget}, and nothing goes to the host; give --offload, or a plan")
     if budget is not None:
         parse_bytes(budget)
     progress("building the model")
@@ -58,7 +69,16 @@ def prove(
         plain = None if given.against is None else load(replace(request, model=given.against), fake=False).model
         return verify_given(loaded.model, loaded.batch, step=step, against=plain, **more)
     if recompute is None:
-        return verify(loaded.model, loaded.batch, plan=plan, budget=budget, **more)
+        return verify(
+            loaded.model,
+            loaded.batch,
+            plan=plan,
+            budget=budget,
+            offload=offload,
+            host_budget=host_budget,
+            hardware=gpu,
+            **more,
+        )
     with apply(loaded.model, recompute, batch=loaded.batch, loss_fn=loaded.loss_fn) as handle:
         return verify(loaded.model, loaded.batch, handle=handle, **more)
 
