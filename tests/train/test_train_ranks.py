@@ -19,6 +19,7 @@ from typing import Literal
 
 import pytest
 
+from jettison.solve.plan import Plan
 from jettison.train.recipe import (
     BatchSection,
     CheckpointSection,
@@ -168,6 +169,25 @@ def test_tensor_parallel_ranks_under_a_budget(tmp_path: Path) -> None:
     expected = curve(tmp_path / "alone")
     for step, values in (curve(tmp_path / "some") | curve(tmp_path / "shared")).items():
         assert values == pytest.approx(expected[step], rel=2e-4)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_parameters_send_tensors_to_their_host(tmp_path: Path, slow_memory: Path) -> None:
+    made = recipe(tmp_path / "plain", steps=3)
+    made = replace(made, model=ModelSection(architecture="gpt", layers=4, hidden=64, heads=4, dropout=0.1))
+    made = replace(made, batch=BatchSection(global_batch=8, micro_batch=4, seq=64), layout=LayoutSection(zero=3))
+    code, out = finished(made, tmp_path / "plain")
+    assert code == 0, out
+    log = LogSection(folder=str(tmp_path / "sent" / "log"))
+    section = PlanSection(budget="4.4MiB", offload=True, gpu=str(slow_memory))
+    made = replace(made, checkpoint=CheckpointSection(), plan=section, log=log)
+    code, out = finished(made, tmp_path / "sent")
+    assert code == 0, out
+    assert curve(tmp_path / "sent") == curve(tmp_path / "plain")
+    plan = Plan.from_json((tmp_path / "sent" / "log" / "plan.json").read_text())
+    assert any(entry.offloaded for entry in plan.layers)
+    end = json.loads((tmp_path / "sent" / "log" / "log.jsonl").read_text().splitlines()[-1])
+    assert max(end["second_step_peak_bytes"].values()) <= 4.4 * 2**20
 
 
 def test_four_ranks_change_their_layout_and_keep_their_curve(tmp_path: Path) -> None:

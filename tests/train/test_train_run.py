@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,6 +23,7 @@ from torch import nn
 
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.parse_units import parse_bytes
+from jettison.solve.plan import Plan
 from jettison.spec.presets import preset
 from jettison.train.failures import RankLost
 from jettison.train.log import RunLog
@@ -224,6 +226,34 @@ def test_gradients_that_are_added_up_are_in_the_budget(tmp_path: Path) -> None:
     result = train(gpt(tmp_path / "some", batch=batch, plan=PlanSection(budget=f"{budget}B")))
     assert result.second_step_peaks is not None and result.second_step_peaks.peak_bytes <= budget
     assert result.second_step_peaks.peak_bytes == pytest.approx(result.predicted_peak_bytes, rel=0.02)
+
+
+def test_under_a_budget_tensors_may_wait_on_the_host(tmp_path: Path, smallest: int, slow_memory: Path) -> None:
+    plain = train(gpt(tmp_path / "plain"))
+    assert plain.second_step_peaks is not None
+    middle = (smallest + plain.second_step_peaks.peak_bytes) // 2
+    section = PlanSection(budget=f"{middle}B", offload=True, host_budget="2MiB", gpu=str(slow_memory))
+    result = train(gpt(tmp_path / "sent", plan=section))
+    assert curve(tmp_path / "sent") == curve(tmp_path / "plain")
+    made = Plan.from_json((tmp_path / "sent" / "log" / "plan.json").read_text())
+    assert any(entry.offloaded for entry in made.layers)
+    assert 0 < made.predicted.host_bytes <= 2 * MIB
+    assert result.second_step_peaks is not None and result.second_step_peaks.peak_bytes <= middle
+    assert result.second_step_peaks.peak_bytes == pytest.approx(made.predicted.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"offload": True}, "plan.offload: what moves to the host is chosen under a budget"),
+        ({"budget": "1GiB", "host_budget": "1MiB"}, "plan.host_budget: got '1MiB', and nothing goes to the host"),
+        ({"budget": "1GiB", "gpu": "h100-80gb"}, "plan.gpu: got 'h100-80gb', which is for plan.offload = true"),
+        ({"budget": "1GiB", "offload": True, "host_budget": "many"}, "got 'many'"),
+    ],
+)
+def test_a_section_that_means_nothing_is_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        PlanSection(**section)
 
 
 def test_a_policy_is_applied_and_counted(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Levels
 from jettison.solve.policy import SMALLEST_BYTES, can_move
 from jettison.solve.problem import Link, StepProblem
-from jettison.spec.hardware import Hardware
+from jettison.spec.hardware import Hardware, hardware
 from jettison.units import format_bytes
 
 SEND: Final = "-send-"
@@ -73,10 +73,19 @@ class Host:
         return Link(bytes_per_second=self.bytes_per_second, host_budget_bytes=limit_bytes, hides=self.hides)
 
 
+def hardware_of(given: Hardware | str | None) -> Hardware | None:
+    """By name or file, or as it is.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    return hardware(given) if isinstance(given, str) else given
+
+
 def host_of(
     offload: bool,
     host_budget: str | int | None,
-    hardware: Hardware | None,
+    given: Hardware | None,
     device: torch.device,
     *,
     elsewhere: bool = False,
@@ -84,7 +93,8 @@ def host_of(
     """The host as a caller describes it; None where nothing may be offloaded.
 
     Args:
-        elsewhere: the plan is for the hardware's own host, where its file says what that has.
+        given: states the link.
+        elsewhere: the plan is for the host of what is given, where its file says what that has.
 
     Raises:
         UsageError: a budget and nothing to use it, more than the machine has, or a link that nobody knows.
@@ -96,24 +106,24 @@ def host_of(
             )
         return None
     budget = None if host_budget is None else parse_bytes(host_budget)
-    left = hardware.host_memory_bytes if elsewhere and hardware is not None else None
-    whose = "this machine" if left is None or hardware is None else f"the host of {hardware.name}"
+    left = given.host_memory_bytes if elsewhere and given is not None else None
+    whose = "this machine" if left is None or given is None else f"the host of {given.name}"
     if left is None:
         with contextlib.suppress(UsageError):  # the system does not say
             left = left_on_host()
     if budget is not None and left is not None and budget > left:
         raise UsageError(f"got host_budget={host_budget!r}; {whose} has {format_bytes(left)} for it. Give at most that")
     return Host(
-        bytes_per_second=_link_speed(hardware, device),
+        bytes_per_second=_link_speed(given, device),
         budget_bytes=left if budget is None else budget,
         device=device,
-        hides=hardware is None or not hardware.synchronous,
+        hides=given is None or not given.synchronous,
     )
 
 
-def _link_speed(hardware: Hardware | None, device: torch.device) -> float:
-    if hardware is not None:
-        return 1 / host_seconds(1, hardware)
+def _link_speed(given: Hardware | None, device: torch.device) -> float:
+    if given is not None:
+        return 1 / host_seconds(1, given)
     if device.type == "cuda":
         from jettison.calibrate.session import host_link
 

@@ -24,7 +24,7 @@ from jettison.planner.budget import budget_of, of_reserved
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.described import OneModel
 from jettison.planner.handle import Applied, follow_loop
-from jettison.planner.host import host_of
+from jettison.planner.host import hardware_of, host_of
 from jettison.planner.own_step import auto_checkpoint_step, checked_step, is_wrapped
 from jettison.planner.planner import make_planner
 from jettison.planner.readiness import check_model, check_optimizer
@@ -35,7 +35,6 @@ from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
-from jettison.spec.hardware import hardware as hardware_named
 
 
 def trace(
@@ -308,11 +307,6 @@ def auto_checkpoint(
         plans.begin(one.calls[0], one.traces, [applied.plan])
     follow_loop(applied, replace(budget, nbytes=budget_bytes), optimizer, plans=plans, by_itself=True)
     return applied
-
-
-def hardware_of(given: Hardware | str | None) -> Hardware | None:
-    """By name, or as it is."""
-    return hardware_named(given) if isinstance(given, str) else given
 
 
 def _sequence(name: str, given: Any) -> tuple[Any, ...]:

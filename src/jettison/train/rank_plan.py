@@ -19,9 +19,11 @@ from jettison.parse_units import parse_bytes
 from jettison.planner.apply import agreed, apply, apply_from_another_rank, likeness
 from jettison.planner.compile_blocks import compile_settings, survey_blocks
 from jettison.planner.handle import Applied
+from jettison.planner.host import hardware_of, host_of
 from jettison.planner.parts import plan_parts
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress
+from jettison.runtime.offload_setup import place_of
 from jettison.solve.plan import Plan
 from jettison.train.log import plan_name
 from jettison.train.recipe import PlanSection
@@ -101,22 +103,41 @@ def decide(parts: Sequence[RankModule], section: PlanSection, dry_step: DryStep 
     traces = [_trace(part) for part in parts]
     progress("planning")
     counts = [part.in_flight for part in parts]
-    made = plan_parts(traces, counts, dry_step, parse_bytes(section.budget), progress=progress)
+    device = hardware_of(section.gpu)
+    host = host_of(section.offload, section.host_budget, device, place_of(parts[0].model))
+    budget_bytes = parse_bytes(section.budget)
+    made = plan_parts(traces, counts, dry_step, budget_bytes, hardware=device, host=host, progress=progress)
     return Decision(plans=tuple(made), likenesses=tuple(map(likeness, traces)))
 
 
-def carry_out(parts: Sequence[RankModule], decision: Decision) -> int:
-    """Do it to this rank's modules; FLOPs that backwards of a micro-batch then compute again."""
+def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str | None) -> int:
+    """Do it to this rank's modules; FLOPs that backwards of a micro-batch then compute again.
+
+    Args:
+        host_budget: what they may pin together.
+
+    Raises:
+        HostBudgetExceeded: they need more, or the host has less.
+    """
+    room = None if host_budget is None else parse_bytes(host_budget) // len(parts)
     if decision.policy is not None:
         word = decision.policy
         return sum(
             _recomputed_flops(
-                apply(p.model, word, batch=p.batch, loss_fn=p.loss_fn, regions=p.regions, compile=p.compile)
+                apply(
+                    p.model,
+                    word,
+                    batch=p.batch,
+                    loss_fn=p.loss_fn,
+                    regions=p.regions,
+                    compile=p.compile,
+                    host_budget=room,
+                )
             )
             for p in parts
         )
     return sum(
-        _recomputed_flops(_apply(part, plan, like))
+        _recomputed_flops(_apply(part, plan, like, room))
         for part, plan, like in zip(parts, decision.plans, decision.likenesses, strict=True)
     )
 
@@ -148,14 +169,15 @@ def _from_file(path: Path, part: RankModule) -> tuple[Plan, str]:
     return plan, likeness(traced)
 
 
-def _apply(part: RankModule, plan: Plan, like: str) -> Applied:
+def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied:
     """The planning rank's plan on this rank's programs.
 
     Raises:
         PlanMismatch: this rank's model is another one, or ranks would not run the same.
     """
     with Agreement(groups_for(part.model, None)) as agreement:
-        return agreed(apply_from_another_rank(part.model, _trace(part), plan, like), agreement)
+        applied = apply_from_another_rank(part.model, _trace(part), plan, like, host_budget_bytes=room)
+        return agreed(applied, agreement)
 
 
 def _trace(part: RankModule) -> ModelTrace:

@@ -259,7 +259,11 @@ class LayoutSection:
 class PlanSection:
     """At most one of: a ``budget`` for one rank's peak ("2GiB"), a plan ``file``, a ``policy`` word.
 
-    ``file`` may be the log folder of a run that was planned; where there is a pipeline it has to be.
+    Args:
+        file: may be the log folder of a run that was planned; where there is a pipeline it has to be.
+        offload: under a budget, tensors may also wait on the host.
+        host_budget: what pinned memory of one rank may take there; left out, its part of what the host has.
+        gpu: with ``offload``, a name or file that states the link to the host; on CUDA it is measured otherwise.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -267,12 +271,22 @@ class PlanSection:
     budget: str | None = None
     file: str | None = None
     policy: str | None = None
+    offload: bool = False
+    host_budget: str | None = None
+    gpu: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.given) > 1:
             raise UsageError(f"got {' and '.join(self.given)}; expected at most one of budget, file and policy")
-        if self.budget is not None:
-            parse_bytes(self.budget)
+        for quantity in (self.budget, self.host_budget):
+            if quantity is not None:
+                parse_bytes(quantity)
+        if self.offload and self.budget is None:
+            raise UsageError("plan.offload: what moves to the host is chosen under a budget; give plan.budget as well")
+        if self.gpu is not None and not self.offload:
+            raise UsageError(f"plan.gpu: got {self.gpu!r}, which is for plan.offload = true; leave it away")
+        if self.host_budget is not None and not (self.offload or self.file or self.policy):
+            raise UsageError(f"plan.host_budget: got {self.host_budget!r}, and nothing goes to the host")
 
     @property
     def given(self) -> tuple[str, ...]:

@@ -283,7 +283,7 @@ def _plan(
     stages = range(places.layout.pp) if world.leads else (places.stage,)
     made: list[Decision] = [world.told(f"plan of stage {stage}") for stage in stages]
     decision = made[0]
-    flops = world.together(lambda: carry_out(parts, decision))
+    flops = world.together(lambda: carry_out(parts, decision, wanted.host_budget))
     rounds = range(len(decision.plans))  # chunks go round the stages
     return Planned(
         recomputed_flops=flops,
