@@ -6,12 +6,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.errors import HostBudgetExceeded, UsageError
 from jettison.runtime import host_memory
-from jettison.runtime.accelerator import Accelerator
 from jettison.runtime.device import Imagined, Slab
 from jettison.runtime.host_pool import ALIGNMENT_BYTES, FirstFit, HostPool, Lifetime, laid_out
 
@@ -22,10 +22,12 @@ class Rounding(Imagined):
     """Pins as torch's allocator does, and remembers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(torch.device("cuda"))
         self.pinned: list[int] = []
+        self.waited: list[object] = []
 
-    rounded = Accelerator.rounded
+    def wait(self, stream: object, event: object) -> None:
+        self.waited.append(event)
 
     def pin(self, nbytes: int) -> Slab:
         self.pinned.append(nbytes)
@@ -99,6 +101,23 @@ def test_more_than_was_planned_takes_one_more_slab() -> None:
     assert first[0].slab is first[1].slab is not second.slab
     assert device.pinned == [3 * UNIT, 3 * UNIT]
     assert pool.real_bytes == 8 * UNIT
+
+
+def test_a_larger_step_has_a_slab_in_the_place_of_the_first_one() -> None:
+    """Once the copies that still read it are over; a smaller step needs none of its own."""
+    device = Rounding()
+    pool = HostPool(device, 16 * UNIT, left=None)
+    pool.reserve(4 * UNIT)
+    pool.give(pool.take(UNIT), "read")
+    pool.reserve(3 * UNIT)
+    assert device.pinned == [4 * UNIT]
+    pool.reserve(9 * UNIT)
+    assert device.pinned == [4 * UNIT, 9 * UNIT] and device.waited == ["read"]
+    assert pool.real_bytes == 16 * UNIT
+    taken = pool.take(UNIT)
+    with pytest.raises(HostBudgetExceeded):
+        pool.reserve(17 * UNIT)  # what is taken stays
+    assert taken.slab.real_bytes == 16 * UNIT
 
 
 def test_what_pinning_rounds_up_to_is_what_counts() -> None:
