@@ -189,6 +189,7 @@ class CompiledRegion(PlannedForward):
             slots_dropped=len(program.saved_buffers() - kept),
             slots_parameter=len(program.needed_buffers() - program.saved_buffers()),
             slots_offloaded=0,
+            slots_packed=0,
             kept_bytes=program.kept_bytes(kept),
             host_bytes=0,
             recomputed_ops=tuple(program.ops[i].name for i in again),

@@ -19,10 +19,11 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import Diverged, Frame, Handle, Held
+from jettison.runtime.frame import AWAY, Diverged, Frame, Handle, Held
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
+from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import Recipe, SlotAction
 from jettison.runtime.witness import Witness
 
@@ -81,7 +82,7 @@ class ActiveFrame(Frame):
             Diverged: it is not.
         """
         assert self.boxes is not None
-        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in ("drop", "offload") for n in slot.boxes}
+        wanted = {n for slot in self.recipe.slots[: self.index] if slot.kind in AWAY for n in slot.boxes}
         if any(type(box := self.boxes[n]) is not Handle and box.is_empty for n in wanted):
             raise Diverged(self.broken)
         self.boxes = None
@@ -89,7 +90,7 @@ class ActiveFrame(Frame):
     def hold(self, n: int, tensor: Tensor) -> None:
         """As any frame's, and no op of the model's. What the model was given lives anyway, and does not move."""
         assert self.boxes is not None
-        if type(box := self.boxes[n]) is Transit and storage_of(tensor) in running()[0].given:
+        if type(box := self.boxes[n]) in (Transit, Packed) and storage_of(tensor) in running()[0].given:
             box.stay()
         if self.check is None:
             super().hold(n, tensor)

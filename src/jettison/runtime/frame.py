@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,13 @@ from jettison.capture.tensor_subclasses import arrived, plain, storage_of, versi
 from jettison.errors import WrongValue
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
+from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction, get_state, in_a_copy, run_step, set_state, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
+
+AWAY: Final = frozenset({"drop", "offload", "pack"})
+"""Kinds of slots that leave a handle in the place of their tensor."""
+CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
 class Diverged(Exception):
@@ -68,6 +74,12 @@ class Box:
         self.version = version_of(tensor)
 
 
+def _box(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit | Packed:
+    if buffer in recipe.moved:
+        return Transit(recipe.moved[buffer], group)
+    return Packed(recipe.packed[buffer]) if buffer in recipe.packed else Box()
+
+
 class Handle:
     """A slot that is not held. Owns the boxes that its recipe reads, and a witness of what was there."""
 
@@ -77,7 +89,7 @@ class Handle:
         self,
         frame: Frame,
         slot: SlotAction,
-        boxes: tuple[Box | Transit | Handle, ...],
+        boxes: tuple[Box | Transit | Packed | Handle, ...],
         witness: Witness | None = None,
         index: int = -1,
     ) -> None:
@@ -128,9 +140,7 @@ class Frame:
         self.index = 0
         self.group = group  # of what moves; None where nothing can
         goes = group if moves else None
-        self.boxes: list[Any] | None = [
-            Box() if (move := recipe.moved.get(b)) is None else Transit(move, goes) for b in recipe.boxes
-        ]
+        self.boxes: list[Any] | None = [_box(recipe, b, goes) for b in recipe.boxes]
         self.memo: dict[int, Tensor] = {}
         self.counts: dict[int, int] | None = None
         # the tensor itself, as autograd would hold it; under FSDP the table has another one at other times
@@ -195,7 +205,7 @@ class Frame:
                 f"saved tensor {self.index - 1} is {tuple(inner.shape)} {inner.dtype}, "
                 f"recorded was {ref.size} {ref.dtype}"
             )
-        if slot.kind in ("drop", "offload"):
+        if slot.kind in AWAY:
             boxes = self.boxes
             assert boxes is not None
             if slot.fill is not None:
@@ -273,7 +283,7 @@ class Frame:
         """What to raise where a tensor came back as another one."""
         slot = self.recipe.trace.program.slots[handle.index]
         where = ".".join(filter(None, (self.name, slot.path))) or "the model"
-        came = "came back from the host" if handle.slot.kind == "offload" else "was computed again for backward"
+        came = CAME.get(handle.slot.kind, "was computed again for backward")
         return WrongValue(
             f"saved tensor {slot.index} of {where} (shape {slot.shape}, {slot.dtype}, after {slot.op or 'the start'}) "
             f"{came} and is not what forward had"
@@ -299,7 +309,7 @@ class Frame:
         if isinstance(box, Handle):
             tensor = self.memo[buffer] = plain(box.frame.recompute(box))
             return tensor
-        if isinstance(box, Transit):
+        if isinstance(box, Transit | Packed):
             if box.is_empty:
                 raise self.lost(handle)
             tensor = self.memo[buffer] = box.open()

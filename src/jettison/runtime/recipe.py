@@ -30,6 +30,7 @@ from jettison.capture.signature import Switches, switched
 from jettison.errors import TraceError
 from jettison.ledger.program import Source
 from jettison.runtime.moves import Move, moves_of
+from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.random_states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
 
@@ -56,12 +57,14 @@ class RecipeStep:
 
 @dataclass
 class SlotAction:
-    """What happens to one saved slot: ``parameter`` (passed through), ``keep``, ``drop`` or ``offload``."""
+    """What happens to one saved slot: ``parameter`` (passed through), ``keep``, ``drop``, ``pack`` or ``offload``."""
 
     kind: str
     ref: TensorRef
     parameter: str = ""
-    boxes: tuple[int, ...] = ()  # box numbers that a dropped slot's recipe reads, or where what has moved is found
+    boxes: tuple[
+        int, ...
+    ] = ()  # box numbers that a dropped slot's recipe reads, or where what has moved or is packed is found
     view: TensorRef | None = None  # how the slot views what backward gets; None where it is that tensor
     fill: int | None = None  # box number that this slot fills
     hollow: bool = False  # nothing is ever written there, and bits that are chance cannot be compared
@@ -85,6 +88,7 @@ class Recipe:
     parameters: dict[int, str]  # buffers that recipes read by name
     recomputed_ops: tuple[int, ...]
     moved: dict[int, Move] = field(default_factory=dict)  # kept buffers that go to the host
+    packed: dict[int, Pack] = field(default_factory=dict)  # kept buffers that take fewer bytes meanwhile
     slots: list[SlotAction] = field(default_factory=list)
     steps: dict[int, RecipeStep] = field(default_factory=dict)  # by op index
     from_inputs: list[tuple[int, int]] = field(default_factory=list)  # (box, leaf position)
@@ -96,7 +100,8 @@ class Recipe:
 
     def held_bytes(self, *, moves: bool = True) -> int:
         """Bytes on the device between forward and backward; in a call that moves nothing, also what else would go."""
-        return self.trace.program.kept_bytes(self.kept - self.moved.keys() if moves else self.kept)
+        whole = self.kept - self.packed.keys() - (self.moved.keys() if moves else set())
+        return self.trace.program.kept_bytes(whole) + sum(pack.nbytes for pack in self.packed.values())
 
     @cached_property
     def host_bytes(self) -> int:
@@ -116,6 +121,7 @@ def compile_recipe(
     linked: frozenset[int] = frozenset(),
     handed: frozenset[int] = frozenset(),
     offloaded: frozenset[int] = frozenset(),
+    packed: frozenset[int] = frozenset(),
 ) -> Recipe:
     """Turn a decision into actions.
 
@@ -125,6 +131,7 @@ def compile_recipe(
         handed: output leaves that the block after asks for in the same way. Those that cannot be computed again are
             left out, and the block after holds them.
         offloaded: those of ``kept`` that go to the host. What cannot move stays.
+        packed: of the others, those that are packed. What loses by it stays as it is.
 
     Raises:
         ValueError: a saved buffer can be neither kept nor computed (from `Program.recompute_set`).
@@ -149,24 +156,23 @@ def compile_recipe(
     parameters = {
         b: trace.names[b] for b in set(reads) - makers.keys() if program.buffers[b].source is Source.PARAMETER
     }
-    moved = moves_of(
-        trace,
-        offloaded & kept,
-        reads=_views_read(trace, again),
-        written=frozenset(old for call in trace.calls for old, _ in call.written) | trace.written_later,
-    )
-    boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links | moved.keys())
+    views = _views_read(trace, again)
+    written = frozenset(old for call in trace.calls for old, _ in call.written) | trace.written_later
+    moved = moves_of(trace, offloaded & kept, reads=views, written=written)
+    packs = packs_of(trace, packed & kept - moved.keys(), reads=views, written=written)
+    boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links | moved.keys() | packs.keys())
     box_of = {b: n for n, b in enumerate(boxes)}
     recipe = Recipe(
         trace=trace,
         kept=kept,
         makers=makers,
-        counts={b: uses[b] for b in (*makers, *links, *moved)},
+        counts={b: uses[b] for b in (*makers, *links, *moved, *packs)},
         boxes=boxes,
         box_of=box_of,
         parameters=parameters,
         recomputed_ops=again,
         moved=moved,
+        packed=packs,
         links={b: box_of[b] for b in links},
     )
     _fill(recipe, asked)
@@ -218,9 +224,9 @@ def _slot_action(
     buffer, trace = ref.buffer, recipe.trace
     if buffer in recipe.links:
         return SlotAction("drop", ref, boxes=(recipe.links[buffer],), view=within(trace, ref))
-    if buffer in recipe.moved:
-        box = recipe.box_of[buffer]
-        return SlotAction("offload", ref, boxes=(box,), view=_seen(recipe, ref), fill=unfilled.pop(buffer, None))
+    if buffer in recipe.moved or buffer in recipe.packed:
+        kind, box = "offload" if buffer in recipe.moved else "pack", recipe.box_of[buffer]
+        return SlotAction(kind, ref, boxes=(box,), view=_seen(recipe, ref), fill=unfilled.pop(buffer, None))
     if buffer in recipe.makers:
         view = None if sources.get(buffer) == ref else ref
         return SlotAction("drop", ref, boxes=closures[recipe.makers[buffer]], view=view, hollow=buffer in trace.hollow)
@@ -301,8 +307,9 @@ def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
 
 
 def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
-    """As `within`, and counted from where a move begins if the buffer is one that moves."""
-    move = recipe.moved.get(ref.buffer)
+    """As `within`, and counted from where a move begins if the buffer is one that moves, or is packed."""
+    pack = recipe.packed.get(ref.buffer)
+    move = recipe.moved.get(ref.buffer) if pack is None else pack.move
     if move is None:
         return within(recipe.trace, ref)
     offset = ref.offset - move.begin // ref.dtype.itemsize

@@ -29,7 +29,7 @@ from jettison.runtime.graph_fingerprint import Print
 from jettison.runtime.recipe import Recipe, compile_recipe
 from jettison.runtime.value_reads import reads_hold
 from jettison.runtime.way import Way
-from jettison.solve.policy import Offload, offloaded_by
+from jettison.solve.policy import Offload, offloaded_by, packed_by
 
 GIVE_UP_AFTER = 8  # runs of one signature that were not as recorded, before it is left without a recording
 WRITTEN_LATER = "others write to its arguments or results before backward"
@@ -281,6 +281,7 @@ class Recordings:
             linked=self.way.linked,
             handed=self.way.handed,
             offloaded=offloaded_by(policy, trace.program) - trace.buffers_at(self.way.lives),
+            packed=packed_by(policy, trace.program) - trace.buffers_at(self.way.lives),
         )
         prepared = self.prepared[self.number, key] = Prepared(recipe=recipe)
         return prepared

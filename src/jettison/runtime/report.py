@@ -11,7 +11,7 @@ from jettison.runtime.recipe import Recipe
 @dataclass(frozen=True, kw_only=True)
 class SlotReport:
     """What happened to one tensor that autograd saved: ``keep``, ``drop`` (computed again), ``offload`` (it
-    waits on the host) or ``parameter``.
+    waits on the host), ``pack`` (it waits in fewer bytes) or ``parameter``.
     """
 
     index: int
@@ -50,6 +50,7 @@ class RegionReport:
     slots_dropped: int
     slots_parameter: int
     slots_offloaded: int
+    slots_packed: int
     kept_bytes: int
     host_bytes: int
     recomputed_ops: tuple[str, ...] = field(default=())
@@ -70,6 +71,7 @@ class RegionReport:
             slots_dropped=kinds.count("drop"),
             slots_parameter=kinds.count("parameter"),
             slots_offloaded=kinds.count("offload"),
+            slots_packed=kinds.count("pack"),
             kept_bytes=recipe.held_bytes(moves=not stays) if recipe else 0,
             host_bytes=recipe.host_bytes if recipe and not stays else 0,
             recomputed_ops=tuple(ops[i].name for i in recipe.recomputed_ops) if recipe else (),

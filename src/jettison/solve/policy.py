@@ -58,6 +58,19 @@ def offloaded_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
     return policy.offloaded(program) if isinstance(policy, OffloadPolicy) else frozenset()
 
 
+@runtime_checkable
+class PackPolicy(CheckpointPolicy, Protocol):
+    """Also decides what of that waits in fewer bytes, where nothing is lost by it."""
+
+    def packed(self, program: Program) -> frozenset[int]:
+        """Of the kept buffers, those to pack. What would lose anything stays as it is."""
+
+
+def packed_by(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
+    """Of the kept buffers, those that a policy packs; most policies pack none."""
+    return policy.packed(program) if isinstance(policy, PackPolicy) else frozenset()
+
+
 def can_move(program: Program, b: int) -> bool:
     """Whether a buffer is the region's own. Parameters, arguments that many regions share and tensors that came by
     other ways live anyway, and random states are small.
@@ -162,9 +175,25 @@ class Offload:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """What another policy keeps waits in fewer bytes where nothing is lost by it."""
+
+    keeps: CheckpointPolicy = KeepAll()
+    word: str = "pack"
+
+    def kept(self, program: Program) -> frozenset[int]:
+        return self.keeps.kept(program)
+
+    def packed(self, program: Program) -> frozenset[int]:
+        """See `PackPolicy`."""
+        return self.kept(program)
+
+
+@dataclass(frozen=True, slots=True)
 class Exactly:
     """A decision made before: these buffers of this program, and of the same ops on other shapes; any other program
-    falls back to ``otherwise``. Of the buffers, those in ``moved`` wait on the host.
+    falls back to ``otherwise``. Of the buffers, those in ``moved`` wait on the host, and those in ``narrowed`` in fewer
+    bytes.
     """
 
     digest: str
@@ -173,6 +202,7 @@ class Exactly:
     form: str = ""
     word: str = "mixed"
     moved: frozenset[int] = frozenset()
+    narrowed: frozenset[int] = frozenset()
 
     def kept(self, program: Program) -> frozenset[int]:
         if program.digest() == self.digest:
@@ -183,9 +213,14 @@ class Exactly:
 
     def offloaded(self, program: Program) -> frozenset[int]:
         """See `OffloadPolicy`."""
-        if program.digest() == self.digest or (self.form and program.form() == self.form):
-            return self.moved & self.kept(program)
-        return offloaded_by(self.otherwise, program)
+        return self.moved & self.kept(program) if self._knows(program) else offloaded_by(self.otherwise, program)
+
+    def packed(self, program: Program) -> frozenset[int]:
+        """See `PackPolicy`."""
+        return self.narrowed & self.kept(program) if self._knows(program) else packed_by(self.otherwise, program)
+
+    def _knows(self, program: Program) -> bool:
+        return program.digest() == self.digest or bool(self.form and program.form() == self.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +378,7 @@ NAMED: dict[str, CheckpointPolicy] = {
         Selective(),
         Offload(),
         Offload(keeps=Full(), word="full-offload"),
+        Packing(),
     )
 }
 

@@ -1,0 +1,170 @@
+"""Masks wait as bits and indices in few bytes, to the bit; what could lose anything stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+import jettison
+from jettison.capture.tracer import trace_model
+from jettison.measure import compare_gradients, independent_copy, measured_peak
+from jettison.measure.memory import static_tensors
+from jettison.runtime import packing
+from jettison.runtime.packing import bits_of, from_bits, packs_into
+from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
+from support.stacks import ROWS, WIDTH, Block, rows, stack
+from support.training import adamw, assert_same, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@given(st.lists(st.booleans(), max_size=200), st.integers(0, 9), st.sampled_from([8, 64, 1 << 23]))
+def test_bits_come_back(drawn: list[bool], offset: int, chunk: int) -> None:
+    whole = torch.tensor([False] * offset + drawn, dtype=torch.bool).view(torch.uint8)
+    usual, packing.CHUNK_BYTES = packing.CHUNK_BYTES, chunk  # type: ignore[misc]
+    try:
+        packed = bits_of(whole[offset:])
+        assert packed.numel() == -(-len(drawn) // 8)
+        assert [bool(byte >> i & 1) for byte in packed.tolist() for i in range(8)][: len(drawn)] == drawn
+        assert torch.equal(from_bits(packed, len(drawn)), whole[offset:])
+    finally:
+        packing.CHUNK_BYTES = usual  # type: ignore[misc]
+
+
+class Dropped(Block):
+    def inner(self, h: Tensor) -> Tensor:
+        return torch.native_dropout(h, 0.3, True)[0]
+
+
+class Chosen(Block):
+    def inner(self, h: Tensor) -> Tensor:
+        return torch.where(h > 0.1, h * 2, h.sin())
+
+
+class Masked(Block):
+    """The mask is seen as another shape, and from its second row on."""
+
+    def inner(self, h: Tensor) -> Tensor:
+        mask = (h < 0).view(WIDTH, ROWS)[1:]
+        return h + h.view(WIDTH, ROWS)[1:].masked_fill(mask, 0.5).sum()
+
+
+class Pooled(Block):
+    def inner(self, h: Tensor) -> Tensor:
+        return functional.interpolate(functional.max_pool2d(h[None, None], 2), scale_factor=2)[0, 0]
+
+
+class Sorted(Block):
+    def inner(self, h: Tensor) -> Tensor:
+        return h.sort(dim=-1, stable=True)[0] + h.topk(WIDTH, -1)[0].flip(-1) + h.max(0)[0]
+
+
+@pytest.mark.parametrize("block", [Dropped, Chosen, Masked, Pooled, Sorted])
+def test_what_is_packed_is_what_was_there(block: type[Block]) -> None:
+    model, batches = stack(block), [rows(n) for n in range(3)]
+    plain = independent_copy(model)
+    with jettison.apply(model, "pack", batch=rows()) as handle:
+        got = train(model, batches, optimizer=adamw(model.parameters()))
+        first = handle.report()[0]
+    assert_same(got, train(plain, batches, optimizer=adamw(plain.parameters())))
+    assert first.slots_packed > 0 and first.slots_dropped == 0
+    assert {slot.dtype.removeprefix("torch.") for slot in first.slots if slot.action == "pack"} <= {"bool", "int64"}
+
+
+def test_the_bytes_are_the_bits() -> None:
+    """Masks in the bytes of their bits; pooling a plane of 16 x 32 gives positions below 512: two bytes."""
+    for block, elements, whole, packed in ((Chosen, ROWS * WIDTH, 1, 1 / 8), (Pooled, ROWS * WIDTH // 4, 8, 2)):
+        kept = {}
+        for word in ("none", "pack"):
+            model = stack(block)
+            with jettison.apply(model, word, batch=rows()) as handle:
+                model(*rows()).backward()
+                kept[word] = handle.report()[0].kept_bytes
+        assert kept["none"] - kept["pack"] == elements * whole - elements * packed
+
+
+def test_the_peak_falls_by_them() -> None:
+    """Of twelve blocks all but the last one's masks are whole nowhere when backward begins."""
+    peaks, x = {}, (torch.randn(64 * ROWS, WIDTH),)
+    for word in ("none", "pack"):
+        model = stack(Chosen, 12)
+        with jettison.apply(model, word, batch=x):
+            model(*x).backward()
+            model.zero_grad(set_to_none=True)
+            found = measured_peak(lambda m=model: m(*x).backward(), static_tensors=static_tensors(model, x))
+            peaks[word] = found.peak_bytes
+    assert peaks["none"] - peaks["pack"] >= 10 * 64 * ROWS * WIDTH * 7 // 8
+
+
+@pytest.mark.parametrize("keeps", [KeepAll(), SelectiveOp(), Full()], ids=lambda policy: policy.word)
+def test_what_is_computed_again_reads_what_is_packed(keeps: Any) -> None:
+    model = stack(Dropped)
+    plain = independent_copy(model)
+    with jettison.apply(model, Packing(keeps=keeps), batch=rows(), check="exact"):
+        for one in (model, plain):
+            torch.manual_seed(5)
+            one(*rows()).backward()
+    assert compare_gradients(model, plain).identical
+
+
+def test_a_graph_that_is_kept_unpacks_again() -> None:
+    model = stack(Chosen)
+    plain = independent_copy(model)
+    with jettison.apply(model, "pack", batch=rows()):
+        for one in (model, plain):
+            loss = one(*rows())
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert compare_gradients(model, plain).identical
+
+
+class Scribbled(Block):
+    """Its mask is written to past the version counters: backward is to see what stands there by then."""
+
+    def inner(self, h: Tensor) -> Tensor:
+        mask = h > 0
+        out = h.masked_fill(mask, 0.0)
+        mask.data.fill_(False)
+        return out
+
+
+class Seen(Block):
+    """Bytes of a mask, and an index that could be anything."""
+
+    def inner(self, h: Tensor) -> Tensor:
+        places = torch.arange(WIDTH) * 2**40 % WIDTH
+        return h * (h > 0).view(torch.uint8) + h.index_select(1, places)
+
+
+@pytest.mark.parametrize("block", [Scribbled, Seen])
+def test_what_may_lose_something_stays(block: type[Block]) -> None:
+    model = stack(block)
+    plain = independent_copy(model)
+    with jettison.apply(model, "pack", batch=rows()) as handle:
+        for one in (model, plain):
+            one(*rows()).backward()
+        assert handle.report()[0].slots_packed == 0
+    assert compare_gradients(model, plain).identical
+
+
+def test_widths_follow_from_shapes() -> None:
+    class Wide(Block):
+        def inner(self, h: Tensor) -> Tensor:
+            tall = h.flatten().repeat(90)  # 46,080: more than two bytes count
+            return h + tall.sort()[0].sum() + tall.view(-1, 256).topk(2)[0].sum() + tall.view(-1, 512).max(1)[0].sum()
+
+    trace = trace_model(stack(Wide), rows())
+    (cls,) = trace.classes.values()
+    region = cls.trace
+    kinds = {
+        packs_into(region, ref.buffer, [ref])
+        for ref in region.slots
+        if ref.dtype is torch.int64 and region.program.buffers[ref.buffer].producer is not None
+    }
+    assert kinds == {(torch.int32,), (torch.uint8,), (torch.int16,)}
