@@ -139,8 +139,8 @@ def markdown(document: dict[str, Any]) -> str:
         "# Compiled blocks under a budget",
         "",
         f"{document['machine']}, torch {document['torch']}, {document['threads']} thread(s), {document['rounds']} "
-        f"rounds, {document['date']}. {document['size']}. Times are medians of ratios to torch's budget 1.0 in the same "
-        "round.",
+        f"rounds, {document['date']}. {document['size']}. Times are medians of ratios to torch's budget 1.0 in the "
+        "same round.",
         "",
         "| model | case | budget | predicted | peak | time | quartiles | gradients |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
