@@ -30,7 +30,7 @@ from jettison.errors import TraceError
 from jettison.measure.memory import quiet_gc
 from jettison.measure.peak import allocation_deltas
 from jettison.progress import Progress
-from jettison.runtime.compiled import compiled, one_graph
+from jettison.runtime.compiled import compiled, first_lines, one_graph
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption
 
@@ -70,7 +70,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
         try:
             block.run()
         except Exception as error:  # whatever dynamo, Inductor or the block say
-            raise TraceError(_first_lines(error)) from error
+            raise TraceError(first_lines(error)) from error
     if len(seen) != 1:
         raise TraceError(f"{len(seen)} graphs with a backward came of it; expected one")
     return CompiledProgram(program=seen[0].program, default=seen[0].kept, settings=settings)
@@ -247,11 +247,6 @@ def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"
 
 
 def options_of_levels(levels: Mapping[str, Levels]) -> tuple[RegionOption, ...]:
