@@ -35,16 +35,18 @@ from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, can_move, 
 
 RUNS_COMPILED = "it runs compiled"
 MOST_VARIANTS = 256  # of one option: shapes, and layers that differ in what Python reads; as many as dynamo has
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KNOWN = frozenset(inspect.signature(torch.compile).parameters)
 
 
 def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
     """The forward, compiled as one graph, saving what the policy says; with ``none``, as without a plan.
 
-    Instances of a class share what is compiled.
+    Instances of a class share what is compiled, but for those with hooks inside: dynamo takes them in and does not
+    look whether they are there.
     """
     shared = getattr(forward, "__func__", None)
-    if shared is None:  # of this instance alone
+    if shared is None or any(hook_tables(forward.__self__)):  # type: ignore[attr-defined]
         return _made(forward, settings, policy)
     known = _SHARED.setdefault(shared, {})
     key = (repr(settings), policy)
@@ -55,6 +57,12 @@ def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: Che
 
 _SHARED: Any = weakref.WeakKeyDictionary()
 """By function: by settings and policy what it was compiled to."""
+
+
+def hook_tables(module: object) -> list[dict[int, Any]]:
+    """Of everything inside a module, by kind. Its own hooks run around its forward."""
+    inside = list(module.modules())[1:] if isinstance(module, nn.Module) else []
+    return [vars(each)[kind] for each in inside for kind in _HOOKS]
 
 
 def _made(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
@@ -169,9 +177,15 @@ class CompiledRegion(PlannedForward):
         self.recordings.never = RUNS_COMPILED
         self.made: dict[CheckpointPolicy, Callable[..., Any]] = {}
         self.ran: set[Any] = set()  # signatures, by way
+        self.hook_tables = hook_tables(module)
+        self.hooks: list[int] = []  # there are inside
 
     def _compiled(self, policy: CheckpointPolicy) -> Callable[..., Any]:
-        """Made when it is first called."""
+        """Made when it is first called, and anew when there are other hooks inside."""
+        hooks = [id(hook) for table in self.hook_tables for hook in table.values()] if any(self.hook_tables) else []
+        if hooks != self.hooks:
+            self.made.clear()
+            self.hooks = hooks
         if policy not in self.made:
             self.made[policy] = compiled(self.own(), self.compiled.settings, policy)
         return self.made[policy]
@@ -235,6 +249,10 @@ class CompiledRegion(PlannedForward):
         super().start_over()
         self.made.clear()
         self.ran.clear()
+
+    def _forgotten(self, names: str) -> None:
+        super()._forgotten(names)
+        self.hook_tables = hook_tables(self.module)  # some may be other modules'
 
     def like(self, module: nn.Module) -> PlannedForward:
         """See `PlannedForward`."""
