@@ -29,8 +29,8 @@ from jettison.runtime.callers import is_transforming
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import Prepared
 from jettison.runtime.report import RegionReport
-from jettison.runtime.witness import Check
 from jettison.runtime.without_recipe import run_moving
+from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, can_move, offloaded_by
 
 RUNS_COMPILED = "it runs compiled"
