@@ -5,8 +5,8 @@
 Each block is compiled by itself, as torchtitan does, on both sides; what is around the blocks runs op by op. A step is
 forward and backward. For each of torch's budgets its measured peak is the budget in bytes that Jettison is given, and
 the 256 bytes that every plan leaves for what no dispatch mode sees. All cases are timed in the same interleaved rounds,
-on one thread by the processor's clock, on several by the wall's; losses and gradients are compared with those of the same compiled
-blocks without a budget, bit by bit, from one random stream.
+on one thread by the processor's clock, on several by the wall's. Losses and gradients are compared with those of the
+same compiled blocks without a budget, bit by bit, from one random stream.
 """
 
 from __future__ import annotations

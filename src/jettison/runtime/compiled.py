@@ -244,6 +244,14 @@ class CompiledRegion(PlannedForward):
         with without_our_hooks():
             return self.own()(*args, **kwargs)
 
+    def say_compiled(self) -> None:
+        """Compiling it once more is without effect."""
+        self.say_once(
+            "torch.compile",
+            "torch.compile has no effect on blocks that run under a plan: they are compiled already, as the plan has "
+            "it. To compile them otherwise, remove() the plan, call block.compile(...), and plan again",
+        )
+
     def start_over(self) -> None:
         """See `PlannedForward`."""
         super().start_over()
