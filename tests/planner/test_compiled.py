@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jettison
 from jettison.errors import UnsupportedModule, UsageError
-from jettison.runtime.compiled import CompiledRegion
+from jettison.runtime.compiled import CompiledRegion, compilations
 from support.compiled_blocks import (
     INPUT_BYTES,
     LENGTH,
@@ -43,7 +43,9 @@ def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks() -> 
     for twelfth in range(12):
         budget = least + (most + 300 - least) * twelfth // 11
         with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
+            before = compilations()
             assert equal(gradients(model, given), expected)
+            assert compilations() == before  # planning has compiled all of it
             measured.append(peak(model, given))
             assert handle.plan is not None
             assert measured[-1] <= budget
