@@ -12,69 +12,25 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import jettison
-from jettison.errors import Infeasible, UnsupportedModule, UsageError
-from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
-from jettison.runtime.compiled import CompiledRegion
+from jettison.errors import UnsupportedModule, UsageError
+from jettison.runtime.compiled import CompiledRegion, compilations
+from support.compiled_blocks import (
+    INPUT_BYTES,
+    LENGTH,
+    QUIET,
+    ROWS,
+    WIDTH,
+    batch,
+    compiled_copy,
+    equal,
+    gradients,
+    model_of,
+    peak,
+    smallest,
+)
 from support.toys import Headed, Mlp
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # of torch's own, where Inductor is first loaded
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-        "ignore:The .grad attribute of a Tensor:UserWarning",  # which dynamo looks at
-    ),
-]
-
-WIDTH, ROWS, LENGTH = 32, 8, 64
-INPUT_BYTES = ROWS * LENGTH * WIDTH * 4
-
-
-def model_of(blocks: int = 4, rate: float = 0.2) -> Headed:
-    torch.manual_seed(0)
-    return Headed([Mlp(WIDTH, 4 * WIDTH, rate) for _ in range(blocks)], WIDTH, 8)
-
-
-def batch(rows: int = ROWS) -> tuple[Tensor]:
-    return (torch.randn(rows, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1)),)
-
-
-def compiled_copy(model: Headed) -> Headed:
-    made = copy.deepcopy(model)
-    for layer in made.layers:
-        layer.compile(dynamic=False)
-    return made
-
-
-def gradients(model: nn.Module, given: Any) -> list[Tensor]:
-    torch.manual_seed(7)
-    model.zero_grad()
-    model(*given).backward()
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    return found
-
-
-def peak(model: nn.Module, given: Any) -> int:
-    def step() -> Any:
-        loss = model(*given)
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        step()
-        model.zero_grad()
-    found = measured_peak(step, static_tensors=static_tensors(model, given)).peak_bytes
-    model.zero_grad()
-    return found
-
-
-def smallest(model: nn.Module, given: Any) -> int:
-    with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, given, 1000, compile="blocks")
-    return refused.value.minimum_budget_bytes
+pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
 
 
 def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks() -> None:
@@ -87,7 +43,9 @@ def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks() -> 
     for twelfth in range(12):
         budget = least + (most + 300 - least) * twelfth // 11
         with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
-            assert all(map(torch.equal, gradients(model, given), expected))
+            before = compilations()
+            assert equal(gradients(model, given), expected)
+            assert compilations() == before  # planning has compiled all of it
             measured.append(peak(model, given))
             assert handle.plan is not None
             assert measured[-1] <= budget
@@ -121,7 +79,7 @@ def test_a_policy_says_what_a_compiled_block_keeps(word: str, kept: int) -> None
     expected = gradients(compiled_copy(model), given)
     with jettison.apply(model, word, batch=given, compile="blocks") as handle:
         assert [report.kept_bytes for report in handle.report()[:-1]] == [kept] * 4
-        assert all(map(torch.equal, gradients(model, given), expected))
+        assert equal(gradients(model, given), expected)
         saved: dict[int, int] = {}
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -146,7 +104,7 @@ def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
     assert isinstance(region, CompiledRegion)
     assert region.compiled.settings.options == (("epilogue_fusion", False),)
     assert model.layers[0]._compiled_call_impl is None
-    assert all(map(torch.equal, gradients(model, given), expected))
+    assert equal(gradients(model, given), expected)
     handle.remove()
     after = [dict(vars(module)) for module in model.modules()]
     assert [state.keys() for state in after] == [state.keys() for state in before]
@@ -176,7 +134,7 @@ def test_a_larger_batch_is_compiled_and_planned_for_when_it_comes() -> None:
     expected = gradients(compiled_copy(model), larger)
     with jettison.auto_checkpoint(model, batch(), budget, compile="blocks") as handle:
         gradients(model, batch())
-        assert all(map(torch.equal, gradients(model, larger), expected))
+        assert equal(gradients(model, larger), expected)
         assert peak(model, larger) <= budget
         assert [shape.steps for shape in handle.shapes()] == [4, 1]
 
@@ -201,7 +159,7 @@ def test_blocks_that_are_not_one_graph_run_op_by_op_and_that_is_said() -> None:
         handle = jettison.auto_checkpoint(model, given, int(0.8 * most), compile="blocks")
     with handle:
         assert not any(isinstance(region, CompiledRegion) for region in handle.regions)
-        assert all(map(torch.equal, gradients(model, given), expected))
+        assert equal(gradients(model, given), expected)
         assert peak(model, given) <= int(0.8 * most)
 
 
@@ -215,7 +173,7 @@ def test_under_a_dispatch_mode_blocks_run_op_by_op_as_torch_has_it() -> None:
             pytest.warns(UserWarning, match="op by op under a dispatch mode"),
         ):
             got = gradients(model, given)
-    assert all(map(torch.equal, got, expected))
+    assert equal(got, expected)
     assert counter.get_total_flops() > 0
 
 
@@ -328,7 +286,7 @@ def test_language_models_keep_twelve_budgets(kind: str) -> None:
         budget = least + (most + 300 - least) * twelfth // 11
         with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
             got = gradients(model, given)
-            assert all(map(torch.equal, got, expected))
+            assert equal(got, expected)
             measured.append(peak(model, given))
             assert handle.plan is not None
             assert measured[-1] <= budget
@@ -336,4 +294,5 @@ def test_language_models_keep_twelve_budgets(kind: str) -> None:
     assert measured == sorted(measured)
     if kind != "gpt2":  # whose masks are Inductor's, other ones than op by op
         for ours, theirs in zip(gradients(plain, given), gradients(eager, given), strict=True):
+            assert ours is not None and theirs is not None
             assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)

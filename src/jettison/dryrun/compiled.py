@@ -30,12 +30,14 @@ from jettison.errors import TraceError
 from jettison.measure.memory import quiet_gc
 from jettison.measure.peak import allocation_deltas
 from jettison.progress import Progress
-from jettison.runtime.compiled import compiled, one_graph
+from jettison.runtime.compiled import compiled, first_lines, one_graph
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.solve.problem import RegionOption
 
 WARM_UPS = 2  # the first compiles, the second makes what libraries keep
 ROUNDS = 5
+TIMED_SECONDS = 1.0  # for all choices together: short ones are repeated more often, as they waver more
+MOST_ROUNDS = 40
 
 Run = Callable[[], None]
 
@@ -70,7 +72,7 @@ def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> Com
         try:
             block.run()
         except Exception as error:  # whatever dynamo, Inductor or the block say
-            raise TraceError(_first_lines(error)) from error
+            raise TraceError(first_lines(error)) from error
     if len(seen) != 1:
         raise TraceError(f"{len(seen)} graphs with a backward came of it; expected one")
     return CompiledProgram(program=seen[0].program, default=seen[0].kept, settings=settings)
@@ -116,12 +118,22 @@ def _measured(
         for _ in range(WARM_UPS):
             block.run()
         bytes_of[key] = block.levels()
+    progress(f"timing blocks like {cls.example}")
+    seconds = _timed(block, forwards)
+    return {key: Levels(*bytes_of[key], seconds[key]) for key in forwards}
+
+
+def _timed(block: _Block, forwards: Mapping[str, Any]) -> dict[str, float]:
+    """The least of each, in turn."""
     seconds = dict.fromkeys(forwards, float("inf"))
-    for _ in range(ROUNDS):
+    began = time.perf_counter()
+    for done in range(MOST_ROUNDS):
+        if done >= ROUNDS and time.perf_counter() - began > TIMED_SECONDS:
+            break
         for key, forward in forwards.items():
             block.module.forward = forward
             seconds[key] = min(seconds[key], block.seconds())
-    return {key: Levels(*bytes_of[key], seconds[key]) for key in forwards}
+    return seconds
 
 
 class _Block:
@@ -146,14 +158,15 @@ class _Block:
         end()
 
     def seconds(self) -> float:
-        """Of a forward and a backward."""
+        """Of a forward and a backward; on one thread the thread's own, which others on the machine do not lengthen."""
+        clock = time.thread_time if self.device is None and torch.get_num_threads() == 1 else time.perf_counter
         forward, backward, end = self._phases()
         self._wait()
-        began = time.perf_counter()
+        began = clock()
         forward()
         backward()
         self._wait()
-        took = time.perf_counter() - began
+        took = clock() - began
         end()
         return took
 
@@ -247,11 +260,6 @@ def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return boxed
-
-
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"
 
 
 def options_of_levels(levels: Mapping[str, Levels]) -> tuple[RegionOption, ...]:

@@ -124,8 +124,9 @@ def _check(config: Any) -> None:
         )
     if config.compile.enable:
         raise UnsupportedModule(
-            f"torchtitan is to compile ({', '.join(config.compile.components)}); say compile.enable=False: Jettison "
-            "plans ops that PyTorch runs one by one. With compile, torchtitan's MemoryBudgetAC plans in the compiler"
+            f"torchtitan is to compile ({', '.join(config.compile.components)}); say compile.enable=False: under "
+            "torchtitan Jettison plans ops that PyTorch runs one by one. With compile, its MemoryBudgetAC plans in the "
+            "compiler"
         )
     if not config.training.disable_cuda_graphs:
         raise UnsupportedModule(

@@ -1,8 +1,8 @@
 """A region that runs compiled: Inductor's code for the module's own forward, split as the plan says.
 
 Its saved tensors pass no hooks and have no witness: what is computed again is part of the compiled backward, which
-reads what the compiled forward has left, as without a plan. Shapes are compiled one by one (``dynamic=False``): what
-was measured is what runs.
+reads what the compiled forward has left, as without a plan. Only where all of it is to wait on the host does it pass
+hooks. Shapes are compiled one by one (``dynamic=False``): what was measured is what runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 import functools
 import inspect
 import shutil
+import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,26 +23,30 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from jettison.capture.compiled import CompiledProgram, CompileSettings
 from jettison.capture.isolation import without_our_hooks
-from jettison.errors import UnsupportedModule
+from jettison.errors import TraceError, UnsupportedModule, UsageError
+from jettison.ledger.program import Program
 from jettison.runtime.callers import is_transforming
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import Prepared
 from jettison.runtime.report import RegionReport
+from jettison.runtime.without_recipe import run_moving
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, KeepAll
+from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, can_move, offloaded_by, packed_by
 
 RUNS_COMPILED = "it runs compiled"
-MOST_VARIANTS = 256  # of one forward: options, shapes, and layers that differ in what Python reads
+MOST_VARIANTS = 256  # of one option: shapes, and layers that differ in what Python reads; as many as dynamo has
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KNOWN = frozenset(inspect.signature(torch.compile).parameters)
 
 
 def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
     """The forward, compiled as one graph, saving what the policy says; with ``none``, as without a plan.
 
-    Instances of a class share what is compiled.
+    Instances of a class share what is compiled, but for those with hooks inside: dynamo takes them in and does not
+    look whether they are there.
     """
     shared = getattr(forward, "__func__", None)
-    if shared is None:  # of this instance alone
+    if shared is None or any(hook_tables(forward.__self__)):  # type: ignore[attr-defined]
         return _made(forward, settings, policy)
     known = _SHARED.setdefault(shared, {})
     key = (repr(settings), policy)
@@ -51,6 +57,12 @@ def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: Che
 
 _SHARED: Any = weakref.WeakKeyDictionary()
 """By function: by settings and policy what it was compiled to."""
+
+
+def hook_tables(module: object) -> list[dict[int, Any]]:
+    """Of everything inside a module, by kind. Its own hooks run around its forward."""
+    inside = list(module.modules())[1:] if isinstance(module, nn.Module) else []
+    return [vars(each)[kind] for each in inside for kind in _HOOKS]
 
 
 def _made(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
@@ -65,12 +77,57 @@ def _made(forward: Callable[..., Any], settings: CompileSettings, policy: Checkp
 def one_graph(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     """``torch.compile`` of everything that the forward does, for each shape anew.
 
-    Apart from what others compile of it: all that is made of one function counts towards one limit, past which torch
-    runs it op by op.
+    Apart from what others compile of it, and from what the other options make of it: dynamo counts all that comes of
+    one code object towards its limits, past which this is an error (``fullgraph``).
     """
     apart = {"recompile_limit": MOST_VARIANTS, "isolate_recompiles": True}
     known = {name: value for name, value in apart.items() if name in _KNOWN}
-    return torch.compile(forward, fullgraph=True, dynamic=False, **known, **how)
+    return torch.compile(_own_code(forward), fullgraph=True, dynamic=False, **known, **how)
+
+
+def _own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, or method, around another code object."""
+    function = getattr(forward, "__func__", forward)
+    if not isinstance(function, types.FunctionType):
+        return forward
+    made = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__, made.__module__, made.__qualname__ = (
+        function.__kwdefaults__,
+        function.__module__,
+        function.__qualname__,
+    )
+    return made if function is forward else types.MethodType(made, forward.__self__)  # type: ignore[attr-defined]
+
+
+_COUNTED = threading.local()
+
+
+def compilations() -> int:
+    """How often something was compiled in this thread, since it was first asked."""
+    _count_compilations()
+    return getattr(_COUNTED, "times", 0)
+
+
+@functools.cache
+def _count_compilations() -> None:
+    from torch._dynamo.callback import on_compile_start
+
+    def count(_what: Any) -> None:
+        _COUNTED.times = getattr(_COUNTED, "times", 0) + 1
+
+    on_compile_start(count)
+
+
+def first_lines(error: BaseException) -> str:
+    """Of what dynamo or Inductor say, which may be pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:240]}"
 
 
 def check_compiler(device_type: str) -> None:
@@ -119,9 +176,16 @@ class CompiledRegion(PlannedForward):
         module._compiled_call_impl = None
         self.recordings.never = RUNS_COMPILED
         self.made: dict[CheckpointPolicy, Callable[..., Any]] = {}
+        self.ran: set[Any] = set()  # signatures, by way
+        self.hook_tables = hook_tables(module)
+        self.hooks: list[int] = []  # there are inside
 
     def _compiled(self, policy: CheckpointPolicy) -> Callable[..., Any]:
-        """Made when it is first called."""
+        """Made when it is first called, and anew when there are other hooks inside."""
+        hooks = [id(hook) for table in self.hook_tables for hook in table.values()] if any(self.hook_tables) else []
+        if hooks != self.hooks:
+            self.made.clear()
+            self.hooks = hooks
         if policy not in self.made:
             self.made[policy] = compiled(self.own(), self.compiled.settings, policy)
         return self.made[policy]
@@ -137,7 +201,7 @@ class CompiledRegion(PlannedForward):
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under somebody else's hooks: they get what the compiled forward saves."""
-        return self._compiled(self.way.policy)(*args, **kwargs)
+        return self._compiled(keeping(self.way.policy))(*args, **kwargs)
 
     def _run(
         self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,8 +211,28 @@ class CompiledRegion(PlannedForward):
         if any(not type(mode).__module__.startswith("jettison.") for mode in modes):
             return self._run_uncompiled(args, kwargs)
         alone = _disable_current_modes() if modes else contextlib.nullcontext()  # dynamo leaves alone what they see
+        began = compilations()
         with without_our_hooks(), alone:  # what it saves is not the surrounding region's
-            return self._compiled(self.way.policy)(*args, **kwargs)
+            output = self._run_alone(args, kwargs)
+        ran = self.recordings.number, key
+        if ran in self.ran and compilations() != began:
+            self._say_changed()
+        self.ran.add(ran)
+        return output
+
+    def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        policy = self.way.policy
+        run = self._compiled(keeping(policy))
+        try:
+            if isinstance(policy, Offload):
+                return run_moving(self, policy, run, args, kwargs)
+            return run(*args, **kwargs)
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            raise TraceError(
+                f"{self.name} cannot be compiled as it is now ({first_lines(error)}). It is not run op by op instead, "
+                "since then it would keep more than was planned: put back what has changed since planning, or "
+                "remove() the plan and plan again"
+            ) from error
 
     def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As torch runs compiled code under a mode: op by op, for the mode to see."""
@@ -160,10 +244,29 @@ class CompiledRegion(PlannedForward):
         with without_our_hooks():
             return self.own()(*args, **kwargs)
 
+    def say_compiled(self) -> None:
+        """Compiling it once more is without effect."""
+        self.say_once(
+            "torch.compile",
+            "torch.compile has no effect on blocks that run under a plan: they are compiled already, as the plan has "
+            "it. To compile them otherwise, remove() the plan, call block.compile(...), and plan again",
+        )
+
     def start_over(self) -> None:
         """See `PlannedForward`."""
         super().start_over()
         self.made.clear()
+        self.ran.clear()
+
+    def _forgotten(self, names: str) -> None:
+        super()._forgotten(names)
+        self.hook_tables = hook_tables(self.module)  # some may be other modules'
+
+    def like(self, module: nn.Module) -> PlannedForward:
+        """See `PlannedForward`."""
+        return CompiledRegion(
+            module, self.name, self.ways[0].policy, compiled=self.compiled, model=self.model, how=self.how
+        )
 
     def remove(self) -> None:
         """See `PlannedForward`."""
@@ -174,23 +277,51 @@ class CompiledRegion(PlannedForward):
 
     def report(self) -> RegionReport:
         """What the plan has it keep; its slots are Inductor's, and have no names."""
-        program, policy = self.compiled.program, self.way.policy
+        program, policy = self.compiled.program, keeping(self.way.policy)
         kept = self.compiled.default if policy.word == "none" else policy.kept(program)
         again = program.recompute_set(kept) if policy.word != "none" else ()
+        moved = self._moved(kept)
         return RegionReport(
             name=self.name,
-            word=policy.word,
+            word=self.way.policy.word,
             calls=self.calls,
             recordings=0,
             fallback="",
             check="compiled",
             rounded=0,
-            slots_kept=len(kept & program.saved_buffers()),
+            slots_kept=len(kept & program.saved_buffers() - moved),
             slots_dropped=len(program.saved_buffers() - kept),
             slots_parameter=len(program.needed_buffers() - program.saved_buffers()),
-            slots_offloaded=0,
+            slots_offloaded=len(moved),
             slots_packed=0,
-            kept_bytes=program.kept_bytes(kept),
-            host_bytes=0,
+            kept_bytes=program.kept_bytes(kept - moved),
+            host_bytes=program.kept_bytes(moved),
             recomputed_ops=tuple(program.ops[i].name for i in again),
         )
+
+    def _moved(self, kept: frozenset[int]) -> frozenset[int]:
+        """What of that goes to the host, if nobody else holds it."""
+        policy, program = self.way.policy, self.compiled.program
+        if not isinstance(policy, Offload) or self.way.stays == 1:
+            return frozenset()
+        return frozenset(b for b in kept if can_move(program, b) and program.buffers[b].nbytes >= policy.smallest_bytes)
+
+
+def keeping(policy: CheckpointPolicy) -> CheckpointPolicy:
+    """What is to be left for backward, wherever it then waits."""
+    return policy.keeps if isinstance(policy, Offload) else policy
+
+
+def refuse_what_cannot_move(name: str, policy: CheckpointPolicy, program: Program) -> None:
+    """All that a compiled block saves can go to the host, but none of it by name.
+
+    Raises:
+        UsageError: the policy moves some of it.
+    """
+    if not isinstance(policy, Offload) and offloaded_by(policy, program):
+        raise UsageError(
+            f"{name} runs compiled, and its policy moves single tensors of it to the host; expected one that moves "
+            'all of what it keeps ("offload", "full-offload"), or none'
+        )
+    if packed_by(policy, program):
+        raise UsageError(f"{name} runs compiled, and its policy packs what it keeps; expected one that does not")

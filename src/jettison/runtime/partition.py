@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import fx
+from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -81,11 +82,19 @@ class Partition(CustomPartitionerFn):
         joint = joint_program(gm.graph, kwargs["num_fwd_outputs"], static)
         if self.policy.word != "none":
             mark(joint, self.policy.kept(joint.program))
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with self._undisturbed():
+            forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         seen = _SEEN.get()
         if seen is not None:
             seen.append(Split(program=joint.program, kept=joint.kept_by(_saved(forward, kwargs["num_fwd_outputs"]))))
         return forward, backward
+
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        """A budget of torch's own (a share of what a graph saves) is for those that have no plan."""
+        if self.policy.word == "none":
+            return nullcontext()
+        patched: AbstractContextManager[None] = functorch_config.patch(activation_memory_budget=1.0)
+        return patched
 
 
 def _fields(policy: CheckpointPolicy) -> list[tuple[str, Any]]:

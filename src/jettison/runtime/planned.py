@@ -168,6 +168,10 @@ class PlannedForward:
         self.recordings.start_over()
         self.way.link.forget()
 
+    def like(self, module: nn.Module) -> PlannedForward:
+        """For a module that stands in the place of this one, under the first way."""
+        return PlannedForward(module, self.name, self.ways[0].policy, model=self.model, how=self.how)
+
     def add_way(self, way: Way) -> int:
         """One more; its number. It is taken by `take_way`."""
         self.ways.append(way)

@@ -123,8 +123,7 @@ class Structure:
                 yield f"{region.name} is another {type(module).__name__}"
 
     def _add(self, old: PlannedForward, module: nn.Module) -> None:
-        policy = old.ways[0].policy
-        new = PlannedForward(module, old.name, policy, model=old.model, how=old.how)
+        new = old.like(module)
         for way in old.ways[1:]:
             new.add_way(Way(policy=way.policy))
         new.take_way(old.recordings.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ def run_without_recipe(
     policy = region.way.policy
     with without_our_hooks():  # what it saves is not the surrounding region's
         if isinstance(policy, Offload) and _may_move(region, prepared):
-            return _run_moving(region, policy, args, kwargs)
+            return run_moving(region, policy, region.forward, args, kwargs)
         return region.forward(*args, **kwargs)
 
 
@@ -49,8 +50,10 @@ def _may_move(region: PlannedForward, prepared: Prepared) -> bool:
     return not late and not (prepared.verdict is not None and prepared.verdict.again)
 
 
-def _run_moving(region: PlannedForward, policy: Offload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What autograd saves goes to the host as it comes by."""
+def run_moving(
+    region: PlannedForward, policy: Offload, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One call, of which what autograd saves goes to the host as it comes by."""
     group = region.begin_group(moves=True)
     assert group is not None
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -58,7 +61,7 @@ def _run_moving(region: PlannedForward, policy: Offload, args: tuple[Any, ...], 
     hooks = OffloadHooks(lives, None if region.stays() else group, policy.smallest_bytes)
     try:
         with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-            return region.forward(*args, **kwargs)
+            return run(*args, **kwargs)
     finally:
         hooks.close()
         group.end()

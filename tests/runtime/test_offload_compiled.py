@@ -1,0 +1,78 @@
+"""What compiled blocks save waits on the host: as Inductor hands it to autograd, under any order of copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import jettison
+from jettison.errors import UsageError
+from jettison.runtime.offload import Direction
+from jettison.runtime.recorder import Earliest, Latest, Order, Recorder
+from jettison.solve.policy import Exactly, KeepAll
+from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of
+from support.offloading import Shuffled
+from support.toys import Headed
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
+
+
+class Embedded(nn.Module):
+    """A stack whose first block's argument is no leaf, and moves."""
+
+    def __init__(self, stack: Headed) -> None:
+        super().__init__()
+        self.embed, self.stack = nn.Linear(WIDTH, WIDTH), stack
+
+    def forward(self, x: Tensor) -> Any:
+        return self.stack(self.embed(x))
+
+
+def pair(rate: float) -> tuple[Embedded, Embedded]:
+    """A model, and its copy, compiled block by block."""
+    stack = model_of(rate=rate)
+    model = Embedded(stack)
+    plain = copy.deepcopy(model)
+    for layer in plain.stack.layers:
+        layer.compile(dynamic=False)
+    return model, plain
+
+
+@pytest.mark.parametrize(
+    ("word", "rate", "moved"),
+    [("offload", 0.0, 9 * INPUT_BYTES), ("offload", 0.2, 10 * INPUT_BYTES), ("full-offload", 0.2, INPUT_BYTES)],
+)
+def test_all_that_blocks_save_moves_and_comes_back(word: str, rate: float, moved: int) -> None:
+    model, plain = pair(rate)
+    given = batch()
+    expected = gradients(plain, given)
+    with jettison.apply(model, word, batch=given, compile="blocks") as handle:
+        assert [report.host_bytes for report in handle.report()] == [moved, moved, moved, 0, 0]
+        engine = handle.offload
+        assert engine is not None and isinstance(engine.device, Recorder)
+        orders: list[Order] = [Earliest(), Latest(), Shuffled(1), Shuffled(2)]
+        for order in orders:
+            engine.device.order = order
+            before = len(engine.transfers)
+            with engine.device.watching():
+                assert equal(gradients(model, given), expected)
+            copies = engine.transfers[before:]
+            for way in (Direction.OUT, Direction.BACK):
+                assert sum(c.nbytes for c in copies if c.direction is way) == 3 * moved
+        assert not engine.device.races
+        assert engine.pool.live_bytes == 0
+
+
+def test_single_tensors_of_a_compiled_block_do_not_move() -> None:
+    model, _ = pair(0.0)
+    named = Exactly("", frozenset(), KeepAll(), moved=frozenset({1}))
+    traced = jettison.trace(model, batch(), compile="blocks")
+    program = traced.program(traced.calls[0])
+    kept = program.saved_buffers()
+    named = Exactly(program.digest(), kept, KeepAll(), moved=kept)
+    with pytest.raises(UsageError, match=r"stack\.layers\.0 runs compiled, and its policy moves single tensors"):
+        jettison.apply(model, named, batch=batch(), compile="blocks")
+    assert "forward" not in vars(model.stack.layers[0])
