@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.step import DryStep, StepPeaks, dry_run
+from jettison.dryrun.step import DryStep, StepPeaks
 from jettison.errors import Infeasible
+from jettison.planner.options import step_of
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
 from jettison.solve.chain import Solution, choose
 from jettison.solve.levels import Choice
@@ -111,7 +112,7 @@ class _Stages:
         choices = tuple(solution.choice for solution in solutions)
         if choices not in self.seen:
             parts = [planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True)]
-            step = self.pricing.known(lambda workspace: dry_run(parts, self.dry_step, workspace=workspace))
+            step = step_of(parts, self.dry_step, self.pricing)
             self.seen[choices] = _Together(solutions=solutions, step=step)
         return self.seen[choices]
 
