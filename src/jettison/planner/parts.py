@@ -102,10 +102,18 @@ class _Stages:
         )
 
     def sure(self) -> _Together:
-        """The fewest bytes that there are answers for whenever they are asked for."""
-        problems = map(untimed, self.problems)
-        least = self._dry_run(choose(problem, minimum_budget(problem)) for problem in problems)
-        return min(least, self.at(1.0), key=lambda one: one.needs)
+        """The fewest bytes that there are answers for whenever they are asked for.
+
+        What a stage's root holds for calls in flight is bounded from above (`_times`), by more in one of its options
+        than in another: so each is asked for by itself.
+        """
+        problems = [untimed(problem) for problem in self.problems]
+        ways = max(len(problem.root) for problem in problems)
+        found = [self.at(1.0)]
+        for way in range(ways):
+            alone = [replace(p, root=(p.root[min(way, len(p.root) - 1)],)) for p in problems]
+            found.append(self._dry_run(choose(problem, minimum_budget(problem)) for problem in alone))
+        return min(found, key=lambda one: one.needs)
 
     def _dry_run(self, found: Iterable[Solution]) -> _Together:
         solutions = tuple(found)

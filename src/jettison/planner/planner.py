@@ -105,6 +105,7 @@ class Planner:
     dry_step: DryStep
     progress: Progress = silent
     _candidates: dict[Any, Candidate] = field(default_factory=dict, init=False)
+    _answers: list[Candidate] = field(default_factory=list, init=False)  # for budgets so far
 
     @property
     def problem(self) -> StepProblem:
@@ -203,7 +204,8 @@ class Planner:
             self.progress("choosing")
             return self.candidate(choose(self.options.problem, asked))
 
-        refine(ask, budget_bytes, minimum_budget(self.options.problem))
+        least = minimum_budget(self.options.problem)
+        self._answers.extend(refine(ask, budget_bytes, least, known=self._answers))
         say_what_was_bounded(self.trace, self.pricing)
         return fastest(list(self._candidates.values()), budget_bytes)
 
