@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.fakes import fake_mode
-from jettison.dryrun.user_step import copies_of, observe
+from jettison.dryrun.user_step import UserStep, copies_of, observe
 from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
@@ -387,3 +387,29 @@ def test_a_step_that_trains_a_model_from_a_closure_is_refused() -> None:
     with pytest.raises(UsageError, match="never ran the model"):
         jettison.auto_checkpoint(model, batch(), "20MiB", step=closure(model))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_state_of_an_optimizer_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    whole = UserStep.passes
+
+    def counted(self: UserStep, counter: Any) -> Any:
+        ran[-1] += 1
+        return whole(self, counter)
+
+    monkeypatch.setattr(UserStep, "passes", counted)
+    predicted = []
+    for made in (None, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = words()
+        model.unused = nn.Linear(WIDTH, WIDTH)  # which no gradient reaches
+        optimizer = made(model.parameters()) if made is not None else None
+        ran.append(0)
+        handle = jettison.auto_checkpoint(
+            model, torch.randint(0, WORDS, (ROWS, LENGTH)), "1GiB", step=accumulated, optimizer=optimizer
+        )
+        predicted.append(handle.plan.predicted.peak_bytes)
+        handle.remove()
+    assert ran[0] == ran[1] <= 4  # without a plan, twice where ops have no price yet; under the smallest; under the one
+    reached = [p for name, p in model.named_parameters() if "unused" not in name]
+    assert predicted[1] - predicted[0] == sum(2 * p.nbytes + 4 for p in reached)  # two moments, and a count

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from jettison.capture.closures import close_over_copies
+from jettison.capture.quick_fakes import QuickFakeMode
 from jettison.capture.sharded import (
     leave_casts,
     leave_unsharded,
@@ -69,7 +70,7 @@ _BY_VALUES = (_SELECT, _NONZERO, _NUMBER, _EQUAL, _BINCOUNT)
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
-class StepFakeMode(FakeTensorMode):
+class StepFakeMode(QuickFakeMode):
     """A `FakeTensorMode` that also runs operators whose fake kernel refuses what the real one accepts.
 
     `aten._grouped_mm` (the default experts of Hugging Face mixtures): the fake kernel insists on bfloat16; the CPU's

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from jettison.capture.op_traits import is_communication
+from jettison.capture.quick_fakes import call_key
 from jettison.capture.trees import op_leaves
 from jettison.dryrun.kernel_trial import KernelRun, OpRequest, least_seconds, workspaces
 from jettison.dryrun.safe_kernels import has_no_workspace, is_safe
@@ -128,7 +129,7 @@ class MeasuredWorkspace:
 
     Calls without a price are listed in `unknown`, and count as the dearest call of their operator that has one. An
     operator whose every priced call took nothing and whose kernel can take nothing else is not looked up again: a key
-    costs more than many a fake kernel.
+    costs more than many a fake kernel. What was answered once is remembered under a key that costs less.
     """
 
     def __init__(self, prices: Mapping[str, OpPrice]) -> None:
@@ -138,11 +139,21 @@ class MeasuredWorkspace:
             name = key.partition("(")[0]
             self._most[name] = max(self._most.get(name, 0), price.workspace_bytes)
         self.unknown: dict[str, OpRequest] = {}
+        self._answers: dict[Any, int] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Bytes of workspace of this call."""
         if has_no_workspace(func):
             return 0
+        key = call_key(func, args, kwargs)
+        found = self._answers.get(key) if key is not None else None
+        if found is None:
+            found = self._looked_up(func, args, kwargs)
+            if key is not None:
+                self._answers[key] = found
+        return found
+
+    def _looked_up(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         most = self._most.get(str(func))
         if most == 0 and _takes_nothing(func, args):
             return 0

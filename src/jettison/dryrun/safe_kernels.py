@@ -8,6 +8,7 @@ of its own (`worker.py`).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def is_safe(func: Any) -> bool:
     return name.removesuffix("_") in _SAFE or name in _SAFE or any(tag in func.tags for tag in _TAGS)
 
 
+@cache
 def has_no_workspace(func: Any) -> bool:
     """Whether a call can take no memory beside its results: views, giving a tensor another storage, an optimizer's
     in-place work over lists, marks of the profiler, questions for a tensor's device.

@@ -82,6 +82,10 @@ class DryStep(Protocol):
         """What is there before a step."""
         ...
 
+    def leave_gradients(self, counter: AllocationCounter) -> None:
+        """Parameters have the gradients that a step leaves them, on the way to which nothing is counted."""
+        ...
+
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """All forwards and backwards of a step, gradients left at the parameters; peak bytes of each, and what the
         loop still holds while its optimizer steps.
@@ -125,6 +129,10 @@ class OneBatch:
         """See `DryStep`."""
         hold_gradients(self.trace, self.trace.fake_model)
         return static_tensors(self.trace.fake_model, self.trace.batch, self.optimizer)
+
+    def leave_gradients(self, counter: AllocationCounter) -> None:
+        """See `DryStep`."""
+        self.passes(counter)
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """See `DryStep`."""
@@ -185,27 +193,32 @@ def dry_run_batch(
     return dry_run([part], OneBatch(trace=trace, optimizer=optimizer), workspace=workspace)
 
 
+def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> None:
+    """A first step, which is not counted, where the optimizer has no state yet. What no gradient reaches gets none.
+
+    Args:
+        workspace: is asked about every op of it.
+    """
+    optimizer = dry_step.optimizer
+    if optimizer is None or optimizer.state:
+        return
+    with _ready(parts, dry_step):
+        with AllocationCounter(dry_step.alive(), workspace=workspace, device=parts[0].trace.device_type) as counter:
+            dry_step.leave_gradients(counter)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> StepPeaks:
     """The whole step under a plan.
 
     Args:
         parts: by module of the step, traced in its fake mode.
     """
+    make_state(parts, dry_step)
     optimizer = dry_step.optimizer
-    engines: list[OffloadEngine] = []
-    with contextlib.ExitStack() as stack:
-        for module, part in zip(dry_step.modules, parts, strict=True):
-            stack.callback(module.zero_grad)
-            regions = stack.enter_context(_under(module, part))
-            engines += [regions[-1].offload] if regions[-1].offload is not None else []
-        stack.enter_context(dry_step.around(parts[0].trace))
-        stack.enter_context(quiet_gc())
-        device = parts[0].trace.device_type
-        if optimizer is not None and not optimizer.state:  # what no gradient reaches gets none
-            with AllocationCounter(dry_step.alive(), device=device) as unmeasured:
-                dry_step.passes(unmeasured)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+    device = parts[0].trace.device_type
+    with _ready(parts, dry_step) as engines:
         with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
             static = counter.live_bytes
             for engine in engines:
@@ -230,6 +243,20 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         pinned_bytes=pinned_bytes,
         transfers=transfers,
     )
+
+
+@contextlib.contextmanager
+def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[OffloadEngine]]:
+    """The step can be run in here, its modules under their policies; what moves tensors to the host for them."""
+    engines: list[OffloadEngine] = []
+    with contextlib.ExitStack() as stack:
+        for module, part in zip(dry_step.modules, parts, strict=True):
+            stack.callback(module.zero_grad)
+            regions = stack.enter_context(_under(module, part))
+            engines += [regions[-1].offload] if regions[-1].offload is not None else []
+        stack.enter_context(dry_step.around(parts[0].trace))
+        stack.enter_context(quiet_gc())
+        yield engines
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +58,13 @@ class ModelUse:
     Args:
         in_flight: the most calls that are between forward and backward at a time.
         adds_up: a forward begins when gradients of an earlier one are there.
+        gradients: those that the step left, fake; of parameters that none reached there is none.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
     in_flight: int = 0
     adds_up: bool = False
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     @property
     def kinds(self) -> list[ModelCall]:
@@ -84,6 +86,7 @@ def observe(step: Step, copies: Copies, batches: Sequence[Any], mode: FakeTensor
     for batch in batches:
         for use, found in zip(uses, _observed(step, copies, batch, mode), strict=True):
             use.calls += found.calls
+            use.gradients |= found.gradients
             use.in_flight = max(use.in_flight, found.in_flight)
             use.adds_up = use.adds_up or len(found.calls) > found.in_flight
     return uses
@@ -102,6 +105,8 @@ def _observed(step: Step, copies: Copies, batch: Any, mode: FakeTensorMode) -> l
     try:
         with _on_fakes(step, modules, batch, mode), _without_optimizers(), _telling(copies):
             step(*copies, opaque_copy(batch))
+        for use, copied in zip(uses, modules, strict=True):
+            use.gradients = {p: p.grad for p in copied.parameters() if p.grad is not None}
     except (JettisonError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of anybody's code
@@ -239,6 +244,7 @@ class UserStep:
         copies: of the step's models, in the order in which it takes them.
         planned: which of their modules run under plans, by number.
         batches: the largest last.
+        gradients: what the step was seen to leave at parameters (`ModelUse`).
         gradients_held: parameters have gradients when the step begins.
     """
 
@@ -250,9 +256,11 @@ class UserStep:
         batches: Sequence[Any],
         mode: FakeTensorMode,
         *,
+        gradients: Mapping[nn.Parameter, Tensor],
         gradients_held: bool = False,
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
+        self.gradients = gradients
         self.copies, self.all = copies, modules_of(copies)
         self.modules: Sequence[nn.Module] = [inside_of_ddp(self.all[number]) for number in planned]
         self.optimizer: torch.optim.Optimizer | None = None
@@ -272,6 +280,11 @@ class UserStep:
         """
         with as_signed(self.switches), _on_fakes(self.step, self.all, self.batches, trace.mode):
             yield
+
+    def leave_gradients(self, counter: AllocationCounter) -> None:
+        """See `DryStep`."""
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = gradient
 
     def passes(self, counter: AllocationCounter) -> tuple[int, int, Any]:
         """The step; its forwards and backwards alternate, and both peaks are that of them all."""

@@ -9,6 +9,7 @@ how an op is called again lives with the tracer. Nothing in this file needs torc
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -212,5 +213,9 @@ class Program:
 
     def digest(self) -> str:
         """Equal for regions that compute the same thing on tensors of the same shape."""
+        return self._digest
+
+    @functools.cached_property
+    def _digest(self) -> str:
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -69,7 +69,7 @@ class AllocationEvent:
 @dataclass(slots=True)
 class _Storage:
     bytes: int
-    operator: str
+    operator: Any  # or a word for where it came from
     node: int
     weak: Any = None
 
@@ -240,7 +240,7 @@ class AllocationCounter(TorchDispatchMode):
         if func is _DETACH:
             self._take_over(args[0])
             out = func(*args, **kwargs)
-            self._meet_all((out,), str(func), NO_NODE)
+            self._meet_all((out,), func, NO_NODE)
             self._raise_peak(self._live_bytes)
             return out
         node = current_node()
@@ -252,7 +252,7 @@ class AllocationCounter(TorchDispatchMode):
         withheld = self._engine_accumulation(args, node) if func is _ACCUMULATE and node != NO_NODE else None
         extra_bytes = self._workspace(func, args, kwargs) if self._workspace is not None else 0
         out = func(*args, **kwargs)
-        self._meet_all((out,), str(func), node)
+        self._meet_all((out,), func, node)
         if self._numbers is not None and (number := number_bytes(func, args)):
             kept = self._numbers.kept_by(func, args, number)
             self._live_bytes += kept
@@ -264,7 +264,7 @@ class AllocationCounter(TorchDispatchMode):
             self._raise_peak(self._live_bytes + extra_bytes)
         return out
 
-    def _meet_all(self, values: Iterable[Any], operator: str, node: int) -> None:
+    def _meet_all(self, values: Iterable[Any], operator: Any, node: int) -> None:
         for value in values:
             if isinstance(value, Tensor):
                 self._meet(value, operator, node)
@@ -273,7 +273,7 @@ class AllocationCounter(TorchDispatchMode):
             elif isinstance(value, dict):
                 self._meet_all(value.values(), operator, node)
 
-    def _meet(self, tensor: Tensor, operator: str, node: int) -> None:
+    def _meet(self, tensor: Tensor, operator: Any, node: int) -> None:
         if self._device is not None and tensor.device.type != self._device:
             return
         tensor = plain(tensor)
@@ -288,7 +288,7 @@ class AllocationCounter(TorchDispatchMode):
         elif known.bytes != nbytes:  # resized in place
             self._change(known, nbytes - known.bytes)
 
-    def _add(self, storage: Any, nbytes: int, operator: str, node: int) -> None:
+    def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
         key = storage._cdata
         entry = _Storage(0, operator, node)
         this = weakref.ref(self)
@@ -307,7 +307,7 @@ class AllocationCounter(TorchDispatchMode):
         self._live_bytes += delta_bytes
         if self._events is not None:
             self._events.append(
-                AllocationEvent(operator=entry.operator, delta_bytes=delta_bytes, live_bytes=self._live_bytes)
+                AllocationEvent(operator=str(entry.operator), delta_bytes=delta_bytes, live_bytes=self._live_bytes)
             )
 
     def _engine_accumulation(self, args: tuple[Any, ...], node: int) -> _Withheld | None:

@@ -129,6 +129,7 @@ class OwnStep:
     copies: Copies
     batches: Sequence[Any]
     parts: Sequence[Part]
+    gradients: Mapping[nn.Parameter, Tensor]
     optimizer: torch.optim.Optimizer | None
     mode: FakeTensorMode
     loop: Loop
@@ -151,7 +152,9 @@ class OwnStep:
         """Over copies of the models."""
         planned = [part.number for part in self.parts]
         held = self.loop.gradients_held
-        dry_step = UserStep(self.step, self.copies, planned, self.batches, self.mode, gradients_held=held)
+        dry_step = UserStep(
+            self.step, self.copies, planned, self.batches, self.mode, gradients=self.gradients, gradients_held=held
+        )
         if self.optimizer is not None:
             dry_step.optimizer = optimizer_over(self.optimizer, self.modules, dry_step.all, self.mode)
         return dry_step
@@ -210,6 +213,7 @@ def describe_step(
         copies=copies,
         batches=sorted(batches, key=nbytes_of),
         parts=parts,
+        gradients={parameter: gradient for use in uses for parameter, gradient in use.gradients.items()},
         optimizer=optimizer,
         mode=mode,
         loop=loop,

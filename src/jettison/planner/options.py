@@ -22,7 +22,7 @@ from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block
+from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
 from jettison.planner.host import Host, movable, with_moves
 from jettison.planner.points import compiled_points, policy_of
 from jettison.progress import Progress
@@ -86,7 +86,8 @@ def options_of(
 
 
 def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing) -> StepPeaks:
-    """A whole step, with what every kernel in it takes inside."""
+    """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it."""
+    pricing.known(lambda workspace: make_state(parts, dry_step, workspace=workspace))
     return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace))
 
 

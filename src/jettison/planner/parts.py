@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.op_costs import Pricing
-from jettison.dryrun.step import DryStep, StepPeaks, dry_run
+from jettison.dryrun.step import DryStep, StepPeaks
 from jettison.errors import Infeasible
 from jettison.planner.host import Host, less_on_host, staying
+from jettison.planner.options import step_of
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
 from jettison.solve.chain import Solution, choose
 from jettison.solve.levels import Choice
@@ -105,11 +106,19 @@ class _Stages:
         return self._answers(self.problems, [low + round(share * (high - low)) for low, high in self.ends])
 
     def sure(self) -> _Together:
-        """The fewest bytes that there are answers for whenever they are asked for."""
-        problems = list(map(untimed, self.problems))
+        """The fewest bytes that there are answers for whenever they are asked for.
+
+        What a stage's root holds for calls in flight is bounded from above (`_times`), by more in one of its options
+        than in another: so each is asked for by itself. What sends nothing is asked for beside what does.
+        """
+        problems = [untimed(problem) for problem in self.problems]
         ways = [problems] if self.host is None else [problems, list(map(staying, problems))]
-        found = [self._answers(way, list(map(minimum_budget, way))) for way in ways]
-        return min(*found, self.at(1.0), key=lambda one: one.needs)
+        found = [self.at(1.0)]
+        for way in ways:
+            for number in range(max(len(problem.root) for problem in way)):
+                alone = [replace(p, root=(p.root[min(number, len(p.root) - 1)],)) for p in way]
+                found.append(self._answers(alone, list(map(minimum_budget, alone))))
+        return min(found, key=lambda one: one.needs)
 
     def _answers(self, problems: Sequence[StepProblem], budgets: Sequence[int]) -> _Together:
         """One a stage; with less on the host where pinning takes more than that may give."""
@@ -125,7 +134,7 @@ class _Stages:
         choices = tuple(solution.choice for solution in solutions)
         if choices not in self.seen:
             parts = [planner.part(choice) for planner, choice in zip(self.planners, choices, strict=True)]
-            step = self.pricing.known(lambda workspace: dry_run(parts, self.dry_step, workspace=workspace))
+            step = step_of(parts, self.dry_step, self.pricing)
             self.seen[choices] = _Together(solutions=solutions, step=step)
         return self.seen[choices]
 

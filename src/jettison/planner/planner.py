@@ -112,6 +112,7 @@ class Planner:
     host: Host | None = None
     progress: Progress = silent
     _candidates: dict[Any, Candidate] = field(default_factory=dict, init=False)
+    _answers: list[Candidate] = field(default_factory=list, init=False)  # for budgets so far
 
     @property
     def problem(self) -> StepProblem:
@@ -215,7 +216,8 @@ class Planner:
             self.progress("choosing")
             return self._answer(self.options.problem, asked)
 
-        refine(ask, budget_bytes, minimum_budget(self.options.problem))
+        least = minimum_budget(self.options.problem)
+        self._answers.extend(refine(ask, budget_bytes, least, known=self._answers))
         say_what_was_bounded(self.trace, self.pricing)
         return fastest([one for one in self._candidates.values() if self._held(one)], budget_bytes)
 

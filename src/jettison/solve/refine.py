@@ -6,7 +6,7 @@ is off by the difference: a secant where only one side is known, halving where b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 ATTEMPTS = 8
@@ -33,16 +33,24 @@ class Judged(Protocol):
 J = TypeVar("J", bound=Judged)
 
 
-def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int) -> list[J]:
-    """Every answer on the way to the fastest that fits; the last need not be the best.
+def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, known: Sequence[J] = ()) -> list[J]:
+    """Every answer on the way to the fastest that fits; the last need not be the best. None where what is known leaves
+    nothing to ask.
 
     Args:
         ask: the answer for that budget in the solver's bytes.
         least_bytes: the smallest budget for which the solver has one.
+        known: answers for other budgets. They say how far the judge is from the solver, and where not to look.
     """
     found: list[J] = []
-    low, high = least_bytes, None
-    asked = max(low, budget_bytes)
+    low = max([least_bytes, *(one.level for one in known if one.needs <= budget_bytes)])
+    high = min((one.level for one in known if one.needs > budget_bytes), default=None)
+    nearest = min(known, key=lambda one: abs(one.needs - budget_bytes), default=None)
+    asked = max(low, budget_bytes + (nearest.level - nearest.needs if nearest is not None else 0))
+    if high is not None and asked >= high:
+        if high - low <= max(1, budget_bytes // CLOSE):
+            return found
+        asked = (low + high) // 2
     for _ in range(ATTEMPTS):
         one = ask(asked)
         found.append(one)

@@ -1,0 +1,107 @@
+"""A fake mode that remembers answers gives those that torch's own gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jettison.capture.quick_fakes import QuickFakeMode, call_key
+
+aten = torch.ops.aten
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "product": lambda a, b: a @ b,
+    "promotion": lambda a, b: a.half() + b.t(),
+    "a number": lambda a, b: a * 2,
+    "a fraction": lambda a, b: a * 2.0,
+    "view": lambda a, b: a.view(3, 2, 4),
+    "transposed": lambda a, b: a.t(),
+    "an offset": lambda a, b: b[2:, 1:],
+    "strided": lambda a, b: aten.as_strided.default(b, [2, 2], [6, 1], 3),
+    "in place": lambda a, b: a.add_(1),
+    "several": lambda a, b: aten.native_layer_norm.default(a, [4], None, None, 1e-5),
+    "a list": lambda a, b: torch.cat([a, b.t()]),
+    "made": lambda a, b: torch.empty(3, dtype=torch.int64),
+    "drawn": lambda a, b: torch.rand_like(a),
+    "some left out": lambda a, b: aten.native_layer_norm_backward.default(
+        a, a, [4], a[:, :1], a[:, :1], None, None, [True, False, False]
+    ),
+}
+
+
+def told(mode: FakeTensorMode, call: Callable[[Tensor, Tensor], Any]) -> list[Any]:
+    """What a call gives, and of which of its arguments: layouts, and whose memory it is."""
+    with mode:
+        a, b = torch.empty(6, 4), torch.empty(4, 6)
+        out = call(a, b)
+    found: list[Any] = []
+    for one in out if isinstance(out, tuple) else (out,):
+        if one is None:
+            found.append(None)
+            continue
+        owner = [one is a, one is b, *(one.untyped_storage()._cdata == t.untyped_storage()._cdata for t in (a, b))]
+        layout = one.shape, one.stride(), one.storage_offset(), one.dtype, one.device, one.untyped_storage().nbytes()
+        found.append((type(one), *layout, *owner))
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_from_memory_is_that_of_torch(name: str) -> None:
+    quick = QuickFakeMode()
+    expected = told(FakeTensorMode(), CALLS[name])
+    answers = [told(quick, CALLS[name]) for _ in range(4)]
+    assert answers == [expected] * 4
+    assert quick._remembered
+
+
+def test_a_third_call_is_answered_from_memory() -> None:
+    quick = QuickFakeMode()
+    with quick:
+        a = torch.empty(6, 4)
+        answers = [a.mul(2) for _ in range(4)]
+        assert len({one.untyped_storage()._cdata for one in answers}) == 4, "each has memory of its own"
+        before = FakeTensorMode.cache_hits
+        a.mul(2)
+        assert FakeTensorMode.cache_hits == before
+
+
+def test_what_differs_is_not_confused() -> None:
+    quick = QuickFakeMode()
+    with quick:
+        whole, fraction = torch.empty(4, dtype=torch.int64), torch.empty(4)
+        for _ in range(3):
+            assert (whole * 1).dtype is torch.int64
+            assert (whole * 1.0).dtype is torch.float32
+            assert (whole * True).dtype is torch.int64
+            assert fraction[1:].storage_offset() == 1
+            assert fraction[:-1].storage_offset() == 0
+
+
+def test_nothing_that_was_asked_about_is_held() -> None:
+    quick = QuickFakeMode()
+    with quick:
+        a = torch.empty(1000)
+        for _ in range(3):
+            a.mul(2)
+        held = torch.multiprocessing.reductions.StorageWeakRef(a.untyped_storage())
+        del a
+    assert held.expired()
+
+
+def test_what_has_no_key() -> None:
+    mode, other = QuickFakeMode(), QuickFakeMode()
+    with mode:
+        fake = torch.empty(2)
+    with other:
+        stranger = torch.empty(2)
+    func = aten.add.Tensor
+    assert call_key(func, (fake, 1), None, mode) == call_key(func, (fake, 1), {}, mode)
+    assert call_key(func, (fake, 1), {"alpha": 2}, mode) != call_key(func, (fake, 1), None, mode)
+    assert call_key(func, (fake, stranger), None, mode) is None
+    assert call_key(func, (fake, stranger), None) is not None
+    assert call_key(func, (fake, torch.empty(2)), None) is None
+    assert call_key(func, (fake, torch.Generator()), None) is None
