@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from torch.nn import functional
 
 import jettison
 from jettison.capture.tracer import trace_model
+from jettison.errors import Infeasible
 from jettison.measure import compare_gradients, independent_copy, measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.runtime import packing
 from jettison.runtime.packing import bits_of, from_bits, packs_into
+from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
@@ -168,3 +172,43 @@ def test_widths_follow_from_shapes() -> None:
         if ref.dtype is torch.int64 and region.program.buffers[ref.buffer].producer is not None
     }
     assert kinds == {(torch.int32,), (torch.uint8,), (torch.int16,)}
+
+
+# in a plan ------------------------------------------------------------------------------------------------------------
+
+
+class Judged(Block):
+    """Its masks hang on what is kept nowhere, and on much work."""
+
+    def inner(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            chosen = (h @ h.T @ h).sin().softmax(-1) > 1 / WIDTH
+        return torch.where(chosen, h * 2, h.sin())
+
+
+def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (torch.randn(512, WIDTH),)
+    model = stack(Judged, 4)
+    plain = independent_copy(model)
+    monkeypatch.setattr("jettison.planner.points.PACKED_TRAFFIC", 0)
+    monkeypatch.setattr("jettison.planner.points.LEAST_PACKED", 0.0)
+    budgets = jettison.plan.sweep(trace_model(model, x), [1, "1GiB"])
+    assert isinstance(budgets[0], Infeasible) and isinstance(budgets[1], Plan)
+    budget = (budgets[0].minimum_budget_bytes + budgets[1].predicted.peak_bytes) // 2
+    static = static_tensors(model, x)
+    with jettison.auto_checkpoint(model, x, budget) as handle:
+        made = handle.plan
+        assert made is not None and any(entry.packed for entry in made.layers)
+        assert Plan.from_json(made.to_json()).hash == made.hash
+        model(*x).backward()
+        model.zero_grad(set_to_none=True)
+        found = measured_peak(lambda: model(*x).backward(), static_tensors=static)
+        assert found.peak_bytes == made.predicted.peak_bytes <= budget
+        model.zero_grad(set_to_none=True)
+        assert_same(train(model, [x, x]), train(plain, [x, x]))
+    proof = jettison.verify(model, x, plan=made, rounds=1)
+    assert proof.passed, proof.failures()
+    assert any(entry.policy == "mixed" and entry.predicted_bytes == entry.observed_bytes for entry in proof.layers)
+    unpacked = replace(made, layers=tuple(replace(entry, packed=()) for entry in made.layers))
+    assert unpacked.hash != made.hash
+    assert '"packed"' not in json.dumps(unpacked._decisions())  # the hash of plans from before is what it was

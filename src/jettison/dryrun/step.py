@@ -29,7 +29,7 @@ from jettison.runtime.install import install
 from jettison.runtime.offload import OffloadEngine, Transfer
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll
+from jettison.solve.policy import CheckpointPolicy
 from jettison.solve.problem import RegionOption
 
 
@@ -156,14 +156,13 @@ def planned(
 def dry_run_block(
     trace: ModelTrace,
     cls: BlockClass,
-    kept: frozenset[int],
+    policy: CheckpointPolicy,
     key: str,
     seconds: float,
     workspace: Workspace | None = None,
 ) -> RegionOption:
     """Levels of one block under one decision."""
     module = trace.fake_model.get_submodule(cls.example)
-    policy = Exactly(cls.trace.program.digest(), kept, KeepAll())
     shared = {cls.trace.inputs[b.index] for b in cls.trace.program.buffers if b.index in cls.trace.inputs and b.free}
     how = Check(trace.loop.check)
     with trace.context(), quiet_gc(), planned(module, cls.example, policy, cls.trace, cls.signature, how):

@@ -14,6 +14,7 @@ from jettison.capture.recording import Place, RegionTrace
 from jettison.cost.collective import host_seconds
 from jettison.errors import UsageError
 from jettison.parse_units import parse_bytes
+from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.host_memory import left_on_host
 from jettison.runtime.install import returned
@@ -194,5 +195,5 @@ def _moved(
 
 def is_timed(key: str) -> bool:
     """Does what such an option sends hang on seconds that were measured?"""
-    _, sends, how = key.partition(SEND)
+    _, sends, how = key.removesuffix(PACK).partition(SEND)
     return bool(sends) and how != ALL

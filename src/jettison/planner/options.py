@@ -24,7 +24,7 @@ from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
 from jettison.planner.host import Host, movable, with_moves
-from jettison.planner.points import compiled_points, policy_of
+from jettison.planner.points import compiled_points, exactly, policy_of, with_packs
 from jettison.progress import Progress
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import Full, KeepAll
@@ -149,6 +149,7 @@ class _Builder:
             found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
             if self.host is not None and movable(trace, key):
                 found = tuple(with_moves(trace, key, found, self._kinks(key)))
+            found = tuple(with_packs(cls.trace, found, self.hardware))
             points[key] = {p.key: p for p in found}
             options[key] = tuple(self._options_of(key, found))
         of_root = self._points_of_root()
@@ -212,18 +213,22 @@ class _Builder:
     def _options_of(self, key: str, points: Iterable[FrontierPoint]) -> Iterator[RegionOption]:
         """Levels of each point. What is on the host is as what stays, but in `resident_bytes`."""
         program = self.trace.classes[key].trace.program
-        known: dict[frozenset[int], RegionOption] = {}
+        known: dict[tuple[frozenset[int], frozenset[int]], RegionOption] = {}
         for p in points:
-            if p.kept not in known:
-                known[p.kept] = self._block(key, p.kept, p.key, p.seconds)
+            held = p.kept, p.narrowed
+            if held not in known:
+                known[held] = self._block(key, p.kept, p.key, p.seconds, p.narrowed)
             sent = program.kept_bytes(p.moved)
-            stays = known[p.kept].resident_bytes - sent
+            stays = known[held].resident_bytes - sent
             if stays >= 0:
-                yield replace(known[p.kept], key=p.key, seconds=p.seconds, resident_bytes=stays, offloaded_bytes=sent)
+                yield replace(known[held], key=p.key, seconds=p.seconds, resident_bytes=stays, offloaded_bytes=sent)
 
-    def _block(self, key: str, kept: frozenset[int], name: str, seconds: float) -> RegionOption:
+    def _block(
+        self, key: str, kept: frozenset[int], name: str, seconds: float, narrowed: frozenset[int] = frozenset()
+    ) -> RegionOption:
         cls = self.trace.classes[key]
-        return self.pricing.known(lambda w: dry_run_block(self.trace, cls, kept, name, seconds, w))
+        policy = exactly(cls.program, kept, narrowed=narrowed)
+        return self.pricing.known(lambda w: dry_run_block(self.trace, cls, policy, name, seconds, w))
 
     def _root(self, point: FrontierPoint, plain: Mapping[str, RegionOption]) -> RootOption:
         return self.pricing.known(

@@ -19,7 +19,7 @@ from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.planner.host import SEND, Host, is_timed, less_on_host, staying
 from jettison.planner.options import Options, options_of, step_of
-from jettison.planner.points import exactly, policy_kept, policy_of
+from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
@@ -267,9 +267,9 @@ def untimed(problem: StepProblem) -> StepProblem:
 
 
 def _ends(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    keys: list[str] = [o.key for o in options if SEND not in o.key]
+    keys: list[str] = [o.key for o in options if SEND not in o.key and not o.key.endswith(PACK)]
     ends = {keys[0], keys[-1], *(key for key in keys if is_lean(key))}
-    return tuple(o for o in options if o.key.partition(SEND)[0] in ends and not is_timed(o.key))
+    return tuple(o for o in options if o.key.removesuffix(PACK).partition(SEND)[0] in ends and not is_timed(o.key))
 
 
 def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
@@ -277,7 +277,9 @@ def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
     names = list(dict.fromkeys(c.name for c in traced.calls))
     classes = {c.name: traced.classes[c.class_key] for c in traced.calls}
     policies = {
-        entry.layer: policy_kept(classes[entry.layer], entry.option, frozenset(entry.kept), frozenset(entry.offloaded))
+        entry.layer: policy_kept(
+            classes[entry.layer], entry.option, *map(frozenset, (entry.kept, entry.offloaded, entry.packed))
+        )
         for entry in plan.layers
     }
     root = exactly(traced.root.program, frozenset(plan.root.kept), frozenset(plan.root.offloaded))
@@ -288,7 +290,7 @@ def module_policy(traced: ModelTrace, plan: Plan) -> ModulePolicy:
 def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
     """One layer's entry."""
     named = point.key in ("none", "full")
-    policy = PolicyWord(point.key) if named else policy_word(program, point.kept, point.moved)
+    policy = PolicyWord(point.key) if named else policy_word(program, point.kept, point.moved, point.narrowed)
     return LayerPlan(
         layer=name,
         policy=policy,
@@ -299,6 +301,7 @@ def layer_plan(name: str, program: Program, point: FrontierPoint) -> LayerPlan:
         option=point.key,
         kept=tuple(sorted(point.kept)),
         offloaded=tuple(sorted(point.moved)),
+        packed=tuple(sorted(point.narrowed)),
         price=point.price,
     )
 

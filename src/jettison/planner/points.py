@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
 from jettison.capture.compiled import CompiledProgram
 from jettison.capture.model_trace import BlockClass
+from jettison.capture.recording import RegionTrace
+from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
 from jettison.ledger.program import Program
+from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
-from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
+from jettison.solve.policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
 from jettison.solve.transients import lean_points
 from jettison.spec.hardware import Hardware
 
@@ -18,25 +25,57 @@ COMPILED_POINTS = 5
 
 def policy_of(cls: BlockClass, point: FrontierPoint) -> CheckpointPolicy:
     """What a block of this class does at a point of its frontier."""
-    return policy_kept(cls, point.key, point.kept, point.moved)
+    return policy_kept(cls, point.key, point.kept, point.moved, point.narrowed)
 
 
 def policy_kept(
-    cls: BlockClass, option: str, kept: frozenset[int], moved: frozenset[int] = frozenset()
+    cls: BlockClass,
+    option: str,
+    kept: frozenset[int],
+    moved: frozenset[int] = frozenset(),
+    narrowed: frozenset[int] = frozenset(),
 ) -> CheckpointPolicy:
     """The same, of a point that is told by its name and by what it keeps."""
     if cls.compiled is None and cls.opaque:
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:
         return KeepAll()  # which is what Inductor takes it to be
-    return exactly(cls.program, kept, moved)
+    return exactly(cls.program, kept, moved, narrowed)
 
 
-def exactly(program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> Exactly:
+def exactly(
+    program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset(), narrowed: frozenset[int] = frozenset()
+) -> Exactly:
     """This decision for this program and its like (a shorter batch); for others as large a share of what they save."""
     total = program.kept_bytes(program.saved_buffers())
     share = KeepShare(program.kept_bytes(kept - moved) / total if total else 1.0)
-    return Exactly(program.digest(), kept, share, program.form(), moved=moved)
+    return Exactly(program.digest(), kept, share, program.form(), moved=moved, narrowed=narrowed)
+
+
+PACK: Final = "-pack"
+LEAST_PACKED: Final = 0.02
+"""Of what a point keeps: less than that is not worth another option."""
+PACKED_TRAFFIC: Final = 20
+"""Times its bytes through memory, to pack a tensor and have it back (measured for masks of 64 KiB to 16 MiB on a CPU
+core: 18 to 39 times, in passes that a sum of two tensors makes; an index takes less)."""
+
+
+def with_packs(region: RegionTrace, points: Iterable[FrontierPoint], hardware: Hardware) -> Iterator[FrontierPoint]:
+    """Each point as it is, and with what it keeps packed, where that is worth it and nothing is lost."""
+    program = region.program
+    for point in points:
+        yield point
+        packs = compile_recipe(region, point.kept, packed=point.kept - point.moved).packed
+        whole = program.kept_bytes(frozenset(packs))
+        saved = whole - sum(pack.nbytes for pack in packs.values())
+        if saved > LEAST_PACKED * point.kept_bytes and saved >= SMALLEST_BYTES:
+            yield replace(
+                point,
+                key=f"{point.key}{PACK}",
+                kept_bytes=point.kept_bytes - saved,
+                seconds=point.seconds + memory_seconds(PACKED_TRAFFIC * whole, hardware),
+                narrowed=frozenset(packs),
+            )
 
 
 def compiled_points(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:

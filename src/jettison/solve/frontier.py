@@ -37,7 +37,8 @@ class FrontierPoint:
     """One way to treat a region: the buffers kept, what they hold in bytes, and the seconds of recompute in backward.
 
     ``price`` (seconds per byte) is one at which no other choice is cheaper. ``key`` names the point within its program.
-    Of the buffers kept, those ``moved`` wait on the host; ``kept_bytes`` are of the others.
+    Of the buffers kept, those ``moved`` wait on the host, and those ``narrowed`` in fewer bytes; ``kept_bytes`` are
+    what then stays on the device.
     """
 
     key: str
@@ -46,6 +47,7 @@ class FrontierPoint:
     seconds: float
     price: float
     moved: frozenset[int] = frozenset()
+    narrowed: frozenset[int] = frozenset()
 
 
 def plain_point(program: Program) -> FrontierPoint:

@@ -33,12 +33,16 @@ class PolicyWord(StrEnum):
     SELECTIVE = "selective"  # only the attention core is; whoever builds the plan says so
     FULL = "full"  # nothing is kept that could be computed again
     OFFLOAD = "offload"  # some or all of it is on the host, and nothing is computed again
-    MIXED = "mixed"
+    MIXED = "mixed"  # or some of it waits in fewer bytes
 
 
-def policy_word(program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset()) -> PolicyWord:
-    """`none`, `full`, `offload` or `mixed`, by the buffers that stay of a region and by those of them that move."""
+def policy_word(
+    program: Program, kept: frozenset[int], moved: frozenset[int] = frozenset(), packed: frozenset[int] = frozenset()
+) -> PolicyWord:
+    """By the buffers that stay of a region, by those of them that move, and by those that are packed."""
     again = program.recompute_set(kept)
+    if packed:
+        return PolicyWord.MIXED
     if moved:
         return PolicyWord.MIXED if again else PolicyWord.OFFLOAD
     if not again:
@@ -60,8 +64,8 @@ def _could_run_again(program: Program, b: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
-    """What one layer does. ``kept`` and, of these, ``offloaded`` are buffer indices of the program with this digest,
-    ascending. ``kept_bytes`` are on the device.
+    """What one layer does. ``kept`` and, of these, ``offloaded`` and ``packed`` are buffer indices of the program with
+    this digest, ascending. ``kept_bytes`` are on the device.
 
     ``price`` is seconds per byte at which this policy is the cheapest one; 0 where nothing was priced.
     """
@@ -75,10 +79,11 @@ class LayerPlan:
     option: str
     kept: tuple[int, ...]
     offloaded: tuple[int, ...] = ()
+    packed: tuple[int, ...] = ()
     price: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, indices in (("kept", self.kept), ("offloaded", self.offloaded)):
+        for name, indices in (("kept", self.kept), ("offloaded", self.offloaded), ("packed", self.packed)):
             if list(indices) != sorted(set(indices)) or any(b < 0 for b in indices):
                 raise ValueError(f"layer {self.layer!r}: {name} must be distinct buffer indices in ascending order")
         for name in ("kept_bytes", "offloaded_bytes", "recompute_flops"):
@@ -153,11 +158,14 @@ class Plan:
         """Everything but what was timed."""
         fields = asdict(self)
         del fields["solver"]
-        if not self.gradients_held:  # plans from before there was a choice have no word for it
+        # plans from before there was a choice have no word for it
+        if not self.gradients_held:
             del fields["gradients_held"]
         fields["predicted"] = {"peak_bytes": self.predicted.peak_bytes}
         for entry in (*fields["layers"], fields["root"]):
             del entry["price"]
+            if not entry["packed"]:
+                del entry["packed"]
         return {"schema": SCHEMA, **fields}
 
     def document(self) -> dict[str, Any]:

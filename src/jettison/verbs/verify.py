@@ -12,6 +12,7 @@ from torch import nn
 
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER, ledger_of
 from jettison.capture.model_trace import LossFn
+from jettison.capture.recording import RegionTrace
 from jettison.capture.stub import forwards
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
@@ -23,8 +24,9 @@ from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.compiled import CompiledRegion
+from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, policy_word
-from jettison.solve.policy import offloaded_by
+from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verbs.side_by_side import ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
@@ -178,7 +180,14 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, .
         return frozenset() if regions[name].way.stays else offloaded_by(regions[name].way.policy, program)
 
     programs = {call.name: traced.program(call) for call in traced.calls}
-    words = {n: str(policy_word(p, regions[n].way.policy.kept(p), moved(n, p))) for n, p in programs.items()}
+    words = {
+        n: str(policy_word(p, regions[n].way.policy.kept(p), moved(n, p), packed_by(regions[n].way.policy, p)))
+        for n, p in programs.items()
+    }
+    packed = {
+        call.name: _saved_by_packing(traced.classes[call.class_key].trace, regions[call.name].way.policy)
+        for call in traced.calls
+    }
     words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)
@@ -191,12 +200,18 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, .
             layer=layer,
             policy=words.get(layer, "none"),
             plain_bytes=before[layer],
-            predicted_bytes=after.get(layer, 0),
+            predicted_bytes=after.get(layer, 0) - packed.get(layer, 0),
             observed_bytes=observed.get(names.get(layer, layer), 0),
             counted=layer not in opaque,
         )
         for layer in before
     )
+
+
+def _saved_by_packing(region: RegionTrace, policy: CheckpointPolicy) -> int:
+    narrowed = packed_by(policy, region.program)
+    packs = compile_recipe(region, policy.kept(region.program), packed=narrowed).packed if narrowed else {}
+    return region.program.kept_bytes(frozenset(packs)) - sum(pack.nbytes for pack in packs.values())
 
 
 def _names(applied: Applied) -> tuple[str, ...]:
