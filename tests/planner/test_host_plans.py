@@ -19,6 +19,7 @@ from jettison.measure import independent_copy, measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
+from jettison.planner.parts import _times
 from jettison.planner.planner import make_planner
 from jettison.runtime.device import power_of_two, whole_pages
 from jettison.runtime.offload import Direction
@@ -137,6 +138,52 @@ def test_what_computing_again_cannot_free_the_host_can() -> None:
         assert peak_of(model, x) <= least[True]
         batches = [x, seeded(ROWS, WIDTH, seed=3)]
         assert_same(train(model, batches), train(plain, batches))
+
+
+class Collected(Line):
+    """What each block makes is held by the sum at the end too: sent away, it is still there, and comes back beside."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__(blocks, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, total = self.embed(x), torch.zeros(())
+        for layer in self.layers:
+            x = layer(x)
+            total = total + (x * self.scale).sum()
+        return total
+
+
+def test_a_host_makes_no_budget_infeasible() -> None:
+    torch.manual_seed(0)
+    model, x = Collected([Product(WIDTH) for _ in range(6)]), seeded(ROWS, WIDTH)
+    regions = [f"layers.{i}" for i in range(6)]
+    least = smallest(model, x, regions=regions)
+    assert smallest(model, x, regions=regions, offload=True, hardware=linked()) <= least
+    assert smallest(model, x, regions=regions, step=two_of) >= smallest(
+        model, x, regions=regions, step=two_of, offload=True, hardware=linked()
+    )
+
+
+def two_of(model: Any, x: Tensor) -> None:
+    (model(x) + model(2 * x)).backward()
+
+
+def test_what_a_move_costs_python_is_in_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_host, "MOVE_SECONDS", 1.0)
+    model, x = line(), seeded(ROWS, WIDTH)
+    with jettison.auto_checkpoint(model, x, middle(line(), x), offload=True, hardware=linked()) as handle:
+        assert handle.offload is None
+
+
+def test_what_copies_hide_behind() -> None:
+    """A pass of the next block; of several forwards in flight the host has all bytes."""
+    traced = trace_model(line(), seeded(ROWS, WIDTH))
+    planner = make_planner(traced, host=host_of(True, None, linked(), CPU))
+    for region in planner.problem.regions:
+        assert region.backward_seconds == 2 * region.forward_seconds > 0
+    assert {region.copies for region in _times(planner.problem, 3).regions} == {3}
 
 
 # the host's memory ----------------------------------------------------------------------------------------------------
