@@ -142,12 +142,6 @@ def less_on_host(problem: StepProblem, levels: Levels) -> StepProblem:
     return replace(problem, link=replace(problem.link, host_budget_bytes=limit))
 
 
-def staying(problem: StepProblem) -> StepProblem:
-    """Without options that send anything."""
-    regions = (replace(r, options=tuple(o for o in r.options if not o.offloaded_bytes)) for r in problem.regions)
-    return replace(problem, regions=tuple(regions))
-
-
 def movable(trace: ModelTrace, class_key: str) -> frozenset[str]:
     """Names of the calls of a class that may send: of a block that is called once, and is not the last."""
     names = [call.name for call in trace.calls]

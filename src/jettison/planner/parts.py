@@ -17,7 +17,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, StepPeaks
 from jettison.errors import Infeasible
-from jettison.planner.host import Host, less_on_host, staying
+from jettison.planner.host import Host, less_on_host
 from jettison.planner.options import step_of
 from jettison.planner.planner import UNSEEN_BYTES, Candidate, Planner, make_planner, untimed
 from jettison.solve.chain import Solution, choose
@@ -109,15 +109,13 @@ class _Stages:
         """The fewest bytes that there are answers for whenever they are asked for.
 
         What a stage's root holds for calls in flight is bounded from above (`_times`), by more in one of its options
-        than in another: so each is asked for by itself. What sends nothing is asked for beside what does.
+        than in another: so each is asked for by itself.
         """
         problems = [untimed(problem) for problem in self.problems]
-        ways = [problems] if self.host is None else [problems, list(map(staying, problems))]
         found = [self.at(1.0)]
-        for way in ways:
-            for number in range(max(len(problem.root) for problem in way)):
-                alone = [replace(p, root=(p.root[min(number, len(p.root) - 1)],)) for p in way]
-                found.append(self._answers(alone, list(map(minimum_budget, alone))))
+        for number in range(max(len(problem.root) for problem in problems)):
+            alone = [replace(p, root=(p.root[min(number, len(p.root) - 1)],)) for p in problems]
+            found.append(self._answers(alone, list(map(minimum_budget, alone))))
         return min(found, key=lambda one: one.needs)
 
     def _answers(self, problems: Sequence[StepProblem], budgets: Sequence[int]) -> _Together:

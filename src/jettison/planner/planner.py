@@ -17,7 +17,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
-from jettison.planner.host import SEND, Host, is_timed, less_on_host, staying
+from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, options_of, step_of
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
@@ -169,8 +169,6 @@ class Planner:
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        if problem.link is not None:  # fewer bytes that stay are more on their way
-            ways.append(staying(problem))
         first, *others = sorted(((minimum_budget(way), way) for way in ways), key=lambda pair: pair[0])
         least = self._answer(first[1], first[0])
         found = [self._answer(way, level) for level, way in others if level < least.needs]
