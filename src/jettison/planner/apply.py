@@ -125,8 +125,8 @@ def apply(
     Args:
         policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
             ``every:K``, ``offload`` (what autograd saves waits on the host), ``full-offload`` (so do the inputs that
-            ``full`` keeps), ``pack`` (masks wait as bits, indices in few bytes), a `CheckpointPolicy`, or a mapping from
-            block name to one of these (blocks left out keep everything).
+            ``full`` keeps), ``pack`` (masks wait as bits, indices in few bytes), a `CheckpointPolicy`, or a mapping
+            from block name to one of these (blocks left out keep everything).
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
         check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
