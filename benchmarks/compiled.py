@@ -6,7 +6,8 @@ Each block is compiled by itself, as torchtitan does, on both sides; what is aro
 forward and backward. For each of torch's budgets its measured peak is the budget in bytes that Jettison is given, and
 the 256 bytes that every plan leaves for what no dispatch mode sees. All cases are timed in the same interleaved rounds,
 on one thread by the processor's clock, on several by the wall's. Losses and gradients are compared with those of the
-same compiled blocks without a budget, bit by bit, from one random stream.
+same compiled blocks without a budget, bit by bit, from one random stream; and with finite differences of the loss along
+those gradients, from the same stream: a dropout mask that backward draws anew gives the slope of another function.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from jettison.measure.memory import static_tensors
 from jettison.planner.planner import UNSEEN_BYTES
 
 RESULTS = Path(__file__).parent / "results"
+STRIDE = 0.02  # of all parameters together, along the gradient
 BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
 
 
@@ -48,6 +50,7 @@ class Case:
     budget_bytes: int | None = None
     predicted_bytes: int | None = None
     identical: bool = True
+    slope_ratio: float = 1.0  # of the gradient to finite differences
 
     def step(self) -> torch.Tensor:
         """Gradients from nothing; the loss, detached."""
@@ -66,6 +69,31 @@ class Case:
             lambda: loss_of(self.model, self.batch).backward(), static_tensors=static
         ).peak_bytes
         self.identical = first is None or _same(first, self)
+        self.slope_ratio = self._slope_ratio(first or self)
+
+    def _slope_ratio(self, first: Case) -> float:
+        """The slope that backward gives along the first case's gradient, beside that of the loss itself."""
+        parameters = list(self.model.parameters())
+        torch.manual_seed(7)
+        first.step()
+        along = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in first.model.parameters()]
+        scale = STRIDE / float(torch.stack([a.norm() for a in along]).norm())
+        torch.manual_seed(7)
+        self.step()
+        pairs = zip(parameters, along, strict=True)
+        slope = scale * sum(float((p.grad.double() * a.double()).sum()) for p, a in pairs if p.grad is not None)
+        kept = [p.detach().clone() for p in parameters]
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for p, before, a in zip(parameters, kept, along, strict=True):
+                    p.copy_(before + sign * scale * a)
+            torch.manual_seed(7)
+            ends.append(float(loss_of(self.model, self.batch).detach()))
+        with torch.no_grad():
+            for p, before in zip(parameters, kept, strict=True):
+                p.copy_(before)
+        return slope / ((ends[0] - ends[1]) / 2)
 
 
 def _same(first: Case, other: Case) -> bool:
@@ -131,6 +159,7 @@ def _row(model: str, case: Case, timing: Any) -> dict[str, Any]:
         "predicted_bytes": case.predicted_bytes,
         "peak_bytes": case.peak_bytes,
         "gradients_identical": case.identical,
+        "slope_ratio": case.slope_ratio,
         "median_seconds": timing.median_seconds,
         "ratio": timing.ratio,
         "ratio_low": timing.ratio_low,
@@ -148,15 +177,15 @@ def markdown(document: dict[str, Any]) -> str:
         f"rounds, {document['date']}. {document['size']}. Times are medians of ratios to torch's budget 1.0 in the "
         "same round.",
         "",
-        "| model | case | budget | predicted | peak | time | quartiles | gradients |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- | --- |",
+        "| model | case | budget | predicted | peak | time | quartiles | gradients | slope ÷ finite differences |",
+        "| --- | --- | ---: | ---: | ---: | ---: | --- | --- | ---: |",
     ]
     for row in document["rows"]:
         budget, predicted = (f"{row[k]:,}" if row[k] else "" for k in ("budget_bytes", "predicted_bytes"))
         same = "equal" if row["gradients_identical"] else "other bits"
         lines.append(
             f"| {row['model']} | {row['case']} | {budget} | {predicted} | {row['peak_bytes']:,} | {row['ratio']:.3f} | "
-            f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f} | {same} |"
+            f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f} | {same} | {row['slope_ratio']:.3f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
-from jettison.errors import TraceError
+from jettison.errors import TraceError, UsageError
 from jettison.planner.handle import Applied
 from jettison.runtime import compiled
 from jettison.runtime.compiled import CompiledRegion
@@ -300,8 +300,8 @@ def test_torchs_own_budget_takes_nothing_from_a_plan() -> None:
     model, given = model_of(), batch()
     expected = gradients(compiled_copy(model), given)
     with (
-        torch._functorch.config.patch(activation_memory_budget=0.0),
         jettison.apply(model, "selective-op", batch=given, compile="blocks") as handle,
+        torch._functorch.config.patch(activation_memory_budget=0.0),
     ):
         kept = handle.report()[0].kept_bytes
         assert equal(gradients(model, given), expected)
@@ -316,3 +316,11 @@ def test_torchs_own_budget_takes_nothing_from_a_plan() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model.layers[0](x)
         assert sum(nbytes for at, nbytes in saved.items() if at not in own) == kept
+
+
+def test_torchs_own_budget_is_refused_beside_a_plan() -> None:
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.5),
+        pytest.raises(UsageError, match="activation_memory_budget is 0.5; expected 1.0"),
+    ):
+        jettison.apply(model_of(), "full", batch=batch(), compile="blocks")

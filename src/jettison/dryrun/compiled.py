@@ -36,8 +36,10 @@ from jettison.solve.problem import RegionOption
 
 WARM_UPS = 2  # the first compiles, the second makes what libraries keep
 ROUNDS = 5
-TIMED_SECONDS = 1.0  # for all choices together: short ones are repeated more often, as they waver more
+TIMED_SECONDS = 4.0  # for all choices together: short ones are repeated more often, as they waver more
 MOST_ROUNDS = 40
+NOISE = 0.03  # of the least of some rounds, on a machine that others use
+LEAST_SECONDS = 1e-9  # of what keeps less, so that more is kept where it is as fast
 
 Run = Callable[[], None]
 
@@ -262,26 +264,37 @@ def _uncompiled(graph: Any, inputs: Any, **how: Any) -> Any:
     return boxed
 
 
-def options_of_levels(levels: Mapping[str, Levels]) -> tuple[RegionOption, ...]:
-    """What the solver is given, from the fewest bytes on. ``levels`` come in that order, the default last.
+def seconds_of_levels(levels: Mapping[str, Levels]) -> dict[str, float]:
+    """Of a forward and a backward, by choice, from the fewest bytes on. ``levels`` come in that order.
 
-    Seconds are what a choice takes longer than the default. Timings waver: one that keeps less is never taken to be
-    the faster one.
+    Timings waver: one that keeps less is taken to be the faster one only where it is so by more than `NOISE`. (Reading
+    masks and sums from memory can cost more than making them again.) Those that take the same bytes, which Inductor
+    made the same of, are as fast as the fastest.
     """
-    plain_seconds = [*levels.values()][-1].seconds
-    found: list[RegionOption] = []
-    least = 0.0
+    fastest: dict[tuple[int, ...], float] = {}
+    for level in levels.values():
+        fastest[level[:4]] = min(level.seconds, fastest.get(level[:4], level.seconds))
+    found: dict[str, float] = {}
+    before = 0.0
     for key, level in reversed(list(levels.items())):
-        least = max(least, level.seconds - plain_seconds)
-        found.append(
-            RegionOption(
-                key=key,
-                resident_bytes=level.resident_bytes,
-                forward_peak_bytes=level.forward_peak_bytes,
-                backward_peak_bytes=level.backward_peak_bytes,
-                lasting_bytes=level.lasting_bytes,
-                seconds=least,
-            )
+        own = fastest[level[:4]]
+        before = own if own < (1 - NOISE) * before else max(own, before + LEAST_SECONDS)
+        found[key] = before
+    return dict(reversed(found.items()))
+
+
+def options_of_levels(levels: Mapping[str, Levels]) -> tuple[RegionOption, ...]:
+    """What the solver is given: seconds are those beside the fastest choice."""
+    seconds = seconds_of_levels(levels)
+    least = min(seconds.values())
+    return tuple(
+        RegionOption(
+            key=key,
+            resident_bytes=level.resident_bytes,
+            forward_peak_bytes=level.forward_peak_bytes,
+            backward_peak_bytes=level.backward_peak_bytes,
+            lasting_bytes=level.lasting_bytes,
+            seconds=seconds[key] - least,
         )
-        least += 1e-9
-    return tuple(reversed(found))
+        for key, level in levels.items()
+    )

@@ -18,7 +18,7 @@ from jettison.capture.tensor_subclasses import plain
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
 from jettison.dryrun.around_blocks import dry_run_root
-from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
+from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels, seconds_of_levels
 from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
@@ -314,11 +314,11 @@ class _Builder:
         return 3 * forward
 
     def _block_seconds(self, cls: BlockClass) -> float:
-        """Of a block's forward; of a compiled one, a third of what its forward and backward took."""
+        """Of a block's forward; of a compiled one, a third of what its forward and backward took at its fastest."""
         if not cls.stood_in:
             return self._forward_seconds(cls.trace)
         ways = self.seen(cls.key)
-        return ways[1].seconds if cls.compiled is None else self._measured[cls.key][NONE_KEY].seconds / 3
+        return ways[1].seconds if cls.compiled is None else min(seconds_of_levels(self._measured[cls.key]).values()) / 3
 
     def _forward_seconds(self, trace: RegionTrace) -> float:
         """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""

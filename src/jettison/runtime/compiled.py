@@ -131,11 +131,19 @@ def first_lines(error: BaseException) -> str:
 
 
 def check_compiler(device_type: str) -> None:
-    """Whether Inductor can make code here.
+    """Whether Inductor can make code here, and leaves to a plan what to save.
 
     Raises:
         UnsupportedModule: it cannot; what is missing.
+        UsageError: a budget of torch's own is set, which decides that, too. (With one masks of dropout are drawn again
+            in backward in torch 2.13, pytorch#190758: gradients are wrong.)
     """
+    own = torch._functorch.config.activation_memory_budget
+    if own != 1.0:
+        raise UsageError(
+            f"torch._functorch.config.activation_memory_budget is {own}; expected 1.0, its default: what compiled "
+            "blocks save is the plan's to decide"
+        )
     if not torch._dynamo.is_dynamo_supported():
         raise UnsupportedModule("blocks cannot be compiled: torch.compile does not support this system, or this Python")
     try:
