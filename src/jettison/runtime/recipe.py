@@ -152,7 +152,7 @@ def compile_recipe(
     moved = moves_of(
         trace,
         offloaded & kept,
-        reads=_views_read(trace, again),
+        reads=_views_read(trace, again) if offloaded else {},
         written=frozenset(old for call in trace.calls for old, _ in call.written) | trace.written_later,
     )
     boxes = sorted(set(reads) - makers.keys() - parameters.keys() | links | moved.keys())

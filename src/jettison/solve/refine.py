@@ -33,9 +33,7 @@ class Judged(Protocol):
 J = TypeVar("J", bound=Judged)
 
 
-def refine(
-    ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, known: Sequence[J] = ()
-) -> list[J]:
+def refine(ask: Callable[[int], J], budget_bytes: int, least_bytes: int, *, known: Sequence[J] = ()) -> list[J]:
     """Every answer on the way to the fastest that fits; the last need not be the best. None where what is known leaves
     nothing to ask.
 
