@@ -30,6 +30,8 @@ QUICK = [
     Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
     Case(seed=10, source="toy:words", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1:4]),
     replace(draw(7000011), layers=2),  # its blocks are recorded within a step, under hooks of FSDP2
+    # two calls in flight, of which the root holds most
+    replace(draw(8000119), wrapper="step", layers=2, shapes=((8, 24),) * 3),
 ]
 PLAIN = QUICK[0]
 

@@ -252,7 +252,7 @@ def foreign(hooks: dict[int, Any]) -> tuple[int, ...]:
     """Numbers of the hooks that may change what a module computes: not a planned region's own, and not those that only
     look on, which transformers puts on in a model's first forward, and FSDP when it shards.
     """
-    return tuple([number for number, hook in hooks.items() if not _only_looks(hook)])
+    return tuple([number for number, hook in hooks.items() if not _only_looks(hook)]) if hooks else ()
 
 
 def _only_looks(hook: Any) -> bool:

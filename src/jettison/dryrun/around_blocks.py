@@ -55,8 +55,9 @@ def dry_run_root(
         through_blocks: they are, although it cannot be seen in the recording.
     """
     count = len(trace.calls)
-    with trace.context():
-        hold_gradients(trace, trace.fake_model)
+    if trace.loop.gradients_held:
+        with trace.context():
+            hold_gradients(trace, trace.fake_model)
     static = static_tensors(trace.fake_model, trace.batch)
     counter = AllocationCounter(static, workspace=workspace, device=trace.device_type)
     sizes = [chain_bytes(trace, i) for i in range(count)]

@@ -156,7 +156,7 @@ def compile_recipe(
     parameters = {
         b: trace.names[b] for b in set(reads) - makers.keys() if program.buffers[b].source is Source.PARAMETER
     }
-    views = _views_read(trace, again)
+    views = _views_read(trace, again) if offloaded or packed else {}
     written = frozenset(old for call in trace.calls for old, _ in call.written) | trace.written_later
     moved = moves_of(trace, offloaded & kept, reads=views, written=written)
     packs = packs_of(trace, packed & kept - moved.keys(), reads=views, written=written)
