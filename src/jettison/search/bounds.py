@@ -34,9 +34,9 @@ from typing import Final
 
 from jettison.cost.execution import execution_of
 from jettison.ledger.schedule import stage_occupancies
-from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import kept_by, walk
+from jettison.predict.stages import kept_by, outline
 from jettison.predict.time import Estimate
 from jettison.search.space import Setup
 from jettison.spec.hardware import Hardware
@@ -141,7 +141,7 @@ def bound(run: Run, hardware: Hardware) -> TimeBound:
     """Of the setups that are like a run in all but p, m, n and ZeRO."""
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
     single = replace(run, layout=alone, micro_batches=1)
-    found = [forecast(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
+    found = [forecast_sizes(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
     layers = [[group.part.static for group in f.stages[0].groups[0] if group.part.is_layer] for f in found]
     return TimeBound(
         plans={mode: _plan_bound(replace(single, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS},
@@ -154,7 +154,7 @@ def bound(run: Run, hardware: Hardware) -> TimeBound:
 
 def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    items = timing.items(walk(run)[0][0])
+    items = timing.items(outline(run)[0][0])
     layers = [item for item in items if item.in_layer]
     return PlanBound(
         whole=sum(item.count * (item.seconds.forward.seconds + item.seconds.backward.seconds) for item in items),

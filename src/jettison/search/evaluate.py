@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from jettison import __version__
 from jettison.errors import Infeasible
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
@@ -217,10 +217,11 @@ def _bound(question: Question, setup: Setup) -> TimeBound:
 def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> float | None:
     setup, limit_bytes, planner = asked
     run = setup_run(setup, question.template, Recompute(mode=planner.mode))
-    timed = estimate(run, question.hardware)
+    plain = forecast_sizes(run)
+    timed = _timed(plain, question.hardware)
     if planner.offload:  # what is on the host costs nothing, as long as its copies hide
         return least_seconds(timed)
-    return planner_seconds(forecast(run), timed, limit_bytes)
+    return planner_seconds(plain, timed, limit_bytes)
 
 
 def _work(question: Question, task: Task) -> Figures:
@@ -228,20 +229,25 @@ def _work(question: Question, task: Task) -> Figures:
     run = candidate.run(question.template)
     if candidate.budget_bytes is not None:
         return _planned(run, question.hardware, candidate.budget_bytes)
-    found = forecast(run)
+    found = forecast_sizes(run)
     peak = peak_bytes(found)
     fits = task.limit_bytes is None or peak <= task.limit_bytes
     return Figures(
         peak_bytes=peak,
         static_bytes=static_bytes(found),
         host_bytes=_host_bytes(run),
-        seconds=_seconds(estimate(run, question.hardware)) if fits else None,
+        seconds=_seconds(_timed(found, question.hardware)) if fits else None,
     )
+
+
+def _timed(found: Forecast, hardware: Hardware) -> Estimate:
+    """Of a `forecast_sizes`."""
+    return estimate(found.run, hardware, outlined=[stage.groups for stage in found.stages])
 
 
 def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
     """The planner's choice; where there is none, bytes that it could have done with."""
-    static = static_bytes(forecast(run))
+    static = static_bytes(forecast_sizes(run))
     try:
         choice = choose(run, budget_bytes, hardware)
     except Infeasible as error:
@@ -269,7 +275,7 @@ def _host_bytes(run: Run) -> int:
     """What offloading puts on one rank's share of the host, at most."""
     if not run.recompute.offload:
         return 0
-    stays: Forecast = forecast(replace(run, recompute=replace(run.recompute, offload=False)))
+    stays: Forecast = forecast_sizes(replace(run, recompute=replace(run.recompute, offload=False)))
     return max(stage.activation_bytes for stage in stays.stages)
 
 
