@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add
+from typing import Final
 
 from jettison.ledger.schedule import Occupancy
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Forecast
 from jettison.spec.run import Gradients
+
+FEW_KINDS: Final = 4
+"""Of chunks on a stage, for which states are compared with each other."""
 
 
 def peak_bytes(found: Forecast) -> int:
@@ -116,9 +120,11 @@ class _Same:
 
 @lru_cache(maxsize=65536)
 def _fullest(occupancies: _Same, pattern: tuple[int, ...]) -> tuple[_State, ...]:
-    """The states that nothing else covers, of a stage whose chunks are of these kinds."""
+    """The states worth pricing of a stage whose chunks are of these kinds: where they are few, what none covers."""
+    states = list(dict.fromkeys(_state(each, pattern) for each in occupancies.it))
+    if max(pattern) >= FEW_KINDS:  # a planner's, which come once
+        return tuple(states)
     kept: list[_State] = []
-    states = [_state(each, pattern) for each in occupancies.it]
     for state in sorted(states, key=lambda state: (state.total, len(state.entering)), reverse=True):
         if not any(other.covers(state) for other in kept):
             kept.append(state)

@@ -22,15 +22,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import count
 from typing import Final
 
-from jettison.predict.allowance import available_bytes
+from jettison.predict.allowance import available_to
 from jettison.progress import Progress
 from jettison.search.bounds import SHAVED
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
-from jettison.search.space import Candidate, Setup, Space, setup_run
+from jettison.search.space import Candidate, Setup, Space
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Recompute
 
@@ -46,7 +47,7 @@ RUNNERS: Final = 2
 _UNBOUNDED: Final = 1 << 62
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Room:
     """What there is for tensors.
 
@@ -60,10 +61,13 @@ class Room:
 
     def limit_bytes(self, setup: Setup, space: Space) -> int:
         """For a setup: contexts and communicators come off."""
-        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
-        device = replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
-        left = available_bytes(device, setup_run(setup, space.template))
+        left = available_to(self._device, setup.layout, space.template.kernels.device)
         return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
+
+    @cached_property
+    def _device(self) -> Hardware:
+        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
+        return replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,9 +209,10 @@ class Hunt:
     def _open(self) -> None:
         setups, depth = self.space.setups, self.space.template.model.depth
         for number, (setup, bound) in enumerate(zip(setups, self.bench.bounds(setups), strict=True)):
-            least = [(bound.seconds(setup, depth, p), bound.nbytes(setup, depth, p)) for p in self._all_plans(number)]
+            least = bound.least(setup, depth, self._all_plans(number))
             self._least.append(least)
-            fitting = [seconds for seconds, nbytes in least if nbytes <= self._limit(number)]
+            limit = self._limit(number)
+            fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
             nbytes = min(nbytes for _, nbytes in least)
             node = Node(setup=number, plain=True, seconds=min(fitting, default=0.0), nbytes=nbytes)
             if fitting:
@@ -215,8 +220,7 @@ class Hunt:
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
-        named = self.space.plans(self.space.setups[number])
-        return (*named, self.space.planner) if self.space.asks_planner else named
+        return self.space.all_plans(self.space.setups[number])
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))

@@ -170,6 +170,10 @@ class Space:
         """The modes to try, the planner aside, in a fixed order."""
         return self._plans[max(setup.layout.layers_per_chunk(self.template.model.depth))]
 
+    def all_plans(self, setup: Setup) -> tuple[Recompute, ...]:
+        """With the planner, last, where its choice is among them."""
+        return self._all_plans[max(setup.layout.layers_per_chunk(self.template.model.depth))]
+
     @property
     def asks_planner(self) -> bool:
         """Is its choice among the plans?"""
@@ -191,6 +195,11 @@ class Space:
     def _plans(self) -> dict[int, tuple[Recompute, ...]]:
         depth = self.template.model.depth
         return {layers: tuple(self._modes(layers)) for layers in range(1, depth + 1)}
+
+    @cached_property
+    def _all_plans(self) -> dict[int, tuple[Recompute, ...]]:
+        planner = (self.planner,) if self.asks_planner else ()
+        return {layers: (*plans, *planner) for layers, plans in self._plans.items()}
 
     def _modes(self, layers: int) -> Iterator[Recompute]:
         known = set()
