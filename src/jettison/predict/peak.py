@@ -17,6 +17,7 @@ from typing import Final
 from jettison.ledger.schedule import Occupancy
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Forecast
+from jettison.solve.identity import Same
 from jettison.spec.run import Gradients
 
 FEW_KINDS: Final = 4
@@ -74,7 +75,7 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     base = always + (everything if upfront else 0)
     highest = max(base + max(rise.forward for rise in rises), always + everything + load.optimizer_transient)
     adds = load.micro_batches > 1 and not upfront
-    for state in _fullest(_Same(load.occupancies), pattern):
+    for state in _fullest(Same(load.occupancies), pattern):
         level = base + load.sent * state.total
         level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
         entering = [rises[kind].forward - rises[kind].held for kind in state.entering]
@@ -103,23 +104,8 @@ class _State:
         return within and all(a >= b for a, b in zip(self.alive, other.alive, strict=True))
 
 
-class _Same:
-    """An object as the key of a cache that neither compares nor hashes what is in it."""
-
-    __slots__ = ("it",)
-
-    def __init__(self, it: tuple[Occupancy, ...]) -> None:
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.it is self.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
-
-
 @lru_cache(maxsize=65536)
-def _fullest(occupancies: _Same, pattern: tuple[int, ...]) -> tuple[_State, ...]:
+def _fullest(occupancies: Same[tuple[Occupancy, ...]], pattern: tuple[int, ...]) -> tuple[_State, ...]:
     """The states worth pricing of a stage whose chunks are of these kinds: where they are few, what none covers."""
     states = list(dict.fromkeys(_state(each, pattern) for each in occupancies.it))
     if max(pattern) >= FEW_KINDS:  # a planner's, which come once

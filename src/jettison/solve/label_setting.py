@@ -110,10 +110,11 @@ def fastest_path(
     labels = [start]
     loss, dropped = 0, float("inf")
     for r in range(1, walk.count + 1):
-        here = _promising(_extend(budgeted, labels, arriving[r]), bound, r, below)
-        here, gone = _affordable(here, budgeted, bound, r)
-        here, crowded = _undominated(here, walk, bound, r)
-        dropped = min(dropped, gone, crowded)
+        here = _extend(budgeted, labels, arriving[r], bound, r, below)
+        if not _plain(walk, r):
+            here, gone = _affordable(here, budgeted, bound, r)
+            here, crowded = _undominated(here, walk, bound, r)
+            dropped = min(dropped, gone, crowded)
         if len(here.prefix) > width:
             if beam or walk.offloads:
                 here, gone = _closest(here, bound, r, width)
@@ -124,6 +125,11 @@ def fastest_path(
         labels.append(here)
     path = _trace_back(labels, arriving) if len(labels[-1].prefix) else None
     return Search(path=path, loss=loss, dropped=dropped)
+
+
+def _plain(walk: Walk, r: int) -> bool:
+    """Are labels at a position told by what they hold and their seconds alone?"""
+    return walk.host_budget_bytes is None and len(walk.sent[r]) == 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +183,16 @@ def _by_start(walk: Walk, arriving: Sequence[Move]) -> list[_Arriving]:
     return found
 
 
-def _extend(budgeted: BudgetedWalk, labels: list[_Labels], arriving: Sequence[Move]) -> _Labels:
-    """Every label that a move brings to a position, if the move fits and the rest of the walk can still fit.
+def _extend(
+    budgeted: BudgetedWalk, labels: list[_Labels], arriving: Sequence[Move], bound: Bound, r: int, below: int | None
+) -> _Labels:
+    """Every label that a move brings to position r, if the move fits, the rest of the walk can still fit and it may
+    still end below the limit; of `_plain` ones those that no other dominates.
 
-    Sorted by move, and then as their sources are.
+    Sorted by move, and then as their sources are; plain ones by prefix.
     """
     walk, budget = budgeted.walk, budgeted.budget_bytes
-    parts: list[_Labels] = []
+    parts: list[tuple[Integers, ...]] = []
     for moves in _by_start(walk, arriving):
         source = labels[moves.start]
         room = budget - moves.resident - moves.after
@@ -196,17 +205,28 @@ def _extend(budgeted: BudgetedWalk, labels: list[_Labels], arriving: Sequence[Mo
             which, parent = np.nonzero(fits & (source.prefix <= room[:, None]))
             waits = np.maximum(0, copying[source.sent[parent]] - moves.hides[which])
             spent = source.picoseconds[parent] + (moves.picoseconds[which] + waits)
-        parts.append(
-            _Labels(
-                prefix=source.prefix[parent] + moves.resident[which],
-                picoseconds=spent,
-                sent=moves.sent[which],
-                host=source.host[parent] + moves.host[which],
-                parent=parent,
-                move=which + moves.first,
-            )
-        )
-    return parts[0] if len(parts) == 1 else _joined(parts)
+        prefix = source.prefix[parent] + moves.resident[which]
+        if _plain(walk, r):
+            parts.append((prefix, spent, parent, which + moves.first))
+        else:
+            host = source.host[parent] + moves.host[which]
+            parts.append((prefix, spent, parent, which + moves.first, moves.sent[which], host))
+    if not parts:
+        return _Labels(**{f.name: np.zeros(0, dtype=np.int64) for f in fields(_Labels)})
+    fresh = parts[0] if len(parts) == 1 else tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+    if not _plain(walk, r):
+        prefix, spent, parent, which, sent, host = fresh
+        every = _Labels(prefix=prefix, picoseconds=spent, sent=sent, host=host, parent=parent, move=which)
+        return _promising(every, bound, r, below)
+    prefix, spent, parent, which = fresh
+    if below is not None:
+        promising = spent + bound.held_price[r] * prefix + bound.rest[r][0] <= below - 1
+        prefix, spent, parent, which = prefix[promising], spent[promising], parent[promising], which[promising]
+    kept = _faster(prefix, spent)
+    zeros = np.zeros(len(kept), dtype=np.int64)
+    return _Labels(
+        prefix=prefix[kept], picoseconds=spent[kept], sent=zeros, host=zeros, parent=parent[kept], move=which[kept]
+    )
 
 
 def _lower_bounds(labels: _Labels, bound: Bound, r: int) -> NDArray[np.float64]:
@@ -272,14 +292,20 @@ def _undominated(labels: _Labels, walk: Walk, bound: Bound, r: int) -> tuple[_La
 
 def _front(labels: _Labels) -> _Labels:
     """By prefix and seconds alone."""
-    order = np.argsort(labels.prefix, kind="stable")  # what comes in sorted runs is sorted quickly
-    prefix, picoseconds = labels.prefix[order], labels.picoseconds[order]
+    return labels.take(_faster(labels.prefix, labels.picoseconds))
+
+
+def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
+    """Those that are faster than all of no longer prefix, and of equal ones the first; sorted by prefix."""
+    order = np.argsort(prefix, kind="stable")  # what comes in sorted runs is sorted quickly
+    prefix, picoseconds = prefix[order], picoseconds[order]
     faster = np.ones(len(order), dtype=np.bool_)
     faster[1:] = picoseconds[1:] < np.minimum.accumulate(picoseconds)[:-1]
     order, prefix = order[faster], prefix[faster]
     last = np.ones(len(order), dtype=np.bool_)  # of equal prefixes, which are faster and faster now
     last[:-1] = prefix[1:] != prefix[:-1]
-    return labels.take(order[last])
+    kept: Integers = order[last]
+    return kept
 
 
 def _beaten(labels: _Labels) -> NDArray[np.bool_]:

@@ -168,6 +168,10 @@ class Hardware:
     reached_source: str = ""
     delays_source: str = ""
 
+    def __hash__(self) -> int:
+        """Cheap: devices are keys of caches, and most differ in these."""
+        return hash((self.name, self.memory_bytes, self.usable_bytes))
+
     def __post_init__(self) -> None:
         if not 0 < self.usable_bytes <= self.memory_bytes:
             raise UsageError(

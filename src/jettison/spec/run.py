@@ -96,6 +96,11 @@ class Scene:
     capacity_factor: float | None
     padding: bool
 
+    def __hash__(self) -> int:
+        """Cheap: scenes are keys of caches, and those of one search differ in these."""
+        layout = self.layout
+        return hash((self.model, self.seq, self.micro_batch, layout.tp, layout.sp, layout.cp, layout.ep))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
