@@ -163,11 +163,23 @@ class Hunt:
         Raises:
             UsageError: the space is empty.
         """
+        self.find_named()
+        self.ask_planner()
+
+    def find_named(self) -> None:
+        """Work out all that matters of the plans that have a name.
+
+        Raises:
+            UsageError: the space is empty.
+        """
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
         self._open()
         while self._heap:
             self._work()
+
+    def ask_planner(self) -> None:
+        """After that, the planner, where its choice is asked for and could matter."""
         if self.space.asks_planner:
             self._ask_planners()
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Lock
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -70,7 +71,7 @@ _R = TypeVar("_R")
 
 
 class Bench:
-    """Works out candidates.
+    """Works out candidates; several threads may ask at once.
 
     Args:
         jobs: processes.
@@ -86,6 +87,7 @@ class Bench:
         self._known: dict[str, Figures] = dict(journal.known) if journal else {}
         self._bounds: dict[tuple[object, ...], TimeBound] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._lock = Lock()  # of what is known, written down and started
 
     def __enter__(self) -> Bench:
         return self
@@ -125,10 +127,11 @@ class Bench:
 
         def note(part: Mapping[int, Figures]) -> None:
             fresh = {names[i]: figures for i, figures in part.items()}
-            self._known |= fresh
-            self.evaluated += len(fresh)
-            if self._journal is not None:
-                self._journal.write(fresh)
+            with self._lock:
+                self._known |= fresh
+                self.evaluated += len(fresh)
+                if self._journal is not None:
+                    self._journal.write(fresh)
 
         self._map(_work, list(missing.values()), key=lambda task: _scene(task.candidate.setup), note=note)
         return [self._known[key] for key in keys]
@@ -156,22 +159,27 @@ class Bench:
                 note(part)
                 found |= part
             return list(found.values())
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self.jobs,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start,
-                initargs=(self.question,),
-            )
+        pool = self._workers()
         order = sorted(range(len(items)), key=lambda i: key(items[i]))
         size = -(-len(items) // (self.jobs * CHUNKS)) or 1
         chunks = [order[i : i + size] for i in range(0, len(order), size)]
-        results = self._pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
+        results = pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
         for chunk, result in zip(chunks, results, strict=True):
             part = dict(zip(chunk, result, strict=True))
             note(part)
             found |= part
         return [found[i] for i in range(len(items))]
+
+    def _workers(self) -> ProcessPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(
+                    self.jobs,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=_start,
+                    initargs=(self.question,),
+                )
+            return self._pool
 
 
 def _scene(setup: Setup) -> tuple[object, ...]:

@@ -130,7 +130,8 @@ def best_multipliers(budgeted: BudgetedWalk) -> Multipliers:
     if walk.count == 0:
         return Multipliers(device=np.zeros(1))
     highs = _quiet(highspy)
-    for option, value in (("threads", 1), ("random_seed", 0)):
+    # these programs are small, and looking for what can be left out of them takes longer than it saves
+    for option, value in (("threads", 1), ("random_seed", 0), ("presolve", "off")):
         highs.setOptionValue(option, value)
     dearest = sum(max((m.picoseconds + m.copying for m in moves), default=0) for moves in budgeted.moves)
     seconds_scale = SCALE / max(1, dearest)
