@@ -205,9 +205,7 @@ def _policy(run: Run, position: int) -> str:
             return str(mode)
 
 
-def _alike(
-    run: Run, start: int, stop: int, position: int, chosen: Chosen | None
-) -> Iterator[tuple[Kind, range]]:
+def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> Iterator[tuple[Kind, range]]:
     """Runs of neighbours among layers ``start .. stop - 1`` that are treated alike.
 
     Args:

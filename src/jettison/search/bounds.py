@@ -128,12 +128,7 @@ def _in_flight(setup: Setup, layers: tuple[int, ...], segment: int) -> int:
     """Args: layers: of each chunk of the first stage."""
     layout = setup.layout
     return _segments_in_flight(
-        layout.schedule,
-        layout.pp,
-        setup.micro_batches if layout.pp > 1 else 1,
-        layout.virtual_stages,
-        layers,
-        segment,
+        layout.schedule, layout.pp, setup.micro_batches if layout.pp > 1 else 1, layout.virtual_stages, layers, segment
     )
 
 
