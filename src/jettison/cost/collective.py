@@ -16,7 +16,6 @@ from jettison.errors import UsageError
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 
-
 LEAST_HOST_BYTES_PER_SECOND: Final = 10**6
 """Over a slower link a step would take days, which no plan could mean."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
+from operator import add
 from typing import Any
 
 from jettison.formula.parameters import parameter_count
@@ -18,7 +20,7 @@ from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
-from jettison.spec.run import Run
+from jettison.spec.run import Recompute, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,12 @@ class Stage:
     @property
     def in_flight(self) -> int:
         """Micro-batches between forward and backward at once, at most, of the virtual stage that has most."""
-        return max(max(f + w for f, w in zip(o.forward, o.weight, strict=True)) for o in self.load.occupancies)
+        found = 0
+        for o in self.load.occupancies:
+            alive = list(map(add, o.forward, o.weight))
+            own = len(self.groups)
+            found = max(found, *(sum(alive[chunk::own]) for chunk in range(own)))
+        return found
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -140,7 +147,7 @@ def forecast(run: Run, chosen: Chosen | None = None) -> Forecast:
     Raises:
         UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
     """
-    return _forecast(run, walk(run, chosen))
+    return _forecast(run, walk(run, chosen), walk(plain(run)) if run.recompute.whole else ())
 
 
 def forecast_sizes(run: Run, chosen: Chosen | None = None) -> Forecast:
@@ -149,39 +156,61 @@ def forecast_sizes(run: Run, chosen: Chosen | None = None) -> Forecast:
     Raises:
         UsageError: layers do not divide over the stages, or micro-batches do not suit the schedule.
     """
-    return _forecast(run, outline(run, chosen))
+    return _forecast(run, outline(run, chosen), outline(plain(run)) if run.recompute.whole else ())
 
 
 def stage_sizes(run: Run, index: int, chosen: Chosen | None = None) -> Stage:
     """One stage of `forecast_sizes`."""
     (chunks,) = outline(run, chosen, only=index)
-    return _stage(run, index, chunks, {})
+    (whole,) = outline(plain(run), only=index) if run.recompute.whole else ((),)
+    return _stage(run, index, chunks, whole, {})
 
 
-def _forecast(run: Run, walked: Sequence[tuple[Chunk, ...]]) -> Forecast:
+def plain(run: Run) -> Run:
+    """The same with everything kept."""
+    return replace(run, recompute=Recompute())
+
+
+def _forecast(run: Run, walked: Sequence[tuple[Chunk, ...]], whole: Sequence[tuple[Chunk, ...]]) -> Forecast:
+    """Args: whole: the same regions with everything kept, where some micro-batches are."""
     known: dict[object, Any] = {}
-    return Forecast(run=run, stages=tuple(_stage(run, index, chunks, known) for index, chunks in enumerate(walked)))
+    stages = (
+        _stage(run, index, chunks, twins, known)
+        for index, (chunks, twins) in enumerate(zip_longest(walked, whole, fillvalue=()))
+    )
+    return Forecast(run=run, stages=tuple(stages))
 
 
-def _stage(run: Run, index: int, chunks: tuple[Chunk, ...], known: dict[object, Any]) -> Stage:
-    """Args: known: units of chunks, and totals of stages, by the objects that they are of."""
+def _stage(
+    run: Run, index: int, chunks: tuple[Chunk, ...], twins: tuple[Chunk, ...], known: dict[object, Any]
+) -> Stage:
+    """One stage.
+
+    Args:
+        twins: its chunks with everything kept, where some micro-batches are.
+        known: units of chunks, and totals of stages, by the objects that they are of.
+    """
     layout = run.layout
     for chunk in chunks:
         if id(chunk) not in known:
             known[id(chunk)] = units(run, chunk)
+    for chunk in twins:
+        if id(chunk) not in known:
+            known[id(chunk)] = units(plain(run), chunk)
     alike = tuple(map(id, chunks))
     if alike not in known:
         known[alike] = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
     total: Static = known[alike]
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
     load = StageLoad(
-        chunks=tuple(known[id(chunk)] for chunk in chunks),
+        chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
         occupancies=stage_occupancies(
             layout.schedule,
             stage=index,
             stages=layout.pp,
             micro_batches=run.micro_batches if layout.pp > 1 else 1,
             virtual_stages=layout.virtual_stages,
+            whole=run.recompute.whole,
         ),
         micro_batches=run.micro_batches,
         fixed=total.parameters + whole,
@@ -189,6 +218,7 @@ def _stage(run: Run, index: int, chunks: tuple[Chunk, ...], known: dict[object, 
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
         sent=_output_bytes(run, chunks[0]) if layout.keeps_stage_outputs and index < layout.pp - 1 else 0,
+        twins=bool(twins),
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
 

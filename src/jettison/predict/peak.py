@@ -70,12 +70,15 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
             known[id(chunk)] = _rise(chunk)
     rises = [known[each] for each in kinds]
     upfront = load.gradients is Gradients.UPFRONT
-    everything = sum(known[id(chunk)].gradients for chunk in load.chunks)
+    own = load.chunks[: len(load.chunks) // 2] if load.twins else load.chunks
+    everything = sum(known[id(chunk)].gradients for chunk in own)
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
-    highest = max(base + max(rise.forward for rise in rises), always + everything + load.optimizer_transient)
+    states = _fullest(Same(load.occupancies), pattern)
+    entered = frozenset().union(*(state.entering for state in states))
+    highest = max(base + max(rises[kind].forward for kind in entered), always + everything + load.optimizer_transient)
     adds = load.micro_batches > 1 and not upfront
-    for state in _fullest(Same(load.occupancies), pattern):
+    for state in states:
         level = base + load.sent * state.total
         level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
         entering = [rises[kind].forward - rises[kind].held for kind in state.entering]

@@ -192,7 +192,7 @@ class StageChoice:
     @cached_property
     def _problem(self) -> StepProblem:
         load = self.stage.load
-        static = load.fixed + load.state + (0 if self._fresh else load.gradient_bytes)
+        static = load.fixed + load.state + (0 if self._fresh else load.gradient_bytes) + self._whole_bytes
         regions = tuple(self._regions())
         nothing = (0,) * len(regions)
         root = RootOption(
@@ -212,6 +212,16 @@ class StageChoice:
             plain_seconds=0.0 if self._link is None else sum(r.forward_seconds + r.backward_seconds for r in regions),
             link=self._link,
         )
+
+    @property
+    def _whole_bytes(self) -> int:
+        """Of micro-batches that are kept whole, at most."""
+        load = self.stage.load
+        if not load.twins:
+            return 0
+        whole = range(len(load.chunks) // 2, len(load.chunks))
+        held = {chunk: load.held(chunk) for chunk in whole}
+        return max(sum((o.forward[c] + o.weight[c]) * held[c] for c in whole) for o in load.occupancies)
 
     @cached_property
     def _walks(self) -> tuple[Walk, ...]:

@@ -25,6 +25,7 @@ from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
+from jettison.ledger.schedule import recomputing_share
 from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
@@ -136,7 +137,6 @@ def estimate(
     *,
     execution: Execution | None = None,
     chosen: Chosen | None = None,
-    repeats: Sequence[float] | None = None,
     outlined: Sequence[tuple[Chunk, ...]] | None = None,
 ) -> Estimate:
     """What a step of a run takes.
@@ -144,7 +144,6 @@ def estimate(
     Args:
         execution: how the code runs it; left out, what goes with the run's kernels.
         chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
-        repeats: by stage, the share of micro-batches that compute again (arXiv 2205.05198 Appendix C); left out, all.
         outlined: the run's `outline`, where it is known.
 
     Raises:
@@ -160,7 +159,7 @@ def estimate(
             known[id(chunk)] = timing.items(chunk)
         return known[id(chunk)]
 
-    shares = [1.0] * layout.pp if repeats is None else repeats
+    shares = [recomputing(run, stage) for stage in range(layout.pp)]
     walked = outline(run, chosen) if outlined is None else outlined
     stages = _stages(timing, [[items(chunk) for chunk in chunks] for chunks in walked], shares)
     played, lagged = _play(run, stages, timing)
@@ -175,6 +174,21 @@ def estimate(
         lagged=lagged,
         step_seconds=over + max(stage.optimizer for stage in stages),
         recomputed_flops=again * run.micro_batches * layout.tp * layout.cp * layout.dp,
+    )
+
+
+def recomputing(run: Run, stage: int) -> float:
+    """The share of a stage's micro-batches that compute again."""
+    layout = run.layout
+    if not run.recompute.whole:
+        return 1.0
+    return recomputing_share(
+        layout.schedule,
+        stage=stage,
+        stages=layout.pp,
+        micro_batches=run.micro_batches,
+        virtual_stages=layout.virtual_stages,
+        whole=run.recompute.whole,
     )
 
 

@@ -98,12 +98,13 @@ class TimeBound:
         there *= sum(first)
         found = []
         for plan in plans:
-            of_plan = self.plans[_treated(plan)]
+            of_plan = self.plans[Mode.NONE if plan.whole else _treated(plan)]
             in_line = count * last * (of_plan.forward + of_plan.backward)
             in_line += before * (of_plan.forward + (of_plan.backward if drains else 0.0))
             nbytes = static
             if plan.mode in _SEGMENTS and not plan.offload:
-                held = of_plan.held * _in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
+                held = min(of_plan.held, self.plans[_treated(plan)].held)  # of micro-batches kept whole or not
+                held *= _in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
                 nbytes = max(nbytes, there + held)
             found.append((max(count * of_plan.whole / layout.pp, in_line), max(nbytes, there)))
         return found

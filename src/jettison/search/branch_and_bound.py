@@ -210,9 +210,8 @@ class Hunt:
         """Bytes of candidates that do not fit."""
         tasks = []
         for setup, number in numbers:
-            plan, asked = self._all_plans(setup)[number], self.space.setups[setup]
-            budget = self._limit(setup) if plan.mode is Mode.AUTO else None
-            tasks.append(Task(candidate=Candidate(setup=asked, recompute=plan, budget_bytes=budget), limit_bytes=0))
+            candidate = self._candidate(setup, self._all_plans(setup)[number])
+            tasks.append(Task(candidate=candidate, limit_bytes=0))
         for which, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
             self._take(self._found(task.candidate, figures, which))
 
@@ -233,6 +232,11 @@ class Hunt:
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
         return self.space.all_plans(self.space.setups[number])
+
+    def _candidate(self, number: int, plan: Recompute) -> Candidate:
+        """With what it is to fit, where that decides about it."""
+        budget = self._limit(number) if plan.mode is Mode.AUTO or plan.whole else None
+        return Candidate(setup=self.space.setups[number], recompute=plan, budget_bytes=budget)
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))
@@ -283,8 +287,8 @@ class Hunt:
                 continue
             matter = True
             if not node.plain and named and plan != Recompute():
-                most = limit if node.ranks else min(limit, state.below(seconds))
-                found.append((number, Task(candidate=Candidate(setup=setup, recompute=plan), limit_bytes=most)))
+                most = limit if node.ranks or plan.whole else min(limit, state.below(seconds))
+                found.append((number, Task(candidate=self._candidate(node.setup, plan), limit_bytes=most)))
         if node.plain and matter:
             plans = self.space.plans(setup)
             number = plans.index(Recompute()) if Recompute() in plans else len(plans)
@@ -345,8 +349,7 @@ class Hunt:
     def _plan(self, numbers: Sequence[int]) -> None:
         tasks = []
         for number in numbers:
-            setup, limit = self.space.setups[number], self._limit(number)
-            tasks.append(Task(candidate=Candidate(setup=setup, recompute=self.space.planner, budget_bytes=limit)))
+            tasks.append(Task(candidate=self._candidate(number, self.space.planner)))
         for number, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
             after = len(self.space.plans(self.space.setups[number]))
             self._take(self._found(task.candidate, figures, (number, after)))

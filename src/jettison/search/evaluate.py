@@ -23,6 +23,7 @@ from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
+from jettison.predict.whole_micro_batches import settled
 from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
 from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
@@ -235,7 +236,9 @@ def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> f
 def _work(question: Question, task: Task) -> Figures:
     candidate = task.candidate
     run = candidate.run(question.template)
-    if candidate.budget_bytes is not None:
+    if candidate.recompute.whole:
+        run = settled(run, candidate.budget_bytes)
+    elif candidate.budget_bytes is not None:
         return _planned(run, question.hardware, candidate.budget_bytes)
     found = forecast_sizes(run)
     peak = peak_bytes(found)
@@ -244,6 +247,7 @@ def _work(question: Question, task: Task) -> Figures:
         peak_bytes=peak,
         static_bytes=static_bytes(found),
         host_bytes=_host_bytes(run),
+        whole=run.recompute.whole,
         seconds=_seconds(_timed(found, question.hardware)) if fits else None,
     )
 
