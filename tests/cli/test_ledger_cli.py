@@ -556,7 +556,14 @@ def test_a_link_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert run([*EIGHT_B, "--gpu", str(file)]) == 2
     assert "got host = 0; expected a number above 0" in capsys.readouterr().err
-    file.write_text(file.read_text().replace("host = 0\n", "link = 450\nnetwork = 50\n"))
+    file.write_text(file.read_text().replace("host = 0\n", "host = 1e-10\n"))
+    assert run([*EIGHT_B, "--gpu", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    file.write_text(file.read_text().replace("host = 1e-10\n", "host = 1e-6\n"))
+    for flags in (EIGHT_B, ["estimate", "gpt2", "--recompute", "full", "--offload"]):
+        assert run([*flags, "--gpu", str(file)]) == 2
+        assert capsys.readouterr().err.startswith("jettison: hardware slow moves 800 bytes a second to the host")
+    file.write_text(file.read_text().replace("host = 1e-6\n", "link = 450\nnetwork = 50\n"))
     assert run([*EIGHT_B, "--gpu", str(file), "--offload"]) == 2
     assert "does not state its link to the host" in capsys.readouterr().err
     assert run([*EIGHT_B, "--gpu", str(file), "--format", "json"]) == 0

@@ -173,6 +173,8 @@ def test_what_is_usable_is_estimated_where_a_file_does_not_say(tmp_path: Path) -
         ('memory = "80GiB"\n[edges]\nfp32 = [1, 2, -3]', "expected three numbers"),
         ('memory = "80GiB"\n[edges]\nfp32 = 50', "expected three numbers"),
         ('memory = "80GiB"\n[gigabytes_per_second]\nlink = nan', "expected a number above 0"),
+        ('memory = "80GiB"\n[gigabytes_per_second]\nhost = 1e-10', "got host = 1E-10, which is less than 1 a second"),
+        ('memory = "80GiB"\n[reached]\nhost = 1e-400', "expected a share of at most 1 and above nothing"),
     ],
 )
 def test_a_file_that_is_not_one_is_refused_in_one_line(tmp_path: Path, text: str, says: str) -> None:

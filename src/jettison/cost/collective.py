@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
+
+LEAST_HOST_BYTES_PER_SECOND: Final = 10**6
+"""Over a slower link a step would take days, which no plan could mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,17 @@ def host_seconds(nbytes: float, hardware: Hardware) -> float:
     """Of a copy to or from the host, in one direction.
 
     Raises:
-        UsageError: the hardware's file does not state the host link.
+        UsageError: the hardware's file does not state the host link, or one that moves next to nothing.
     """
     if hardware.host_bytes_per_second is None:
         raise UsageError(f"hardware {hardware.name} does not state its link to the host, which offloading needs")
-    return nbytes / (hardware.host_bytes_per_second * hardware.reached.host)
+    reached = hardware.host_bytes_per_second * hardware.reached.host
+    if reached < LEAST_HOST_BYTES_PER_SECOND:
+        raise UsageError(
+            f"hardware {hardware.name} moves {reached:.3g} bytes a second to the host; expected "
+            f"{LEAST_HOST_BYTES_PER_SECOND:,} or more, or no host under [gigabytes_per_second] where there is no link"
+        )
+    return nbytes / reached
 
 
 def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 
 from jettison.ledger.schedule import ScheduledPass, Work, orders
 from jettison.spec.layout import Schedule
@@ -23,8 +24,18 @@ from jettison.spec.layout import Schedule
 MOST_EVENTS = 100_000
 """Replayed at most: 10 ms."""
 _Linked = tuple[int, int, bool, int]
-"""Device, event needed (-1: none), whether it is another device's, and which duration: 3 x place + kind."""
+"""The event before on the same device, the event needed, whether it is another device's, and which duration: 3 x place
++ kind. Events count from 1; 0 is the start."""
 _KINDS = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.WEIGHT: 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Events:
+    """In an order in which each comes after what it needs; by device its last one, and which durations it has."""
+
+    linked: tuple[_Linked, ...]
+    last: tuple[int, ...]
+    durations: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,52 +109,63 @@ def schedule_seconds(
 
 
 @lru_cache(maxsize=256)
-def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> tuple[_Linked, ...]:
+def _events(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> _Events:
     return _linked(orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks))
 
 
-def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> tuple[_Linked, ...]:
-    """Events in an order in which each comes after what it needs."""
+def _linked(orders: tuple[tuple[ScheduledPass, ...], ...]) -> _Events:
+    """Events in an order in which each comes after what it needs.
+
+    An event's code is (kind x places + place) x micro-batches + micro-batch.
+    """
     stages = len(orders)
-    chunks = 1 + max(step.chunk for steps in orders for step in steps)
-    last = stages * chunks - 1
-    positions = [0] * stages
-    done: dict[tuple[int, int, int], int] = {}
+    places = stages * (1 + max(step.chunk for steps in orders for step in steps))
+    count = 1 + max(step.micro_batch for steps in orders for step in steps)
+    kinds = places * count
+    codes = [
+        [(_KINDS[s.work] * places + s.chunk * stages + device) * count + s.micro_batch for s in steps]
+        for device, steps in enumerate(orders)
+    ]
+    numbers = [0] * (3 * kinds)  # of events that have been linked, by code
+    of_event = [-1]  # devices
+    latest, positions = [0] * stages, [0] * stages
     events: list[_Linked] = []
+    durations: list[list[int]] = [[] for _ in range(stages)]
     waiting = list(range(stages - 1, -1, -1))
     while waiting:
         device = waiting.pop()
-        steps = orders[device]
-        while positions[device] < len(steps):
-            step = steps[positions[device]]
-            place = step.chunk * stages + device
-            kind = _KINDS[step.work]
-            needed = _needed(kind, place, last, step.micro_batch)
-            if needed is not None and needed not in done:
+        own = codes[device]
+        begun = positions[device]
+        for code in own[begun:]:
+            needed = _needed(code, kinds, count)
+            source = 0 if needed is None else numbers[needed]
+            if not source and needed is not None:
                 break
-            source = -1 if needed is None else done[needed]
-            far = source >= 0 and events[source][0] != device
-            done[kind, place, step.micro_batch] = len(events)
-            events.append((device, source, far, 3 * place + kind))
+            kind, place = divmod(code // count, places)
+            events.append((latest[device], source, source > 0 and of_event[source] != device, 3 * place + kind))
+            of_event.append(device)
+            latest[device] = numbers[code] = len(events)
+            durations[device].append(3 * place + kind)
             positions[device] += 1
-            for other in ((device + 1) % stages, (device - 1) % stages):
-                if other != device and other not in waiting and positions[other] < len(orders[other]):
-                    waiting.append(other)
-    if any(position < len(steps) for position, steps in zip(positions, orders, strict=True)):
+        if positions[device] > begun:
+            others = ((device + 1) % stages, (device - 1) % stages)
+            waiting += [n for n in others if n != device and n not in waiting and positions[n] < len(codes[n])]
+    if any(position < len(own) for position, own in zip(positions, codes, strict=True)):
         raise ValueError("the orders wait for each other: no device can go on")
-    return tuple(events)
+    return _Events(linked=tuple(events), last=tuple(latest), durations=tuple(map(tuple, durations)))
 
 
-def _needed(kind: int, place: int, last: int, micro_batch: int) -> tuple[int, int, int] | None:
-    if kind == 0:
-        return (0, place - 1, micro_batch) if place else None
-    if kind == 1:
-        return (1, place + 1, micro_batch) if place < last else (0, place, micro_batch)
-    return (1, place, micro_batch)
+def _needed(code: int, kinds: int, count: int) -> int | None:
+    """What an event waits for, by code; see NOTE [ Events ]."""
+    if code < kinds:  # a forward
+        return code - count if code >= count else None
+    if code < 2 * kinds - count:  # a backward whose place is not the last
+        return code + count
+    return code - kinds  # its own forward, or its own backward
 
 
 def _play(
-    events: Sequence[_Linked],
+    events: _Events,
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     weight: Sequence[Sequence[float]] | None,
@@ -156,18 +178,29 @@ def _play(
             at = 3 * (chunk * stages + device)
             durations[at], durations[at + 1] = forward[device][chunk], backward[device][chunk]
             durations[at + 2] = weight[device][chunk] if weight is not None else 0.0
-    free, busy = [0.0] * stages, [0.0] * stages
-    ends: list[float] = []
+    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
+    of_duration = durations.__getitem__
+    return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
+        busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
+        ends=tuple(ends[last] for last in events.last),
+    )
+
+
+def _ends(events: _Events, durations: Sequence[float]) -> list[float]:
+    """When each event ends, behind the start."""
+    ends = [0.0]
     end_at = ends.append
-    for device, needed, far, duration in events:
-        start = free[device]
-        if needed >= 0:
-            ready = ends[needed] + transfer if far else ends[needed]
-            if ready > start:
-                start = ready
-        took = durations[duration]
-        end = start + took
-        end_at(end)
-        free[device] = end
-        busy[device] += took
-    return Replay(busy=tuple(busy), ends=tuple(free))
+    for before, needed, _, duration in events.linked:
+        free, ready = ends[before], ends[needed]
+        end_at((ready if ready > free else free) + durations[duration])
+    return ends
+
+
+def _far_ends(events: _Events, durations: Sequence[float], transfer: float) -> list[float]:
+    """The same where what comes from another device takes a while."""
+    ends = [0.0]
+    end_at = ends.append
+    for before, needed, far, duration in events.linked:
+        free, ready = ends[before], ends[needed] + transfer if far else ends[needed]
+        end_at((ready if ready > free else free) + durations[duration])
+    return ends

@@ -21,10 +21,11 @@ from jettison.cost.layer import Class, PriceModel
 from jettison.errors import UsageError
 from jettison.formula.region import HELD, Region, layer_region
 from jettison.predict.allowance import available_bytes
-from jettison.predict.forecast import Stage, forecast
+from jettison.predict.forecast import forecast
 from jettison.predict.stage_time import Item, Timing
 from jettison.predict.stages import RegionGroup, walk
 from jettison.predict.time import Estimate, estimate
+from jettison.predict.whole_micro_batches import most_whole
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Recompute, Run
 from jettison.units import format_bytes, format_percent, format_seconds
@@ -274,11 +275,7 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
 
 
 def microbatch_level(run: Run, hardware: Hardware, *, limit_bytes: int | None = None) -> Estimate:
-    """The run with some micro-batches of each stage kept whole: the others compute again, as asked for.
-
-    Of the window of micro-batches that a stage holds at once so many keep everything, the same number on every stage,
-    as Megatron has it (`num_microbatches_with_partial_activation_checkpoints`): as many as all stages have room for.
-    Later stages hold fewer, of which these are a larger share.
+    """The run with as many micro-batches of each window kept whole as fit: `predict.whole_micro_batches`.
 
     Args:
         limit_bytes: of tensors on a device; left out, what the hardware leaves for them.
@@ -289,30 +286,10 @@ def microbatch_level(run: Run, hardware: Hardware, *, limit_bytes: int | None = 
     if run.recompute.mode is Mode.NONE:
         raise UsageError("got --recompute none; keeping some micro-batches whole needs a mode that keeps others less")
     limit = available_bytes(hardware, run) if limit_bytes is None else limit_bytes
-    less, whole = forecast(run), forecast(replace(run, recompute=Recompute()))
-    if less.peak_bytes > limit:
-        raise UsageError(
-            f"the run peaks at {format_bytes(less.peak_bytes)}, and there are {format_bytes(limit)} for it"
-        )
-    windows = [_window(stage) for stage in less.stages]
-    kept = min(
-        (
-            _room(small, large, window, limit)
-            for small, large, window in zip(less.stages, whole.stages, windows, strict=True)
-        )
-    )
-    return estimate(run, hardware, repeats=[1 - min(kept, window) / window for window in windows])
-
-
-def _window(stage: Stage) -> int:
-    """Micro-batches, through one chunk each, that a stage holds at most."""
-    return max(state.total for state in stage.load.occupancies)
-
-
-def _room(small: Stage, large: Stage, window: int, limit: int) -> float:
-    """How many of a window a stage could keep whole; infinite where it could all of them."""
-    more, room = large.peak.nbytes - small.peak.nbytes, limit - small.peak.nbytes
-    return float("inf") if more <= room else window * room // more
+    needed = forecast(run).peak_bytes
+    if needed > limit:
+        raise UsageError(f"the run peaks at {format_bytes(needed)}, and there are {format_bytes(limit)} for it")
+    return estimate(most_whole(run, limit), hardware)
 
 
 # in words -------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from math import lcm
 from operator import add, ge
 
 from jettison.errors import UsageError
@@ -146,7 +147,32 @@ def _check(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, v
         )
 
 
-def occupancies(order: Sequence[ScheduledPass]) -> tuple[Occupancy, ...]:
+def window(schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1) -> int:
+    """Forwards through a chunk that a device has in flight at most: those before its first backward.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
+    return min(warm_up + 1, micro_batches * virtual_stages)
+
+
+def recomputing_share(
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, whole: int
+) -> float:
+    """Of a device's forwards, those that keep less: forward i keeps everything where i modulo `window` < ``whole``.
+
+    Raises:
+        UsageError: see `order`.
+    """
+    size = window(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    windows, rest = divmod(micro_batches * virtual_stages, size)
+    less = windows * max(0, size - whole) + max(0, rest - whole)
+    return less / (micro_batches * virtual_stages)
+
+
+def occupancies(order: Sequence[ScheduledPass], chunks: int = 0) -> tuple[Occupancy, ...]:
     """The states worth pricing while a device works through ``order``.
 
     Take the state just before each backward and each weight step, priced at so many bytes for each chunk, whole or
@@ -154,11 +180,14 @@ def occupancies(order: Sequence[ScheduledPass]) -> tuple[Occupancy, ...]:
     at any prices of zero or more: left out are repetitions, states that hold no more of anything than another before
     the same work on the same chunk, and states halfway between two others.
 
+    Args:
+        chunks: of the device; left out, as many as there are in ``order``.
+
     Raises:
         UsageError: ``order`` has no backward, so that there is no such state.
     """
     groups: defaultdict[tuple[Work, int], dict[tuple[int, ...], Occupancy]] = defaultdict(dict)
-    for state in _replay(order):
+    for state in _replay(order, chunks or 1 + max((step.chunk for step in order), default=0)):
         assert state.step is not None
         groups[state.step.work, state.step.chunk].setdefault((*state.forward, *state.weight), state)
     if not groups:
@@ -166,9 +195,8 @@ def occupancies(order: Sequence[ScheduledPass]) -> tuple[Occupancy, ...]:
     return tuple(states[counts] for states in groups.values() for counts in _maximal(_ends(list(states))))
 
 
-def _replay(order: Sequence[ScheduledPass]) -> Iterator[Occupancy]:
+def _replay(order: Sequence[ScheduledPass], chunks: int) -> Iterator[Occupancy]:
     """The state before each step that lets go of something."""
-    chunks = 1 + max((step.chunk for step in order), default=0)
     split = any(step.work is Work.WEIGHT for step in order)
     forward, weight = [0] * chunks, [0] * chunks
     for step in order:
@@ -199,12 +227,16 @@ def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def stage_occupancies(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1
+    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, whole: int = 0
 ) -> tuple[Occupancy, ...]:
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
     Warm-up takes at most (v + 1) p - 2 forwards; from there the order repeats itself every v p pairs, p micro-batches,
     until the forwards run out. Within 3 p micro-batches a full period follows the warm-up, so more show nothing new.
+
+    Args:
+        whole: where above 0, forwards that keep everything, so many of each `window`, count as those of chunks of their
+            own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
 
     Raises:
         UsageError: see `order`.
@@ -214,16 +246,36 @@ def stage_occupancies(
         stage, replayed = 0, micro_batches
     else:
         replayed = min(micro_batches, 3 * stages)
-    return _order_occupancies(schedule, stage, stages, replayed, virtual_stages)
+    if not whole:
+        return _order_occupancies(schedule, stage, stages, replayed, virtual_stages, 1, 0)
+    size = window(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    if schedule is not Schedule.GPIPE:
+        periods = lcm(size, stages * virtual_stages) // (stages * virtual_stages)
+        replayed = min(micro_batches, (3 + periods) * stages)
+    return _order_occupancies(schedule, stage, stages, replayed, virtual_stages, size, min(whole, size))
 
 
 @cache
 def _order_occupancies(
-    schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int
+    schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int, size: int, whole: int
 ) -> tuple[Occupancy, ...]:
-    return occupancies(
-        order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
-    )
+    steps = order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    if not whole:
+        return occupancies(steps)
+    return occupancies(tuple(_apart(steps, virtual_stages, size, whole)), 2 * virtual_stages)
+
+
+def _apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:
+    """With chunks of their own for forwards that keep everything, and for their backwards."""
+    kept: set[tuple[int, int]] = set()
+    forwards = 0
+    for step in steps:
+        key = step.micro_batch, step.chunk
+        if step.work is Work.FORWARD:
+            if forwards % size < whole:
+                kept.add(key)
+            forwards += 1
+        yield ScheduledPass(step.work, step.micro_batch, step.chunk + (chunks if key in kept else 0))
 
 
 def in_flight(order: Sequence[ScheduledPass]) -> Occupancy:

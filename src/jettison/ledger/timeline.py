@@ -61,7 +61,8 @@ class StageLoad:
     """Everything that decides a stage's bytes over a step.
 
     ``occupancies`` are the states before a backward: how many micro-batches each chunk has in flight. ``sent`` is what
-    is held of each of them beside its residents (a stage output that was sent and not let go).
+    is held of each of them beside its residents (a stage output that was sent and not let go). ``twins``: the second
+    half of the chunks is the first half again, of micro-batches that are kept whole.
     """
 
     chunks: tuple[tuple[Unit, ...], ...]
@@ -72,11 +73,18 @@ class StageLoad:
     gradients: Gradients
     optimizer_transient: int = 0
     sent: int = 0
+    twins: bool = False
 
     @property
     def gradient_bytes(self) -> int:
         """Of all units."""
-        return sum(len(unit.names) * unit.gradient for chunk in self.chunks for unit in chunk)
+        own = self.chunks[: len(self.chunks) // 2] if self.twins else self.chunks
+        return sum(len(unit.names) * unit.gradient for chunk in own for unit in chunk)
+
+    @property
+    def entered(self) -> tuple[bool, ...]:
+        """By chunk: does any micro-batch come through it?"""
+        return tuple(any(counts) for counts in zip(*(o.forward for o in self.occupancies), strict=True))
 
     def held(self, chunk: int) -> int:
         """What one micro-batch's forward through a chunk leaves behind."""
@@ -128,8 +136,9 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     all_gradients = stage.gradient_bytes
     base = stage.fixed + (0 if first_step else stage.state) + (all_gradients if upfront else 0)
     yield base, Phase.BEFORE, "", 0
-    for rows in forward:
-        yield from _at(base, rows, 0)
+    for rows, entered in zip(forward, stage.entered, strict=True):
+        if entered:
+            yield from _at(base, rows, 0)
     held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
     first = [pick(_backward(chunk, not upfront, each)) for chunk in stage.chunks]
     yield from _backwards(stage, base, held, forward, first)

@@ -23,10 +23,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Final
 
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Device
+from jettison.spec.layout import Layout
 from jettison.spec.run import Run
 from jettison.units import GIB, MIB
 
@@ -55,22 +57,26 @@ WORKSPACE: Final = Allowance(low=8 * MIB, expected=64 * MIB, high=256 * MIB)
 FRAGMENTS: Final = (Fraction(1, 100), Fraction(3, 100), Fraction(8, 100))
 
 
-def communicators(run: Run) -> int:
+def communicators(layout: Layout) -> int:
     """Groups of ranks that talk: one for each mesh axis with more than one rank, pipeline stages among them."""
-    layout = run.layout
     return sum(size > 1 for size in (layout.tp, layout.cp, layout.ep, layout.pp, layout.dp))
 
 
-def fixed_allowance(run: Run) -> Allowance:
+def fixed_allowance(layout: Layout, device: Device) -> Allowance:
     """What does not depend on the peak: everything but fragments."""
-    if run.kernels.device is Device.CPU:
+    return _fixed(communicators(layout), layout.ep > 1, device)
+
+
+@lru_cache(maxsize=64)
+def _fixed(talking: int, experts: bool, device: Device) -> Allowance:
+    if device is Device.CPU:
         return Allowance(low=0, expected=0, high=0)
-    return CONTEXT + WORKSPACE + COMMUNICATOR * communicators(run) + ALL_TO_ALL * (run.layout.ep > 1)
+    return CONTEXT + WORKSPACE + COMMUNICATOR * talking + ALL_TO_ALL * experts
 
 
 def allowance(run: Run, peak_bytes: int) -> Allowance:
     """What a device holds beside tensors of ``peak_bytes``. Fragments are rounded up."""
-    fixed = fixed_allowance(run)
+    fixed = fixed_allowance(run.layout, run.kernels.device)
     if run.kernels.device is Device.CPU:
         return fixed
     low, expected, high = (-(-peak_bytes * share // 1) for share in FRAGMENTS)
@@ -79,6 +85,11 @@ def allowance(run: Run, peak_bytes: int) -> Allowance:
 
 def available_bytes(hardware: Hardware, run: Run) -> int:
     """What a device has for tensors: the largest peak that fits beside its own expected allowance; 0 if none does."""
-    room = hardware.usable_bytes - fixed_allowance(run).expected
-    share = 0 if run.kernels.device is Device.CPU else FRAGMENTS[1]
+    return available_to(hardware, run.layout, run.kernels.device)
+
+
+def available_to(hardware: Hardware, layout: Layout, device: Device) -> int:
+    """The same for any run of a layout."""
+    room = hardware.usable_bytes - fixed_allowance(layout, device).expected
+    share = 0 if device is Device.CPU else FRAGMENTS[1]
     return max(0, int(room / (1 + share)))

@@ -14,6 +14,7 @@ from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stage_choice import Answer, StageChoice
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import StageRegion, Staying, kept_by
+from jettison.predict.time import recomputing
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Run
@@ -25,7 +26,8 @@ class AutoForecast:
     """A run under the choice, and what the choice costs.
 
     ``seconds``: of recompute and of waiting for copies (``stalled_seconds``) in one micro-batch on the stage where that
-    is most; ``plain_seconds``: of a micro-batch's forward and backward there without it; both as `hardware` has it.
+    is most, the mean where some are kept whole; ``plain_seconds``: of a micro-batch's forward and backward there
+    without it; both as `hardware` has it.
     ``host_bytes``: of the stage that has most on the host. ``gap``: the share of a step that a better choice could
     still save, at most, of the stage where that is largest.
     """
@@ -83,6 +85,7 @@ def choose(run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes
         if answer is None:
             continue
         answers.append(answer)
+        answers[-1] = replace(answer, added_seconds=recomputing(run, stage.index) * answer.added_seconds)
         names = [part.name for chunk in stage.parts for part in chunk]
         chosen.update(zip(names, answer.staying, strict=True))
     if len(answers) < len(plain.stages):

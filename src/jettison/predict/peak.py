@@ -2,43 +2,133 @@
 
 `ledger.timeline.peak` walks through every unit for every state of the pipeline, and can say where the peak is. Its
 levels are sums of what other micro-batches hold, which a state decides, and of how far a pass through one chunk rises
-above that, which it does not: so each chunk is walked through once. Tests hold the two against each other.
+above that, which it does not: so each chunk is walked through once, and chunks that are alike together. Tests hold the
+two against each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import add
+from typing import Final
 
+from jettison.ledger.schedule import Occupancy
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Forecast
+from jettison.solve.identity import Same
 from jettison.spec.run import Gradients
+
+FEW_KINDS: Final = 4
+"""Of chunks on a stage, for which states are compared with each other."""
 
 
 def peak_bytes(found: Forecast) -> int:
     """Of the worst stage from the second step on: `Forecast.peak_bytes`."""
-    return max(stage_peak_bytes(stage.load) for stage in found.stages)
+    known: dict[int, _Rise] = {}
+    return max(_peak(stage.load, known) for stage in found.stages)
 
 
 def stage_peak_bytes(load: StageLoad) -> int:
     """See NOTE [ What is there when ] in `ledger.timeline`."""
+    return _peak(load, {})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rise:
+    """Of a chunk: bytes that a forward leaves behind, and how far passes rise above what is there before them.
+
+    Args:
+        fresh, adding: of a backward in which gradients appear, and of one to which they are added.
+        gradients: of all its units.
+    """
+
+    held: int
+    forward: int
+    fresh: int
+    adding: int
+    gradients: int
+
+
+def _rise(chunk: Sequence[Unit]) -> _Rise:
+    return _Rise(
+        held=sum(len(unit.names) * unit.resident for unit in chunk),
+        forward=_forward_rise(chunk),
+        fresh=_backward_rise(chunk, fresh=True),
+        adding=_backward_rise(chunk, fresh=False),
+        gradients=sum(len(unit.names) * unit.gradient for unit in chunk),
+    )
+
+
+def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
+    """Args: known: of chunks, by the objects that their units are."""
+    kinds: dict[int, int] = {}
+    pattern = tuple(kinds.setdefault(id(chunk), len(kinds)) for chunk in load.chunks)
+    for chunk in load.chunks:
+        if id(chunk) not in known:
+            known[id(chunk)] = _rise(chunk)
+    rises = [known[each] for each in kinds]
     upfront = load.gradients is Gradients.UPFRONT
-    everything = load.gradient_bytes
+    own = load.chunks[: len(load.chunks) // 2] if load.twins else load.chunks
+    everything = sum(known[id(chunk)].gradients for chunk in own)
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
-    held = [load.held(chunk) for chunk in range(len(load.chunks))]
-    forward = [_forward_rise(chunk) for chunk in load.chunks]
-    fresh = [_backward_rise(chunk, fresh=not upfront) for chunk in load.chunks]
-    adding = [_backward_rise(chunk, fresh=False) for chunk in load.chunks]
-    highest = max(base + max(forward), always + everything + load.optimizer_transient)
-    for occupancy in load.occupancies:
-        alive = [f + w for f, w in zip(occupancy.forward, occupancy.weight, strict=True)]
-        level = base + sum(n * nbytes for n, nbytes in zip(alive, held, strict=True)) + sum(alive) * load.sent
-        at_work = 0 if occupancy.step is None else occupancy.step.chunk
-        entering = [rise - nbytes for rise, nbytes, n in zip(forward, held, occupancy.forward, strict=True) if n]
-        highest = max(highest, level + max([fresh[at_work], *entering]))
-        if load.micro_batches > 1 and not upfront:
-            highest = max(highest, level + everything + max([adding[at_work], *entering]))
+    states = _fullest(Same(load.occupancies), pattern)
+    entered = frozenset().union(*(state.entering for state in states))
+    highest = max(base + max(rises[kind].forward for kind in entered), always + everything + load.optimizer_transient)
+    adds = load.micro_batches > 1 and not upfront
+    for state in states:
+        level = base + load.sent * state.total
+        level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
+        entering = [rises[kind].forward - rises[kind].held for kind in state.entering]
+        work = rises[state.at_work]
+        highest = max(highest, level + max([work.adding if upfront else work.fresh, *entering]))
+        if adds:
+            highest = max(highest, level + everything + max([work.adding, *entering]))
     return highest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    """An occupancy by kinds of chunks: those alive of each, the kind at work, kinds whose forward led to it."""
+
+    alive: tuple[int, ...]
+    at_work: int
+    entering: frozenset[int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.alive)
+
+    def covers(self, other: _State) -> bool:
+        """Is nothing of the other one higher, whatever chunks hold?"""
+        within = self.at_work == other.at_work and self.entering >= other.entering
+        return within and all(a >= b for a, b in zip(self.alive, other.alive, strict=True))
+
+
+@lru_cache(maxsize=65536)
+def _fullest(occupancies: Same[tuple[Occupancy, ...]], pattern: tuple[int, ...]) -> tuple[_State, ...]:
+    """The states worth pricing of a stage whose chunks are of these kinds: where they are few, what none covers."""
+    states = list(dict.fromkeys(_state(each, pattern) for each in occupancies.it))
+    if max(pattern) >= FEW_KINDS:  # a planner's, which come once
+        return tuple(states)
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda state: (state.total, len(state.entering)), reverse=True):
+        if not any(other.covers(state) for other in kept):
+            kept.append(state)
+    return tuple(kept)
+
+
+def _state(occupancy: Occupancy, pattern: tuple[int, ...]) -> _State:
+    alive = [0] * (1 + max(pattern))
+    for kind, n in zip(pattern, map(add, occupancy.forward, occupancy.weight), strict=True):
+        alive[kind] += n
+    return _State(
+        alive=tuple(alive),
+        at_work=pattern[0 if occupancy.step is None else occupancy.step.chunk],
+        entering=frozenset(kind for kind, n in zip(pattern, occupancy.forward, strict=True) if n),
+    )
 
 
 def _forward_rise(chunk: Sequence[Unit]) -> int:

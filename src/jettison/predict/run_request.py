@@ -23,7 +23,7 @@ from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import optimizer, precision
 from jettison.spec.presets import PRESETS, preset
-from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.run import MOST, Gradients, Recompute, Run
 from jettison.spec.stage_layers import stage_layers
 
 PAPER: Final = "paper"
@@ -89,6 +89,8 @@ class RunRequest(CommonRequest):
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
+        whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
+            is as many as fit: 0.
     """
 
     micro_batch: int | None = None
@@ -105,6 +107,7 @@ class RunRequest(CommonRequest):
     zero: int | None = None
     recompute: str | None = None
     offload: bool | None = None
+    whole_micro_batches: str | None = None
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
@@ -188,7 +191,10 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         optimizer=optimizer(_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=Recompute.parse(
-            _or(request.recompute, "none"), layers=model.depth, offload=_or(request.offload, False)
+            _or(request.recompute, "none"),
+            layers=model.depth,
+            offload=_or(request.offload, False),
+            whole=_whole(_or(request.whole_micro_batches, "0")),
         ),
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
         dropout=_or(request.dropout, model.dropout),
@@ -225,6 +231,14 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if request.loss is None:
         return kernels
     return replace(kernels, loss=_word(Loss, request.loss, "loss"))
+
+
+def _whole(text: str) -> int:
+    if text == "most":
+        return MOST
+    if not text.isdecimal():
+        raise UsageError(f"got --whole-micro-batches {text}; expected a whole number of 0 or more, or most")
+    return int(text)
 
 
 def _gradients(text: str) -> Gradients:

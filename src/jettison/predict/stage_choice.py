@@ -13,21 +13,24 @@ layer sends nothing: what comes after it is the head, another micro-batch's pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from jettison.cost.collective import host_seconds
+from jettison.cost.layer import PriceModel
+from jettison.formula.region import Region
 from jettison.ledger.timeline import Unit
-from jettison.predict.forecast import Stage, forecast
+from jettison.predict.forecast import Stage, stage_sizes
+from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import MIXED, RegionGroup, StageRegion, Staying
 from jettison.predict.timeline_units import units
 from jettison.solve.actions import ActionPoint, action_points, kept_points
 from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import pareto_frontier, plain_point
-from jettison.solve.moves import minimum_budget
+from jettison.solve.moves import Walk, least_of, walks
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine
 from jettison.spec.run import Gradients, Run
@@ -90,27 +93,23 @@ class StageChoice:
 
     def solve(self, budget_bytes: int) -> tuple[int, Answer | None]:
         """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
-        points = self.points
-        problem = self._problem(points)
-        lowest = minimum_budget(problem)
-        least = self._least(problem, points, lowest)
-
-        def ask(asked: int) -> Answer:
-            return self._ask(problem, points, asked)
-
-        found = [least, *refine(ask, budget_bytes, lowest)]
+        lowest = least_of(self._walks)
+        least = self._least(lowest)
+        found = [least, *refine(self._ask, budget_bytes, lowest)]
         if all(one.needs > budget_bytes for one in found):
             return least.needs, None  # the answer that any budget leads to
         best = fastest(found, budget_bytes)
         return min(least.needs, best.needs), best
 
-    def _least(self, problem: StepProblem, points: Sequence[Points], lowest: int) -> Answer:
+    def _least(self, lowest: int) -> Answer:
         """The answer with the lower peak by the timeline of two, the same whatever the budget.
 
         Without a link it is that of the fewest bytes that stay; with one, fewer bytes that stay are more on their way.
         """
-        ends = [min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in points]
-        staying = self._staying(points, tuple(end.key for end in ends))
+        ends = [
+            min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in self.points
+        ]
+        staying = self._staying(tuple(end.key for end in ends))
         needs = self._peak(staying)
         fewest = Answer(
             staying=staying,
@@ -121,14 +120,14 @@ class StageChoice:
             host_bytes=0,
             gap=1.0,
         )
-        if problem.link is None:
+        if self._link is None:
             return fewest
-        lean = replace(self._ask(problem, points, lowest), gap=1.0)
+        lean = replace(self._ask(lowest), gap=1.0)
         return min(fewest, lean, key=lambda one: (one.needs, one.added_seconds))
 
-    def _ask(self, problem: StepProblem, points: Sequence[Points], asked: int) -> Answer:
-        found = choose_options(problem, asked)
-        staying = self._staying(points, found.choice.regions)
+    def _ask(self, asked: int) -> Answer:
+        found = choose_options(self._problem, asked, known=self._walks)
+        staying = self._staying(found.choice.regions)
         return Answer(
             staying=staying,
             needs=self._peak(staying),
@@ -163,13 +162,12 @@ class StageChoice:
         return [part if part is not None and part.is_layer else None for part in found]
 
     def _of_layer(self, part: StageRegion, following: StageRegion | None) -> Points:
-        seconds = self.timing.prices(part.layer).op_seconds(part.region)
         if self._link is None or following is None:
-            return kept_points(pareto_frontier(part.region.program, seconds))
+            return _kept_points(self.timing.prices(part.layer), part.region)
         forward, backward = self._passes(following)
         again = sum(self.timing.prices(following.layer).op_seconds(following.region))
         beside = (forward, backward, backward + again, min(forward, backward) / 2)
-        program = part.region.program
+        program, seconds = part.region.program, self.timing.prices(part.layer).op_seconds(part.region)
         return action_points(
             program,
             seconds,
@@ -191,10 +189,11 @@ class StageChoice:
         load = self.stage.load
         return load.gradients is Gradients.ONE_BY_ONE and load.micro_batches == 1
 
-    def _problem(self, points: Sequence[Points]) -> StepProblem:
+    @cached_property
+    def _problem(self) -> StepProblem:
         load = self.stage.load
-        static = load.fixed + load.state + (0 if self._fresh else load.gradient_bytes)
-        regions = tuple(self._region(part, options) for part, options in zip(self.parts, points, strict=True))
+        static = load.fixed + load.state + (0 if self._fresh else load.gradient_bytes) + self._whole_bytes
+        regions = tuple(self._regions())
         nothing = (0,) * len(regions)
         root = RootOption(
             key="",
@@ -214,9 +213,34 @@ class StageChoice:
             link=self._link,
         )
 
-    def _region(self, part: StageRegion, options: Points) -> ProblemRegion:
-        chunk = next(i for i, parts in enumerate(self.stage.parts) if any(p.name == part.name for p in parts))
-        copies = max(o.forward[chunk] + o.weight[chunk] for o in self.stage.load.occupancies)
+    @property
+    def _whole_bytes(self) -> int:
+        """Of micro-batches that are kept whole, at most."""
+        load = self.stage.load
+        if not load.twins:
+            return 0
+        whole = range(len(load.chunks) // 2, len(load.chunks))
+        held = {chunk: load.held(chunk) for chunk in whole}
+        return max(sum((o.forward[c] + o.weight[c]) * held[c] for c in whole) for o in load.occupancies)
+
+    @cached_property
+    def _walks(self) -> tuple[Walk, ...]:
+        return walks(self._problem)
+
+    def _regions(self) -> Iterator[ProblemRegion]:
+        """One a part; what is alike is worked out once."""
+        known: dict[tuple[int, int], ProblemRegion] = {}
+        points = iter(self.points)
+        for chunk, parts in enumerate(self.stage.parts):
+            copies = max(o.forward[chunk] + o.weight[chunk] for o in self.stage.load.occupancies)
+            for part in parts:
+                options = next(points)
+                alike = id(options), copies
+                if alike not in known:
+                    known[alike] = self._region(part, options, copies)
+                yield replace(known[alike], name=part.name, class_key=part.name)
+
+    def _region(self, part: StageRegion, options: Points, copies: int) -> ProblemRegion:
         made = []
         for point in options:
             forward, backward = self._peaks(part, point.stays)
@@ -250,8 +274,8 @@ class StageChoice:
         alone = replace(part, policy=MIXED, chosen=Staying(stays)) if part.is_layer else part
         return units(self.run, [RegionGroup(part=alone, names=(part.name,))])[0]
 
-    def _staying(self, points: Sequence[Points], keys: Sequence[str]) -> tuple[Staying | None, ...]:
-        found = [next(p for p in options if p.key == key) for options, key in zip(points, keys, strict=True)]
+    def _staying(self, keys: Sequence[str]) -> tuple[Staying | None, ...]:
+        found = [next(p for p in options if p.key == key) for options, key in zip(self.points, keys, strict=True)]
         return tuple(
             Staying(point.stays, point.offloaded) if part.is_layer else None
             for part, point in zip(self.parts, found, strict=True)
@@ -261,4 +285,10 @@ class StageChoice:
         """Of the stage, by its timeline."""
         by_name = {part.name: buffers for part, buffers in zip(self.parts, staying, strict=True)}
         chosen = [by_name.get(name) for name in self.run.model.layer_names]
-        return forecast(self.run, chosen).stages[self.stage.index].peak.nbytes
+        return stage_peak_bytes(stage_sizes(self.run, self.stage.index, chosen).load)
+
+
+@lru_cache(maxsize=4096)
+def _kept_points(prices: PriceModel, region: Region) -> Points:
+    """What a layer can do without a link."""
+    return kept_points(pareto_frontier(region.program, prices.op_seconds(region)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from jettison.cost.collective import group, host_seconds, point_seconds, transfer_seconds
@@ -36,7 +36,7 @@ BUCKET_BYTES = 25 << 20
 """Gradients are reduced in buckets of this size: PyTorch's DistributedDataParallel, bucket_cap_mb."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StageSeconds:
     """One pipeline stage: of one micro-batch through each of its chunks, and what a step adds.
 
@@ -54,17 +54,17 @@ class StageSeconds:
     optimizer: float
     recomputed_flops: float
 
-    @property
+    @cached_property
     def forward(self) -> list[float]:
         """By chunk."""
         return [c.forward.seconds + s for c, (s, _) in zip(self.chunks, self.sent, strict=True)]
 
-    @property
+    @cached_property
     def backward(self) -> list[float]:
         """By chunk, both halves, and what is computed again."""
         return [c.backward.seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
 
-    @property
+    @cached_property
     def weights(self) -> list[float]:
         """By chunk, of the backward the half for weights."""
         return [c.weights.seconds for c in self.chunks]
@@ -83,6 +83,7 @@ class Item:
         gathered: bringing ZeRO 3's shards together.
         reduced: of the region's gradients over the ranks that share its weights.
         offloaded: of what stays of it, to the host, one way.
+        optimizer_bytes: read and written at the end of a step.
         prices: whose seconds they are.
     """
 
@@ -91,10 +92,11 @@ class Item:
     seconds: RegionSeconds
     gathered: float
     reduced: float
-    offloaded: float
     recomputed_flops: float
+    optimizer_bytes: float
     in_layer: bool
     prices: PriceModel
+    offloaded: float = 0.0
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
@@ -121,13 +123,8 @@ class Timing:
     def prices(self, layer: Layer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
-        return PriceModel(
-            hardware=self.hardware,
-            execution=self.execution,
-            precision=run.precision,
-            layout=run.layout.within_stage,
-            visible=1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks),
-        )
+        visible = 1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks)
+        return _prices(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
 
     # regions ----------------------------------------------------------------------------------------------------------
 
@@ -146,25 +143,19 @@ class Timing:
         return found
 
     def _item(self, part: StageRegion, count: int, again: frozenset[int]) -> Item:
-        run, region, prices = self.run, part.region, self.prices(part.layer)
-        planned = self.planned or run.recompute != Recompute()
-        seconds = prices.seconds(region, again, planned=planned)
-        if run.micro_batches > 1:
-            adding = _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
-            seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
-        gathered, reduced = _shared(region, run.layout, run.precision, self.hardware)
-        moved = moved_bytes(run, part)
-        return Item(
-            count=count,
-            region=region,
-            seconds=seconds,
-            gathered=gathered,
-            reduced=reduced,
-            offloaded=host_seconds(moved, self.hardware) if moved else 0.0,
-            recomputed_flops=recompute_flops(region, again),
-            in_layer=part.is_layer,
-            prices=prices,
+        run = self.run
+        found = _one(
+            self.prices(part.layer),
+            part.region,
+            again,
+            self.planned or run.recompute != Recompute(),
+            run.micro_batches > 1,
+            run.layout.sharding,
+            run.optimizer,
+            part.is_layer,
         )
+        moved = moved_bytes(run, part)
+        return replace(found, count=count, offloaded=host_seconds(moved, self.hardware) if moved else 0.0)
 
     def _again(self, part: StageRegion) -> frozenset[int]:
         """Steps that a region's backward runs again."""
@@ -181,17 +172,23 @@ class Timing:
 
     # stages -----------------------------------------------------------------------------------------------------------
 
-    def stage(self, index: int, chunks: Sequence[Sequence[Item]], share: float) -> StageSeconds:
+    def stage(
+        self, index: int, chunks: Sequence[Sequence[Item]], share: float, known: dict[object, RegionSeconds]
+    ) -> StageSeconds:
         """All that one stage does in a step.
 
         Args:
             share: of its micro-batches, how many compute again.
+            known: seconds of chunks, by the objects that their items are, and by share.
         """
         layout = self.run.layout
         seconds = []
         for items in chunks:
-            each = total_of([item.seconds * item.count for item in items] or [NOTHING])
-            seconds.append(replace(each, again=each.again * share) + self._beside(items))
+            alike = id(items), share
+            if alike not in known:
+                each = total_of([item.seconds * item.count for item in items] or [NOTHING])
+                known[alike] = replace(each, again=each.again * share) + self._beside(items)
+            seconds.append(known[alike])
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
         places = [number * layout.pp + index for number in range(len(chunks))]
@@ -281,24 +278,65 @@ class Timing:
             return every + after
         now = done = 0.0
         for item in reversed(items):
+            took, reduced = item.seconds.backward.seconds, item.reduced
+            pending = took * _pending(item.region)
             for _ in range(item.count):
-                took = item.seconds.backward.seconds
                 now += took
-                done = max(done, now - took * _pending(item.region)) + item.reduced
+                done = max(done, now - pending) + reduced
         left = max(0.0, done - now)
         return left + (every - left) * self.hardware.reached.shared + after
 
     def _optimizer(self, items: Sequence[Item]) -> float:
         """Bytes of gradients, parameters and state, over the memory bandwidth."""
-        run = self.run
-        nbytes = sum(
-            item.count * _optimizer_bytes(item.region, run.layout.sharding, run.precision, run.optimizer, item.in_layer)
-            for item in items
-        )
+        precision = self.run.precision
+        nbytes = sum(item.count * item.optimizer_bytes for item in items)
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
-        narrowed = sum(item.count * _quantised_bytes(item.region, run.precision) for item in items if item.in_layer)
-        again = narrowed if self.execution.delayed_scaling else 0
+        again = 0
+        if self.execution.delayed_scaling:
+            again = sum(item.count * _quantised_bytes(item.region, precision) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware)
+
+
+@lru_cache(maxsize=4096)
+def _prices(
+    hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
+) -> PriceModel:
+    return PriceModel(hardware=hardware, execution=execution, precision=precision, layout=layout, visible=visible)
+
+
+@lru_cache(maxsize=65536)
+def _one(
+    prices: PriceModel,
+    region: Region,
+    again: frozenset[int],
+    planned: bool,
+    adds: bool,
+    sharding: Layout,
+    optimizer: Optimizer,
+    in_layer: bool,
+) -> Item:
+    """One region of which nothing is offloaded.
+
+    Args:
+        adds: other micro-batches' weight gradients are there already.
+    """
+    precision, hardware = prices.precision, prices.hardware
+    seconds = prices.seconds(region, again, planned=planned)
+    if adds:
+        adding = _adding(region, sharding, precision, prices.execution, hardware)
+        seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
+    gathered, reduced = _shared(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
+    return Item(
+        count=1,
+        region=region,
+        seconds=seconds,
+        gathered=gathered,
+        reduced=reduced,
+        recomputed_flops=recompute_flops(region, again),
+        optimizer_bytes=_optimizer_bytes(region, sharding, precision, optimizer, in_layer),
+        in_layer=in_layer,
+        prices=prices,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -317,7 +355,6 @@ def _pending(region: Region) -> float:
     return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
 
 
-@lru_cache(maxsize=16384)
 def _shared(region: Region, layout: Layout, precision: Precision, hardware: Hardware) -> tuple[float, float]:
     """Seconds to gather a region's weights, and to reduce its gradients, over the ranks that share them."""
     gathered = reduced = 0.0
@@ -331,7 +368,6 @@ def _shared(region: Region, layout: Layout, precision: Precision, hardware: Hard
     return gathered, reduced
 
 
-@lru_cache(maxsize=16384)
 def _adding(region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware) -> float:
     """Seconds to add a micro-batch's weight gradients to those that are there, if the product does not."""
     nbytes = 0
@@ -355,7 +391,6 @@ def _quantised_bytes(region: Region, precision: Precision) -> int:
     return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
 
 
-@lru_cache(maxsize=16384)
 def _optimizer_bytes(
     region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
 ) -> float:

@@ -11,11 +11,13 @@ from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, h
 from jettison.formula.static import Static, static
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer
+from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
-from jettison.spec.run import Mode, Run
+from jettison.spec.run import Mode, Run, Scene
 
 NONE, FULL, MIXED = "none", "full", "mixed"
+_BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
+"""Modes under which layers of one kind are treated differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ Chosen = Sequence[Staying | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageRegion:
-    """A region of a stage and how backward gets what it needs of it. One walk makes one of each kind.
+    """A region of a stage and how backward gets what it needs of it. One stands for all that are alike.
 
     Args:
         layer: of the model; None: the embedding or the head.
@@ -86,21 +88,105 @@ def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...
     Raises:
         UsageError: layers do not divide over the stages.
     """
+    parts: dict[Kind, StageRegion] = {}
+    return tuple(
+        tuple(_chunk(run, place, kinds, parts) for place, kinds in _places(run, index, chosen))
+        for index in range(run.layout.pp)
+    )
+
+
+def outline(run: Run, chosen: Chosen | None = None, *, only: int | None = None) -> tuple[tuple[Chunk, ...], ...]:
+    """The same for who asks for bytes and seconds alone: chunks that are alike are one object, named after the first.
+
+    Args:
+        only: of one stage.
+
+    Raises:
+        UsageError: layers do not divide over the stages.
+    """
+    layout = run.layout
+    if chosen is None and run.recompute.mode not in _BY_POSITION:
+        same, stages = _same_places(run.model, layout.layers_per_chunk(run.model.depth), layout.pp)
+        uniform = _policy(run, 0)
+        made = []
+        for place, stretches in same:
+            members = [((number, uniform, None), range(first, stop)) for number, first, stop in stretches]
+            made.append(_chunk(run, place, members, {}))
+        return tuple(tuple(made[i] for i in stage) for stage in (stages if only is None else (stages[only],)))
+    parts: dict[Kind, StageRegion] = {}
+    known: dict[object, Chunk] = {}
+    last = layout.pp * layout.virtual_stages - 1
+    found = []
+    for index in range(layout.pp) if only is None else (only,):
+        chunks = []
+        for place, kinds in _places(run, index, chosen):
+            alike = place == 0, place == last, tuple((kind, len(members)) for kind, members in kinds)
+            if alike not in known:
+                known[alike] = _chunk(run, place, kinds, parts)
+            chunks.append(known[alike])
+        found.append(tuple(chunks))
+    return tuple(found)
+
+
+Stretch = tuple[int, int, int]
+"""Layers of one kind: its number in the model, the first of them, and one past the last."""
+
+
+def _stretches(model: ModelSpec, start: int, stop: int) -> Iterator[Stretch]:
+    """Of layers ``start .. stop - 1``."""
+    for number, first, last in model.stretches:
+        if max(first, start) < min(last, stop):
+            yield number, max(first, start), min(last, stop)
+
+
+@lru_cache(maxsize=4096)
+def _same_places(
+    model: ModelSpec, sizes: tuple[int, ...], stages: int
+) -> tuple[tuple[tuple[int, tuple[Stretch, ...]], ...], tuple[tuple[int, ...], ...]]:
+    """Where all layers of a kind are treated alike: of places that are alike the first, and by stage which of these.
+
+    Args:
+        sizes: layers of each place.
+    """
+    starts = [0, *accumulate(sizes)]
+    found: dict[object, tuple[int, int, tuple[Stretch, ...]]] = {}
+    which = []
+    for place in range(len(sizes)):
+        own = tuple(_stretches(model, starts[place], starts[place + 1]))
+        alike = place == 0, place == len(sizes) - 1, tuple((number, last - first) for number, first, last in own)
+        which.append(found.setdefault(alike, (len(found), place, own))[0])
+    firsts = tuple((place, own) for _, place, own in found.values())
+    return firsts, tuple(tuple(which[index::stages]) for index in range(stages))
+
+
+Kind = tuple[int, str, Staying | None]
+"""Of a layer: its kind's number in the model, the policy, what a planner lets stay."""
+
+
+def _places(run: Run, index: int, chosen: Chosen | None) -> Iterator[tuple[int, list[tuple[Kind, range]]]]:
+    """A stage's chunks: the place of each in the model, and its runs of layers that are treated alike."""
     layout, sizes = run.layout, run.layout.layers_per_chunk(run.model.depth)
     starts = [0, *accumulate(sizes)]
-    known: dict[tuple[object, ...], StageRegion] = {}
-    stages = []
-    for index in range(layout.pp):
-        chunks = []
-        position = 0
-        for place in range(index, len(sizes), layout.pp):
-            groups = [_embedding(run)] if place == 0 else []
-            groups += _layers(run, starts[place], starts[place + 1], position, chosen, known)
-            groups += [_head(run)] if place == len(sizes) - 1 else []
-            position += sizes[place]
-            chunks.append(tuple(groups))
-        stages.append(tuple(chunks))
-    return tuple(stages)
+    position = 0
+    for place in range(index, len(sizes), layout.pp):
+        yield place, list(_alike(run, starts[place], starts[place + 1], position, chosen))
+        position += sizes[place]
+
+
+def _chunk(run: Run, place: int, kinds: Sequence[tuple[Kind, range]], parts: dict[Kind, StageRegion]) -> Chunk:
+    """The regions of one place.
+
+    Args:
+        parts: what other places had; finding it again costs a hash of the run.
+    """
+    groups = [RegionGroup(part=_end(run, EMBEDDING), names=(EMBEDDING,))] if place == 0 else []
+    for kind, members in kinds:
+        if kind not in parts:
+            parts[kind] = _layer(run, kind)
+        groups.append(RegionGroup(part=parts[kind], names=run.model.layer_names[members.start : members.stop]))
+    if place == run.layout.pp * run.layout.virtual_stages - 1:
+        groups.append(RegionGroup(part=_end(run, HEAD), names=(HEAD,)))
+    return tuple(groups)
 
 
 def _policy(run: Run, position: int) -> str:
@@ -119,41 +205,20 @@ def _policy(run: Run, position: int) -> str:
             return str(mode)
 
 
-def _layers(
-    run: Run, start: int, stop: int, position: int, chosen: Chosen | None, known: dict[tuple[object, ...], StageRegion]
-) -> Iterator[RegionGroup]:
-    """Layers ``start .. stop - 1`` of the model, the first of them at ``position`` of its stage.
+def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None) -> Iterator[tuple[Kind, range]]:
+    """Runs of neighbours among layers ``start .. stop - 1`` that are treated alike.
 
     Args:
-        known: what other stages had, by kind of layer and policy; finding it again costs a hash of the run.
+        position: of the first of them in its stage.
     """
-    names = run.model.layer_names
-    for kind, indices in _alike(run, start, stop, position, chosen):
-        number, policy, picked = kind
-        alike = names[indices.start : indices.stop]
-        if kind not in known:
-            layer = run.model.kinds[number]
-            region = layer_region(run.scene, layer)
-            held = _static(region, run.precision, run.optimizer, run.layout.sharding, True, True)
-            known[kind] = StageRegion(
-                name=alike[0], region=region, policy=policy, static=held, layer=layer, chosen=picked
-            )
-        yield RegionGroup(part=known[kind], names=alike)
-
-
-def _alike(
-    run: Run, start: int, stop: int, position: int, chosen: Chosen | None
-) -> Iterator[tuple[tuple[int, str, Staying | None], range]]:
-    """Runs of neighbours that are treated alike: ((number of their kind, policy, what a planner keeps), which)."""
-    if chosen is None and run.recompute.mode not in (Mode.BLOCK, Mode.INTERVAL):
+    if chosen is None and run.recompute.mode not in _BY_POSITION:
         policy = _policy(run, position)
-        for number, first, last in run.model.stretches:
-            if max(first, start) < min(last, stop):
-                yield (number, policy, None), range(max(first, start), min(last, stop))
+        for number, first, last in _stretches(run.model, start, stop):
+            yield (number, policy, None), range(first, last)
         return
     numbers = run.model.kind_numbers
 
-    def key(index: int) -> tuple[int, str, Staying | None]:
+    def key(index: int) -> Kind:
         picked = None if chosen is None else chosen[index]
         return numbers[index], _policy(run, position + index - start) if picked is None else MIXED, picked
 
@@ -162,20 +227,37 @@ def _alike(
         yield kind, range(members[0], members[-1] + 1)
 
 
-def _embedding(run: Run) -> RegionGroup:
-    region = embedding_region(run.scene)
-    held = _static(region, run.precision, run.optimizer, run.layout.sharding, False, True)
-    return RegionGroup(part=StageRegion(name=EMBEDDING, region=region, policy=NONE, static=held), names=(EMBEDDING,))
-
-
-def _head(run: Run) -> RegionGroup:
-    """Final norm, head and loss. A tied weight is held a second time on another stage than the embedding's."""
-    region = head_region(run.scene)
-    held = _static(region, run.precision, run.optimizer, run.layout.sharding, False, run.layout.pp > 1)
-    return RegionGroup(part=StageRegion(name=HEAD, region=region, policy=NONE, static=held), names=(HEAD,))
+def _layer(run: Run, kind: Kind) -> StageRegion:
+    number, policy, picked = kind
+    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding)
+    return named if picked is None else replace(named, chosen=picked)
 
 
 @lru_cache(maxsize=65536)
+def _named_layer(scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout) -> StageRegion:
+    layer = scene.model.kinds[number]
+    region = layer_region(scene, layer)
+    return StageRegion(
+        name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
+        region=region,
+        policy=policy,
+        static=_static(region, scene.precision, optimizer, sharding, True, True),
+        layer=layer,
+    )
+
+
+def _end(run: Run, name: str) -> StageRegion:
+    """The embedding; or final norm, head and loss, which hold a tied weight a second time on a stage of their own."""
+    return _named_end(run.scene, name, run.optimizer, run.layout.sharding, name == EMBEDDING or run.layout.pp > 1)
+
+
+@lru_cache(maxsize=65536)
+def _named_end(scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool) -> StageRegion:
+    region = embedding_region(scene) if name == EMBEDDING else head_region(scene)
+    held = _static(region, scene.precision, optimizer, sharding, False, tied)
+    return StageRegion(name=name, region=region, policy=NONE, static=held)
+
+
 def _static(
     region: Region, precision: Precision, optimizer: Optimizer, layout: Layout, in_layer: bool, tied: bool
 ) -> Static:

@@ -21,11 +21,13 @@ from functools import cached_property
 
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
+from jettison.cost.layer import RegionSeconds
 from jettison.cost.matmul import rate
 from jettison.cost.pipeline import Replay, schedule_seconds
 from jettison.cost.utilisation import utilisation
+from jettison.ledger.schedule import recomputing_share
 from jettison.predict.stage_time import Item, StageSeconds, Timing
-from jettison.predict.stages import Chosen, Chunk, walk
+from jettison.predict.stages import Chosen, Chunk, outline
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.run import Run
@@ -135,14 +137,14 @@ def estimate(
     *,
     execution: Execution | None = None,
     chosen: Chosen | None = None,
-    repeats: Sequence[float] | None = None,
+    outlined: Sequence[tuple[Chunk, ...]] | None = None,
 ) -> Estimate:
     """What a step of a run takes.
 
     Args:
         execution: how the code runs it; left out, what goes with the run's kernels.
         chosen: by layer, buffers that a planner keeps; None where the run's recompute mode decides.
-        repeats: by stage, the share of micro-batches that compute again (arXiv 2205.05198 Appendix C); left out, all.
+        outlined: the run's `outline`, where it is known.
 
     Raises:
         UsageError: the hardware lacks a figure that is needed, or the layout does not suit the run.
@@ -150,16 +152,16 @@ def estimate(
     how = execution or execution_of(run)
     timing = Timing(run=run, hardware=hardware, execution=how, planned=chosen is not None)
     layout = run.layout
-    known: dict[object, list[Item]] = {}
+    known: dict[int, list[Item]] = {}
 
     def items(chunk: Chunk) -> list[Item]:
-        alike = tuple((group.part, len(group.names)) for group in chunk)
-        if alike not in known:
-            known[alike] = timing.items(chunk)
-        return known[alike]
+        if id(chunk) not in known:
+            known[id(chunk)] = timing.items(chunk)
+        return known[id(chunk)]
 
-    shares = [1.0] * layout.pp if repeats is None else repeats
-    stages = _stages(timing, [[items(chunk) for chunk in chunks] for chunks in walk(run, chosen)], shares)
+    shares = [recomputing(run, stage) for stage in range(layout.pp)]
+    walked = outline(run, chosen) if outlined is None else outlined
+    stages = _stages(timing, [[items(chunk) for chunk in chunks] for chunks in walked], shares)
     played, lagged = _play(run, stages, timing)
     over = max(end + stage.end for end, stage in zip(played.ends, stages, strict=True))
     again = sum(stage.recomputed_flops for stage in stages)
@@ -175,16 +177,32 @@ def estimate(
     )
 
 
+def recomputing(run: Run, stage: int) -> float:
+    """The share of a stage's micro-batches that compute again."""
+    layout = run.layout
+    if not run.recompute.whole:
+        return 1.0
+    return recomputing_share(
+        layout.schedule,
+        stage=stage,
+        stages=layout.pp,
+        micro_batches=run.micro_batches,
+        virtual_stages=layout.virtual_stages,
+        whole=run.recompute.whole,
+    )
+
+
 def _stages(
     timing: Timing, chunks: Sequence[Sequence[list[Item]]], shares: Sequence[float]
 ) -> tuple[StageSeconds, ...]:
     """Every stage; equal ones are worked out once."""
     known: dict[object, StageSeconds] = {}
+    passes: dict[object, RegionSeconds] = {}
     stages = []
     for index, own in enumerate(chunks):
         key = tuple(map(id, own)), shares[index]
         if key not in known:
-            known[key] = timing.stage(index, own, shares[index])
+            known[key] = timing.stage(index, own, shares[index], passes)
         stages.append(known[key])
     return tuple(stages)
 

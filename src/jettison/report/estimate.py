@@ -63,6 +63,7 @@ class EstimateReport:
             "gpu": found.hardware.name,
             "gpus": run.layout.world,
             "recompute": str(run.recompute),
+            "whole_micro_batches": run.recompute.whole,
             "fusion": str(found.execution.fusion),
             "step_seconds": found.step_seconds,
             "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
@@ -140,10 +141,7 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
     yield "layout", layout_text(run.layout)
     yield "batch", batch_text(report.asked)
-    yield (
-        "recompute",
-        f"{run.recompute}{', offloaded' if run.recompute.offload else ''}; fusion {found.execution.fusion}",
-    )
+    yield ("recompute", f"{run.recompute.words}; fusion {found.execution.fusion}")
     yield "step", format_seconds(found.step_seconds)
     yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
     palm = found.mfu_by(Counting.PALM)

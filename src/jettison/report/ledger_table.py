@@ -99,7 +99,9 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
 
 
 def _recompute(report: LedgerReport, asked: Resolved) -> str:
-    text = report.recompute + (", what stays is offloaded" if asked.run.recompute.offload else "")
+    recompute = asked.run.recompute
+    text = report.recompute + (", what stays is offloaded" if recompute.offload else "")
+    text += f", {recompute.whole} micro-batches of each window kept whole" if recompute.whole else ""
     if report.choice is None:
         return text
     seconds, gap = format_seconds(report.choice.seconds), format_percent(report.choice.gap)

@@ -72,6 +72,7 @@ class ForecastPlan:
             },
             "offload": self.choice.forecast.run.recompute.offload,
             "host_budget_bytes": self.choice.host_budget_bytes,
+            "whole_micro_batches": self.choice.forecast.run.recompute.whole,
             "hardware": self.choice.hardware.name,
             "solver": {"gap": self.choice.gap, "seconds": self.solver_seconds},
             "stages": [
@@ -97,6 +98,8 @@ class ForecastPlan:
         ]
         if found.run.recompute.offload:
             rows.append(("offload", self._offload()))
+        if found.run.recompute.whole:
+            rows.append(("kept whole", f"{found.run.recompute.whole} of each window of micro-batches in flight"))
         rows.append(("solver", f"gap {format_percent(self.choice.gap)}, {format_seconds(self.solver_seconds)}"))
         parts: list[RenderableType] = [facts_table(rows), self._layers_table()]
         if self.what_if is not None:

@@ -228,7 +228,8 @@ _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
 
 def _plan(found: Found) -> str:
     recompute = found.candidate.recompute
-    return f"{recompute}, offloaded" if recompute.offload else str(recompute)
+    text = f"{recompute}, offloaded" if recompute.offload else str(recompute)
+    return f"{text}, {found.figures.whole} whole" if found.figures.whole else text
 
 
 def _thinned(front: Sequence[Found]) -> list[Found]:
@@ -263,6 +264,8 @@ def _asked(model: str, device: Hardware, answer: Answer) -> dict[str, Any]:
 def _candidate(found: Found) -> dict[str, Any]:
     setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
     plan: dict[str, Any] = {"recompute": str(recompute), "offload": recompute.offload}
+    if recompute.whole:
+        plan["whole_micro_batches"] = figures.whole
     if figures.policies:
         plan |= {"budget_bytes": found.candidate.budget_bytes, "stages": list(figures.policies)}
     document = {

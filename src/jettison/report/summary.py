@@ -237,6 +237,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "dropout": run.dropout,
         "recompute": str(run.recompute),
         "offload": run.recompute.offload,
+        "whole_micro_batches": run.recompute.whole,
         "gradients": str(run.gradients),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,

@@ -34,9 +34,9 @@ from typing import Final
 
 from jettison.cost.execution import execution_of
 from jettison.ledger.schedule import stage_occupancies
-from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import kept_by, walk
+from jettison.predict.stages import kept_by, outline
 from jettison.predict.time import Estimate
 from jettison.search.space import Setup
 from jettison.spec.hardware import Hardware
@@ -46,6 +46,8 @@ from jettison.spec.run import Gradients, Mode, Recompute, Run
 SHAVED: Final = 1e-6
 _TREATMENTS: Final = (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
 """Plans that do the same with every layer."""
+_SEGMENTS: Final = frozenset((*_TREATMENTS, Mode.EVERY))
+"""Plans that hold no less of each segment of layers than the least layer's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,28 +84,38 @@ class TimeBound:
     layer_gradients: tuple[int, ...]
     upfront: bool
 
-    def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
-        """Of a plan of a setup of a model of so many layers: rules 1 and 2."""
-        layout, count, of_plan = setup.layout, setup.micro_batches, self.plans[_treated(plan)]
+    def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
+        """Seconds and bytes of plans of a setup of a model of so many layers."""
+        layout, count = setup.layout, setup.micro_batches
         sizes = layout.layers_per_chunk(depth)
         last, before = sum(sizes[layout.pp - 1 :: layout.pp]), sum(sizes[: layout.pp - 1])
-        drained = 0.0 if layout.schedule is Schedule.ZERO_BUBBLE else of_plan.backward
-        in_line = count * last * (of_plan.forward + of_plan.backward) + before * (of_plan.forward + drained)
-        return max(count * of_plan.whole / layout.pp, in_line)
+        drains = layout.schedule is not Schedule.ZERO_BUBBLE
+        static = self.static_bytes[layout.zero] // layout.pp
+        there = self.layer_bytes[layout.zero]
+        if self.upfront or count > 1:
+            there += self.layer_gradients[layout.zero]
+        first = sizes[:: layout.pp]
+        there *= sum(first)
+        found = []
+        for plan in plans:
+            of_plan = self.plans[Mode.NONE if plan.whole else _treated(plan)]
+            in_line = count * last * (of_plan.forward + of_plan.backward)
+            in_line += before * (of_plan.forward + (of_plan.backward if drains else 0.0))
+            nbytes = static
+            if plan.mode in _SEGMENTS and not plan.offload:
+                held = min(of_plan.held, self.plans[_treated(plan)].held)  # of micro-batches kept whole or not
+                held *= _in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
+                nbytes = max(nbytes, there + held)
+            found.append((max(count * of_plan.whole / layout.pp, in_line), max(nbytes, there)))
+        return found
+
+    def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
+        """Of one plan: rules 1 and 2."""
+        return self.least(setup, depth, (plan,))[0][0]
 
     def nbytes(self, setup: Setup, depth: int, plan: Recompute) -> int:
-        """Of a plan of a setup: rules 3 and 4."""
-        layout = setup.layout
-        static = self.static_bytes[layout.zero] // layout.pp
-        segment = plan.number if plan.mode is Mode.EVERY else 1
-        held = 0 if plan.offload else self.plans[_treated(plan)].held
-        if plan.mode not in self.plans and plan.mode is not Mode.EVERY:
-            held = 0
-        layers = sum(layout.layers_per_chunk(depth)[:: layout.pp])
-        there = self.layer_bytes[layout.zero]
-        if self.upfront or setup.micro_batches > 1:
-            there += self.layer_gradients[layout.zero]
-        return max(static, layers * there + held * _in_flight(setup, depth, segment))
+        """Of one plan: rules 3 and 4."""
+        return self.least(setup, depth, (plan,))[0][1]
 
 
 def _treated(plan: Recompute) -> Mode:
@@ -113,15 +125,11 @@ def _treated(plan: Recompute) -> Mode:
     return plan.mode if plan.mode in _TREATMENTS else Mode.NONE
 
 
-def _in_flight(setup: Setup, depth: int, segment: int) -> int:
+def _in_flight(setup: Setup, layers: tuple[int, ...], segment: int) -> int:
+    """Args: layers: of each chunk of the first stage."""
     layout = setup.layout
     return _segments_in_flight(
-        layout.schedule,
-        layout.pp,
-        setup.micro_batches if layout.pp > 1 else 1,
-        layout.virtual_stages,
-        layout.layers_per_chunk(depth)[:: layout.pp],
-        segment,
+        layout.schedule, layout.pp, setup.micro_batches if layout.pp > 1 else 1, layout.virtual_stages, layers, segment
     )
 
 
@@ -141,10 +149,10 @@ def bound(run: Run, hardware: Hardware) -> TimeBound:
     """Of the setups that are like a run in all but p, m, n and ZeRO."""
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
     single = replace(run, layout=alone, micro_batches=1)
-    found = [forecast(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
+    found = [forecast_sizes(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
     layers = [[group.part.static for group in f.stages[0].groups[0] if group.part.is_layer] for f in found]
     return TimeBound(
-        plans={mode: _plan_bound(replace(single, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS},
+        plans=_plan_bounds(replace(single, layout=run.layout.within_stage), hardware),
         static_bytes=tuple(static_bytes(f) for f in found),
         layer_bytes=tuple(min(s.parameters + s.state for s in each) for each in layers),
         layer_gradients=tuple(min(s.gradients for s in each) for each in layers),
@@ -152,9 +160,15 @@ def bound(run: Run, hardware: Hardware) -> TimeBound:
     )
 
 
+@lru_cache(maxsize=4096)
+def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PlanBound]:
+    """By what happens to a layer; replicas and ZeRO do not matter, nor does a pipeline."""
+    return {mode: _plan_bound(replace(run, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS}
+
+
 def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    items = timing.items(walk(run)[0][0])
+    items = timing.items(outline(run)[0][0])
     layers = [item for item in items if item.in_layer]
     return PlanBound(
         whole=sum(item.count * (item.seconds.forward.seconds + item.seconds.backward.seconds) for item in items),

@@ -22,15 +22,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import count
 from typing import Final
 
-from jettison.predict.allowance import available_bytes
+from jettison.predict.allowance import available_to
 from jettison.progress import Progress
 from jettison.search.bounds import SHAVED
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
-from jettison.search.space import Candidate, Setup, Space, setup_run
+from jettison.search.space import Candidate, Setup, Space
 from jettison.spec.hardware import Hardware
 from jettison.spec.run import Mode, Recompute
 
@@ -46,7 +47,7 @@ RUNNERS: Final = 2
 _UNBOUNDED: Final = 1 << 62
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Room:
     """What there is for tensors.
 
@@ -60,10 +61,13 @@ class Room:
 
     def limit_bytes(self, setup: Setup, space: Space) -> int:
         """For a setup: contexts and communicators come off."""
-        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
-        device = replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
-        left = available_bytes(device, setup_run(setup, space.template))
+        left = available_to(self._device, setup.layout, space.template.kernels.device)
         return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
+
+    @cached_property
+    def _device(self) -> Hardware:
+        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
+        return replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,11 +163,23 @@ class Hunt:
         Raises:
             UsageError: the space is empty.
         """
+        self.find_named()
+        self.ask_planner()
+
+    def find_named(self) -> None:
+        """Work out all that matters of the plans that have a name.
+
+        Raises:
+            UsageError: the space is empty.
+        """
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
         self._open()
         while self._heap:
             self._work()
+
+    def ask_planner(self) -> None:
+        """After that, the planner, where its choice is asked for and could matter."""
         if self.space.asks_planner:
             self._ask_planners()
 
@@ -194,9 +210,8 @@ class Hunt:
         """Bytes of candidates that do not fit."""
         tasks = []
         for setup, number in numbers:
-            plan, asked = self._all_plans(setup)[number], self.space.setups[setup]
-            budget = self._limit(setup) if plan.mode is Mode.AUTO else None
-            tasks.append(Task(candidate=Candidate(setup=asked, recompute=plan, budget_bytes=budget), limit_bytes=0))
+            candidate = self._candidate(setup, self._all_plans(setup)[number])
+            tasks.append(Task(candidate=candidate, limit_bytes=0))
         for which, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
             self._take(self._found(task.candidate, figures, which))
 
@@ -205,9 +220,10 @@ class Hunt:
     def _open(self) -> None:
         setups, depth = self.space.setups, self.space.template.model.depth
         for number, (setup, bound) in enumerate(zip(setups, self.bench.bounds(setups), strict=True)):
-            least = [(bound.seconds(setup, depth, p), bound.nbytes(setup, depth, p)) for p in self._all_plans(number)]
+            least = bound.least(setup, depth, self._all_plans(number))
             self._least.append(least)
-            fitting = [seconds for seconds, nbytes in least if nbytes <= self._limit(number)]
+            limit = self._limit(number)
+            fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
             nbytes = min(nbytes for _, nbytes in least)
             node = Node(setup=number, plain=True, seconds=min(fitting, default=0.0), nbytes=nbytes)
             if fitting:
@@ -215,8 +231,12 @@ class Hunt:
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
-        named = self.space.plans(self.space.setups[number])
-        return (*named, self.space.planner) if self.space.asks_planner else named
+        return self.space.all_plans(self.space.setups[number])
+
+    def _candidate(self, number: int, plan: Recompute) -> Candidate:
+        """With what it is to fit, where that decides about it."""
+        budget = self._limit(number) if plan.mode is Mode.AUTO or plan.whole else None
+        return Candidate(setup=self.space.setups[number], recompute=plan, budget_bytes=budget)
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._heap, (node.seconds, next(self._numbers), node))
@@ -267,8 +287,8 @@ class Hunt:
                 continue
             matter = True
             if not node.plain and named and plan != Recompute():
-                most = limit if node.ranks else min(limit, state.below(seconds))
-                found.append((number, Task(candidate=Candidate(setup=setup, recompute=plan), limit_bytes=most)))
+                most = limit if node.ranks or plan.whole else min(limit, state.below(seconds))
+                found.append((number, Task(candidate=self._candidate(node.setup, plan), limit_bytes=most)))
         if node.plain and matter:
             plans = self.space.plans(setup)
             number = plans.index(Recompute()) if Recompute() in plans else len(plans)
@@ -329,8 +349,7 @@ class Hunt:
     def _plan(self, numbers: Sequence[int]) -> None:
         tasks = []
         for number in numbers:
-            setup, limit = self.space.setups[number], self._limit(number)
-            tasks.append(Task(candidate=Candidate(setup=setup, recompute=self.space.planner, budget_bytes=limit)))
+            tasks.append(Task(candidate=self._candidate(number, self.space.planner)))
         for number, task, figures in zip(numbers, tasks, self.bench.figures(tasks), strict=True):
             after = len(self.space.plans(self.space.setups[number]))
             self._take(self._found(task.candidate, figures, (number, after)))

@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Lock
 from types import TracebackType
 from typing import Final, TypeVar
 
 from jettison import __version__
 from jettison.errors import Infeasible
 from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
-from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
+from jettison.predict.whole_micro_batches import settled
 from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
 from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
@@ -70,7 +72,7 @@ _R = TypeVar("_R")
 
 
 class Bench:
-    """Works out candidates.
+    """Works out candidates; several threads may ask at once.
 
     Args:
         jobs: processes.
@@ -86,6 +88,7 @@ class Bench:
         self._known: dict[str, Figures] = dict(journal.known) if journal else {}
         self._bounds: dict[tuple[object, ...], TimeBound] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._lock = Lock()  # of what is known, written down and started
 
     def __enter__(self) -> Bench:
         return self
@@ -125,10 +128,11 @@ class Bench:
 
         def note(part: Mapping[int, Figures]) -> None:
             fresh = {names[i]: figures for i, figures in part.items()}
-            self._known |= fresh
-            self.evaluated += len(fresh)
-            if self._journal is not None:
-                self._journal.write(fresh)
+            with self._lock:
+                self._known |= fresh
+                self.evaluated += len(fresh)
+                if self._journal is not None:
+                    self._journal.write(fresh)
 
         self._map(_work, list(missing.values()), key=lambda task: _scene(task.candidate.setup), note=note)
         return [self._known[key] for key in keys]
@@ -156,22 +160,27 @@ class Bench:
                 note(part)
                 found |= part
             return list(found.values())
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self.jobs,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_start,
-                initargs=(self.question,),
-            )
+        pool = self._workers()
         order = sorted(range(len(items)), key=lambda i: key(items[i]))
         size = -(-len(items) // (self.jobs * CHUNKS)) or 1
         chunks = [order[i : i + size] for i in range(0, len(order), size)]
-        results = self._pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
+        results = pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
         for chunk, result in zip(chunks, results, strict=True):
             part = dict(zip(chunk, result, strict=True))
             note(part)
             found |= part
         return [found[i] for i in range(len(items))]
+
+    def _workers(self) -> ProcessPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ProcessPoolExecutor(
+                    self.jobs,
+                    mp_context=multiprocessing.get_context("spawn"),
+                    initializer=_start,
+                    initargs=(self.question,),
+                )
+            return self._pool
 
 
 def _scene(setup: Setup) -> tuple[object, ...]:
@@ -217,31 +226,40 @@ def _bound(question: Question, setup: Setup) -> TimeBound:
 def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> float | None:
     setup, limit_bytes, planner = asked
     run = setup_run(setup, question.template, Recompute(mode=planner.mode))
-    timed = estimate(run, question.hardware)
+    plain = forecast_sizes(run)
+    timed = _timed(plain, question.hardware)
     if planner.offload:  # what is on the host costs nothing, as long as its copies hide
         return least_seconds(timed)
-    return planner_seconds(forecast(run), timed, limit_bytes)
+    return planner_seconds(plain, timed, limit_bytes)
 
 
 def _work(question: Question, task: Task) -> Figures:
     candidate = task.candidate
     run = candidate.run(question.template)
-    if candidate.budget_bytes is not None:
+    if candidate.recompute.whole:
+        run = settled(run, candidate.budget_bytes)
+    elif candidate.budget_bytes is not None:
         return _planned(run, question.hardware, candidate.budget_bytes)
-    found = forecast(run)
+    found = forecast_sizes(run)
     peak = peak_bytes(found)
     fits = task.limit_bytes is None or peak <= task.limit_bytes
     return Figures(
         peak_bytes=peak,
         static_bytes=static_bytes(found),
         host_bytes=_host_bytes(run),
-        seconds=_seconds(estimate(run, question.hardware)) if fits else None,
+        whole=run.recompute.whole,
+        seconds=_seconds(_timed(found, question.hardware)) if fits else None,
     )
+
+
+def _timed(found: Forecast, hardware: Hardware) -> Estimate:
+    """Of a `forecast_sizes`."""
+    return estimate(found.run, hardware, outlined=[stage.groups for stage in found.stages])
 
 
 def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
     """The planner's choice; where there is none, bytes that it could have done with."""
-    static = static_bytes(forecast(run))
+    static = static_bytes(forecast_sizes(run))
     try:
         choice = choose(run, budget_bytes, hardware)
     except Infeasible as error:
@@ -269,7 +287,7 @@ def _host_bytes(run: Run) -> int:
     """What offloading puts on one rank's share of the host, at most."""
     if not run.recompute.offload:
         return 0
-    stays: Forecast = forecast(replace(run, recompute=replace(run.recompute, offload=False)))
+    stays: Forecast = forecast_sizes(replace(run, recompute=replace(run.recompute, offload=False)))
     return max(stage.activation_bytes for stage in stays.stages)
 
 

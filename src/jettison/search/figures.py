@@ -43,6 +43,7 @@ class Figures:
         static_bytes: of any plan of the same setup, at least.
         host_bytes: of what is offloaded.
         policies: by stage, what a planner does with its layers.
+        whole: of each window of micro-batches, those that are kept whole.
     """
 
     peak_bytes: int
@@ -50,6 +51,7 @@ class Figures:
     host_bytes: int = 0
     seconds: Seconds | None = None
     policies: tuple[str, ...] = ()
+    whole: int = 0
 
     def document(self) -> dict[str, Any]:
         """For a state file; `figures_of` reads it."""
@@ -68,6 +70,7 @@ def figures_of(document: Mapping[str, Any]) -> Figures:
         static_bytes=int(document["static_bytes"]),
         host_bytes=int(document["host_bytes"]),
         policies=tuple(map(str, document["policies"])),
+        whole=int(document.get("whole", 0)),
         seconds=None if seconds is None else Seconds(**{f.name: float(seconds[f.name]) for f in fields(Seconds)}),
     )
 

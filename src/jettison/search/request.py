@@ -36,6 +36,7 @@ class SearchRequest(CommonRequest):
         recompute: Plans, out of none, selective, selective-op, full, every, every:K, block:N, interval:K and auto, the
             planner's: none,selective,selective-op,full,every,auto.
         offload: Try each plan with what stays on the host, too.
+        whole_micro_batches: Try each plan of a pipeline with as many micro-batches kept whole as fit, too.
         uneven: Try pipelines whose ends have a layer less or more than other stages, too.
     """
 
@@ -51,6 +52,7 @@ class SearchRequest(CommonRequest):
     micro_batch: str | None = None
     recompute: str | None = None
     offload: bool | None = None
+    whole_micro_batches: bool | None = None
     uneven: bool | None = None
 
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
@@ -72,6 +74,7 @@ class SearchRequest(CommonRequest):
             schedules=_words(self.schedule) or SCHEDULES,
             plans=_words(self.recompute) or PLANS,
             offload=(False, True) if self.offload else (False,),
+            whole=(False, True) if self.whole_micro_batches else (False,),
             uneven=bool(self.uneven),
         )
         return Space(template=template, gpus=gpus, global_batch=global_batch, node=hardware.node, axes=axes)

@@ -5,6 +5,7 @@ How it is found, and what exact means: NOTE [ The order of a search ] in `foreca
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Final
@@ -100,9 +101,13 @@ def search(
     if top < 1 or jobs < 1:
         raise UsageError(f"got --top {top} and --jobs {jobs}; expected whole numbers of 1 or more")
     room = Room(hardware=hardware, budget_bytes=budget_bytes)
-    with Bench(Question(template=space.template, hardware=hardware), jobs=jobs, journal=journal) as bench:
+    question = Question(template=space.template, hardware=hardware)
+    with ThreadPoolExecutor(1) as beside, Bench(question, jobs=jobs, journal=journal) as bench:
         hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
-        hunt.run()
+        hunt.find_named()
+        # where a planner is asked, one candidate often waits for another: meanwhile workers are free for other devices
+        begun = beside.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
+        hunt.ask_planner()
         if not hunt.ranked:
             raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space))
         ranked, best = tuple(hunt.ranked[:top]), hunt.ranked[0]
@@ -110,13 +115,14 @@ def search(
         larger = Hunt(space=space, room=replace(room, scale=MORE_MEMORY), bench=bench, say=progress, known=best)
         larger.run()
         progress("with more GPUs")
+        more_gpus = _more_gpus(space, room, bench, progress) if begun is None else begun.result()
         return Answer(
             space=space,
             ranked=ranked,
             front=tuple(hunt.front),
             plain=hunt.plain(best.number[0]),
             more_memory=More(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
-            more_gpus=_more_gpus(space, room, bench, progress),
+            more_gpus=more_gpus,
             evaluated=bench.evaluated,
         )
 

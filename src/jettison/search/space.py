@@ -17,7 +17,7 @@ from typing import Any, Final
 from jettison.errors import UsageError
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import Moe
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.run import MOST, Mode, Recompute, Run
 from jettison.spec.stage_layers import uneven_cuts
 
 INTERLEAVED: Final = "interleaved"
@@ -40,6 +40,7 @@ class Axes:
         schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
         plans: recompute modes; `every` and `auto` among them.
         offload: False: what stays is on the device; True: on the host.
+        whole: True: pipelines keep as many micro-batches of each window whole as fit.
         uneven: also pipelines whose ends have a layer less, or more, than other stages.
 
     Raises:
@@ -58,6 +59,7 @@ class Axes:
     micro_batch: tuple[int, ...] | None = None
     plans: tuple[str, ...] = PLANS
     offload: tuple[bool, ...] = (False,)
+    whole: tuple[bool, ...] = (False,)
     uneven: bool = False
 
     def __post_init__(self) -> None:
@@ -94,7 +96,7 @@ class Candidate:
     """A setup and a plan.
 
     Args:
-        budget_bytes: what a planner was asked to fit; None where the mode says everything.
+        budget_bytes: what a planner was asked to fit, or micro-batches kept whole; None where the mode says everything.
     """
 
     setup: Setup
@@ -104,7 +106,8 @@ class Candidate:
     @property
     def flags(self) -> str:
         """What to give `ledger` and `estimate` for it."""
-        return f"{self.setup.flags} --recompute {self.recompute}{' --offload' if self.recompute.offload else ''}"
+        more = " --offload" if self.recompute.offload else " --whole-micro-batches most" if self.recompute.whole else ""
+        return f"{self.setup.flags} --recompute {self.recompute}{more}"
 
     @property
     def text(self) -> str:
@@ -168,7 +171,15 @@ class Space:
 
     def plans(self, setup: Setup) -> tuple[Recompute, ...]:
         """The modes to try, the planner aside, in a fixed order."""
-        return self._plans[max(setup.layout.layers_per_chunk(self.template.model.depth))]
+        return self._plans[self._kind(setup)]
+
+    def all_plans(self, setup: Setup) -> tuple[Recompute, ...]:
+        """With the planner, last, where its choice is among them."""
+        return self._all_plans[self._kind(setup)]
+
+    def _kind(self, setup: Setup) -> tuple[int, bool]:
+        """What decides a setup's plans: the most layers of a chunk, and is it a pipeline?"""
+        return max(setup.layout.layers_per_chunk(self.template.model.depth)), setup.layout.pp > 1
 
     @property
     def asks_planner(self) -> bool:
@@ -188,9 +199,19 @@ class Space:
     # ------------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _plans(self) -> dict[int, tuple[Recompute, ...]]:
-        depth = self.template.model.depth
-        return {layers: tuple(self._modes(layers)) for layers in range(1, depth + 1)}
+    def _plans(self) -> dict[tuple[int, bool], tuple[Recompute, ...]]:
+        found = {}
+        for layers in range(1, self.template.model.depth + 1):
+            modes = tuple(self._modes(layers))
+            whole = (replace(m, whole=MOST) for m in modes if m.mode is not Mode.NONE and not m.offload)
+            found[layers, False] = modes
+            found[layers, True] = (*modes, *whole) if True in self.axes.whole else modes
+        return found
+
+    @cached_property
+    def _all_plans(self) -> dict[tuple[int, bool], tuple[Recompute, ...]]:
+        planner = (self.planner,) if self.asks_planner else ()
+        return {kind: (*plans, *planner) for kind, plans in self._plans.items()}
 
     def _modes(self, layers: int) -> Iterator[Recompute]:
         known = set()

@@ -67,22 +67,17 @@ class BudgetedWalk:
         for r, moves in enumerate(walk.moves):
             prefix = shortest[r]
             fitting: list[Move] = []
-            if prefix is not None:
-                room = budget_bytes - prefix
-                least = walk.sent[r][0]
-                fitting = [m for m in moves if walk.floors[m.stop][walk.arrives(m)]]
-                fitting = [m for m in fitting if max(least + m.need_bytes, _after(walk, m)) <= room]
-                for m in fitting:
+            for m in moves if prefix is not None else ():
+                assert prefix is not None
+                floors = walk.floors[m.stop][walk.arrives(m)]
+                after = prefix + m.resident_bytes
+                needs = max(prefix + walk.sent[r][0] + m.need_bytes, after + floors[0][0]) if floors else 0
+                if floors and needs <= budget_bytes:
+                    fitting.append(m)
                     reached = shortest[m.stop]
-                    after = prefix + m.resident_bytes
                     shortest[m.stop] = after if reached is None else min(reached, after)
             kept.append(tuple(fitting))
         return cls(walk=walk, budget_bytes=budget_bytes, moves=tuple(kept))
-
-
-def _after(walk: Walk, m: Move) -> int:
-    """The smallest budget for a move and the rest of the walk, its own passes aside."""
-    return m.resident_bytes + walk.floors[m.stop][walk.arrives(m)][0][0]
 
 
 def relax(budgeted: BudgetedWalk, multipliers: Multipliers) -> Bound:
@@ -135,7 +130,8 @@ def best_multipliers(budgeted: BudgetedWalk) -> Multipliers:
     if walk.count == 0:
         return Multipliers(device=np.zeros(1))
     highs = _quiet(highspy)
-    for option, value in (("threads", 1), ("random_seed", 0)):
+    # these programs are small, and looking for what can be left out of them takes longer than it saves
+    for option, value in (("threads", 1), ("random_seed", 0), ("presolve", "off")):
         highs.setOptionValue(option, value)
     dearest = sum(max((m.picoseconds + m.copying for m in moves), default=0) for moves in budgeted.moves)
     seconds_scale = SCALE / max(1, dearest)
@@ -175,24 +171,8 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
     moves = [m for group in budgeted.moves for m in group]
     waiting = count - 1 if walk.offloads else 0
     limited = walk.host_budget_bytes is not None
-    prefix_row, budget_row, wait_row = _rows(count)
-    host_row = 3 * count + 1 + waiting
-    rows: list[int] = []
-    values: list[float] = []
-    starts = [0]
-
-    def column(entries: list[tuple[int, float]]) -> None:
-        rows.extend(row for row, _ in entries)
-        values.extend(value for _, value in entries)
-        starts.append(len(rows))
-
-    for m in moves:
-        column(_entries(m, count, waiting > 0, host_row if limited else None, seconds_scale, byte_scale))
-    for r in range(1, count + 1):
-        follow = [(prefix_row + r, -1.0)] if r < count else []
-        column([(prefix_row + r - 1, 1.0), *follow, (budget_row + r, 1.0)])
-    for r in range(1, waiting + 1):
-        column([(wait_row + r, -1.0)])
+    columns = _columns(moves, count, waiting, 3 * count + 1 + waiting if limited else None, seconds_scale, byte_scale)
+    starts, rows, values = columns
 
     budget = budgeted.budget_bytes * byte_scale
     equal = np.zeros(2 * count)
@@ -208,37 +188,57 @@ def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte
     lp.row_lower_ = np.concatenate([equal, np.full(count + 1 + len(rest), -highspy.kHighsInf)])
     lp.row_upper_ = np.concatenate([equal, upper, rest])
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.array(starts, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(rows, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(values)
+    lp.a_matrix_.start_ = starts
+    lp.a_matrix_.index_ = rows
+    lp.a_matrix_.value_ = values
     return lp
 
 
-def _rows(count: int) -> tuple[int, int, int]:
-    """First rows of prefixes, of budgets, and of waits, of which there is none at position 0: it is the loss's."""
-    return count, 2 * count, 3 * count
-
-
-def _entries(
-    m: Move, count: int, waiting: bool, host_row: int | None, seconds_scale: float, byte_scale: float
-) -> list[tuple[int, float]]:
-    """A move's column: (row, value).
+def _columns(
+    moves: Sequence[Move], count: int, waiting: int, host_row: int | None, seconds_scale: float, byte_scale: float
+) -> tuple[NDArray[np.int32], NDArray[np.int32], Floats]:
+    """Where each column starts, and rows and values of all entries: moves, then prefixes, then waits.
 
     Args:
-        waiting: there are rows for waits.
+        waiting: rows for waits, of which there is none at position 0: it is the loss's.
         host_row: of the host's budget.
     """
-    prefix_row, budget_row, wait_row = _rows(count)
-    resident, need = m.resident_bytes * byte_scale, m.need_bytes * byte_scale
-    found = [(m.start, 1.0)]
-    if m.stop < count:
-        found.append((m.stop, -1.0))
-    found += [(prefix_row + m.stop - 1, -resident), (budget_row + m.start, need)]
-    if m.sent_bytes:
-        found.append((budget_row + m.stop, m.sent_bytes * byte_scale))
-        found.append((wait_row + m.stop, m.copying * seconds_scale))
-    if m.host_bytes and host_row is not None:
-        found.append((host_row, m.host_bytes * byte_scale))
-    if waiting and m.start:
-        found.append((wait_row + m.start, -m.hides * seconds_scale))
-    return found
+    import numpy as np
+
+    figures = [
+        (m.start, m.stop, m.resident_bytes, m.need_bytes, m.sent_bytes, m.copying, m.host_bytes, m.hides) for m in moves
+    ]
+    start, stop, resident, need, sent, copying, host, hides = np.array(figures, dtype=np.int64).reshape(-1, 8).T
+    prefix_row, budget_row, wait_row = count, 2 * count, 3 * count
+    each = np.arange(len(moves))
+    parts: list[tuple[Any, Any, Any]] = []  # columns, rows and values; of one column in the order of the parts
+
+    def add(which: Any, columns: Any, rows: Any, entries: Any) -> None:
+        parts.append((columns[which], np.broadcast_to(rows, columns.shape)[which], entries[which]))
+
+    ones, every = np.ones(len(moves)), np.ones(len(moves), dtype=np.bool_)
+    add(every, each, start, ones)
+    add(stop < count, each, stop, -ones)
+    add(every, each, prefix_row + stop - 1, -(resident * byte_scale))
+    add(every, each, budget_row + start, need * byte_scale)
+    add(sent > 0, each, budget_row + stop, sent * byte_scale)
+    add(sent > 0, each, wait_row + stop, copying * seconds_scale)
+    if host_row is not None:
+        add(host > 0, each, np.int64(host_row), host * byte_scale)
+    if waiting:
+        add(start > 0, each, wait_row + start, -hides * seconds_scale)
+    position = np.arange(1, count + 1)
+    prefixes, ones = len(moves) + position - 1, np.ones(count)
+    every = np.ones(count, dtype=np.bool_)
+    add(every, prefixes, prefix_row + position - 1, ones)
+    add(position < count, prefixes, prefix_row + position, -ones)
+    add(every, prefixes, budget_row + position, ones)
+    if waiting:
+        position = np.arange(1, waiting + 1)
+        columns = len(moves) + count + position - 1
+        add(np.ones(waiting, dtype=np.bool_), columns, wait_row + position, -np.ones(waiting))
+    owners, rows, values = (np.concatenate(each) for each in zip(*parts, strict=True))
+    order = np.argsort(owners, kind="stable")
+    sizes = np.bincount(owners, minlength=len(moves) + count + waiting)
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+    return starts.astype(np.int32), rows[order].astype(np.int32), values[order].astype(np.float64)

@@ -63,17 +63,22 @@ class Solution:
     certificate: Certificate
 
 
-def choose(problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP) -> Solution:
+def choose(
+    problem: StepProblem, budget_bytes: int, *, gap: float = DEFAULT_GAP, known: tuple[Walk, ...] | None = None
+) -> Solution:
     """The choice that adds the fewest seconds with every level at or below ``budget_bytes``.
 
     Equal seconds: where the fastest options all fit, the first listed of each region; else the fewest resident bytes.
+
+    Args:
+        known: `walks(problem)`, where a problem is asked about again and again.
 
     Raises:
         Infeasible: no choice fits; the error carries the smallest budget that one does.
         ValueError: the host's budget fits no choice, whatever the device's is.
     """
     begin = time.perf_counter()
-    all_walks = walks(problem)
+    all_walks = walks(problem) if known is None else known
     minimum = least_of(all_walks)
     if minimum > budget_bytes:
         raise Infeasible(minimum_budget_bytes=minimum, budget_bytes=budget_bytes)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 try:
@@ -109,10 +110,11 @@ def fastest_path(
     labels = [start]
     loss, dropped = 0, float("inf")
     for r in range(1, walk.count + 1):
-        here = _promising(_extend(budgeted, labels, arriving[r], r), bound, r, below)
-        here, gone = _affordable(here, budgeted, bound, r)
-        here, crowded = _undominated(here, walk, bound, r)
-        dropped = min(dropped, gone, crowded)
+        here = _extend(budgeted, labels, arriving[r], bound, r, below)
+        if not _plain(walk, r):
+            here, gone = _affordable(here, budgeted, bound, r)
+            here, crowded = _undominated(here, walk, bound, r)
+            dropped = min(dropped, gone, crowded)
         if len(here.prefix) > width:
             if beam or walk.offloads:
                 here, gone = _closest(here, bound, r, width)
@@ -125,41 +127,111 @@ def fastest_path(
     return Search(path=path, loss=loss, dropped=dropped)
 
 
-def _extend(budgeted: BudgetedWalk, labels: list[_Labels], arriving: list[Move], r: int) -> _Labels:
-    """Every label that a move brings to position r, if the move fits and the rest of the walk can still fit."""
-    walk, budget = budgeted.walk, budgeted.budget_bytes
-    parts: list[_Labels] = []
-    for i, m in enumerate(arriving):
-        source = labels[m.start]
-        after = walk.floors[r][walk.arrives(m)][0][0]
-        if len(walk.sent[m.start]) == 1:  # then nothing is on its way
-            room = budget - max(m.need_bytes, m.resident_bytes + after)
-            fitting = np.arange(np.searchsorted(source.prefix, room, side="right"))
-            added: Integers | int = m.picoseconds
-        else:
-            beside = np.array(walk.sent[m.start], dtype=np.int64)[source.sent]
-            fits = (source.prefix + beside + m.need_bytes <= budget) & (
-                source.prefix + m.resident_bytes + after <= budget
-            )
-            fitting = np.nonzero(fits)[0]
-            waits = np.array([m.waits(copying) for copying in walk.copying[m.start]], dtype=np.int64)
-            added = m.picoseconds + waits[source.sent[fitting]]
-        parts.append(
-            _Labels(
-                prefix=source.prefix[fitting] + m.resident_bytes,
-                picoseconds=source.picoseconds[fitting] + added,
-                sent=np.full(len(fitting), walk.arrives(m), dtype=np.int64),
-                host=source.host[fitting] + m.host_bytes,
-                parent=fitting,
-                move=np.full(len(fitting), i, dtype=np.int64),
-            )
+def _plain(walk: Walk, r: int) -> bool:
+    """Are labels at a position told by what they hold and their seconds alone?"""
+    return walk.host_budget_bytes is None and len(walk.sent[r]) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arriving:
+    """Moves with one start that arrive at a position: one entry each, and the first one's number among all there.
+
+    ``after`` is what the rest of the walk needs at least, ``sent`` the class of what they leave on its way.
+    """
+
+    start: int
+    first: int
+    need: Integers
+    resident: Integers
+    picoseconds: Integers
+    host: Integers
+    hides: Integers
+    after: Integers
+    sent: Integers
+
+    @classmethod
+    def of(cls, walk: Walk, moves: Sequence[Move], first: int) -> _Arriving:
+        rows = [
+            (m.need_bytes, m.resident_bytes, m.picoseconds, m.host_bytes, m.hides, *_arrival(walk, m)) for m in moves
+        ]
+        need, resident, picoseconds, host, hides, after, sent = np.array(rows, dtype=np.int64).T
+        return cls(
+            start=moves[0].start,
+            first=first,
+            need=need,
+            resident=resident,
+            picoseconds=picoseconds,
+            host=host,
+            hides=hides,
+            after=after,
+            sent=sent,
         )
-    return _joined(parts)
+
+
+def _arrival(walk: Walk, m: Move) -> tuple[int, int]:
+    number = walk.arrives(m)
+    return walk.floors[m.stop][number][0][0], number
+
+
+def _by_start(walk: Walk, arriving: Sequence[Move]) -> list[_Arriving]:
+    """In the order of the moves, which are sorted by where they start."""
+    found, first = [], 0
+    for _, group in groupby(arriving, lambda m: m.start):
+        moves = list(group)
+        found.append(_Arriving.of(walk, moves, first))
+        first += len(moves)
+    return found
+
+
+def _extend(
+    budgeted: BudgetedWalk, labels: list[_Labels], arriving: Sequence[Move], bound: Bound, r: int, below: int | None
+) -> _Labels:
+    """Every label that a move brings to position r, if the move fits, the rest of the walk can still fit and it may
+    still end below the limit; of `_plain` ones those that no other dominates.
+
+    Sorted by move, and then as their sources are; plain ones by prefix.
+    """
+    walk, budget = budgeted.walk, budgeted.budget_bytes
+    parts: list[tuple[Integers, ...]] = []
+    for moves in _by_start(walk, arriving):
+        source = labels[moves.start]
+        room = budget - moves.resident - moves.after
+        if len(walk.sent[moves.start]) == 1:  # then nothing is on its way
+            which, parent = np.nonzero(source.prefix <= np.minimum(room, budget - moves.need)[:, None])
+            spent = source.picoseconds[parent] + moves.picoseconds[which]
+        else:
+            sizes, copying = (np.array(of[moves.start], dtype=np.int64) for of in (walk.sent, walk.copying))
+            fits = source.prefix + sizes[source.sent] <= (budget - moves.need)[:, None]
+            which, parent = np.nonzero(fits & (source.prefix <= room[:, None]))
+            waits = np.maximum(0, copying[source.sent[parent]] - moves.hides[which])
+            spent = source.picoseconds[parent] + (moves.picoseconds[which] + waits)
+        prefix = source.prefix[parent] + moves.resident[which]
+        if _plain(walk, r):
+            parts.append((prefix, spent, parent, which + moves.first))
+        else:
+            host = source.host[parent] + moves.host[which]
+            parts.append((prefix, spent, parent, which + moves.first, moves.sent[which], host))
+    if not parts:
+        return _Labels(**{f.name: np.zeros(0, dtype=np.int64) for f in fields(_Labels)})
+    fresh = parts[0] if len(parts) == 1 else tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+    if not _plain(walk, r):
+        prefix, spent, parent, which, sent, host = fresh
+        every = _Labels(prefix=prefix, picoseconds=spent, sent=sent, host=host, parent=parent, move=which)
+        return _promising(every, bound, r, below)
+    prefix, spent, parent, which = fresh
+    if below is not None:
+        promising = spent + bound.held_price[r] * prefix + bound.rest[r][0] <= below - 1
+        prefix, spent, parent, which = prefix[promising], spent[promising], parent[promising], which[promising]
+    kept = _faster(prefix, spent)
+    zeros = np.zeros(len(kept), dtype=np.int64)
+    return _Labels(
+        prefix=prefix[kept], picoseconds=spent[kept], sent=zeros, host=zeros, parent=parent[kept], move=which[kept]
+    )
 
 
 def _lower_bounds(labels: _Labels, bound: Bound, r: int) -> NDArray[np.float64]:
     """Picoseconds that no completion of a label goes below."""
-    rest = np.array(bound.rest[r])[labels.sent]
+    rest = bound.rest[r][0] if len(bound.rest[r]) == 1 else np.array(bound.rest[r])[labels.sent]
     found: NDArray[np.float64] = labels.picoseconds + bound.held_price[r] * labels.prefix + rest
     return found + bound.host_price * labels.host if bound.host_price else found
 
@@ -220,11 +292,20 @@ def _undominated(labels: _Labels, walk: Walk, bound: Bound, r: int) -> tuple[_La
 
 def _front(labels: _Labels) -> _Labels:
     """By prefix and seconds alone."""
-    ordered = labels.take(np.lexsort((labels.picoseconds, labels.prefix)))
-    best_before = np.minimum.accumulate(ordered.picoseconds)[:-1]
-    faster = np.ones(len(ordered.prefix), dtype=np.bool_)
-    faster[1:] = ordered.picoseconds[1:] < best_before
-    return ordered.take(faster)
+    return labels.take(_faster(labels.prefix, labels.picoseconds))
+
+
+def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
+    """Those that are faster than all of no longer prefix, and of equal ones the first; sorted by prefix."""
+    order = np.argsort(prefix, kind="stable")  # what comes in sorted runs is sorted quickly
+    prefix, picoseconds = prefix[order], picoseconds[order]
+    faster = np.ones(len(order), dtype=np.bool_)
+    faster[1:] = picoseconds[1:] < np.minimum.accumulate(picoseconds)[:-1]
+    order, prefix = order[faster], prefix[faster]
+    last = np.ones(len(order), dtype=np.bool_)  # of equal prefixes, which are faster and faster now
+    last[:-1] = prefix[1:] != prefix[:-1]
+    kept: Integers = order[last]
+    return kept
 
 
 def _beaten(labels: _Labels) -> NDArray[np.bool_]:

@@ -113,7 +113,8 @@ class Walk:
 
     def arrives(self, m: Move) -> int:
         """The class of what is on its way after a move."""
-        return self.sent[m.stop].index(m.sent_bytes)
+        sizes = self.sent[m.stop]
+        return 0 if len(sizes) == 1 else sizes.index(m.sent_bytes)
 
     def choice(self, path: Iterable[Move]) -> Choice:
         """The choice that a path from position 0 to the end stands for."""

@@ -168,6 +168,10 @@ class Hardware:
     reached_source: str = ""
     delays_source: str = ""
 
+    def __hash__(self) -> int:
+        """Cheap: devices are keys of caches, and most differ in these."""
+        return hash((self.name, self.memory_bytes, self.usable_bytes))
+
     def __post_init__(self) -> None:
         if not 0 < self.usable_bytes <= self.memory_bytes:
             raise UsageError(
@@ -305,8 +309,10 @@ def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
     """The section of shares."""
     found = _section(who, table, "reached", [f.name for f in fields(Reached)])
     for name, value in found.items():
-        if value > 1:
-            raise UsageError(f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1")
+        if value > 1 or not float(value):
+            raise UsageError(
+                f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1 and above nothing"
+            )
     return {name: float(value) for name, value in found.items()}
 
 
@@ -329,7 +335,14 @@ def _edges(who: str, section: object) -> EdgesOf:
 
 def _numbers(who: str, table: Mapping[str, Any], key: str, expected: Collection[str], unit: int) -> dict[str, int]:
     """The section ``key``, each number times ``unit``."""
-    return {name: int(value * unit) for name, value in _section(who, table, key, expected).items()}
+    given = _section(who, table, key, expected)
+    found = {name: int(value * unit) for name, value in given.items()}
+    for name, value in found.items():
+        if not value:
+            raise UsageError(
+                f"{who}, section [{key}]: got {name} = {given[name]}, which is less than 1 a second; expected more"
+            )
+    return found
 
 
 def _section(who: str, table: Mapping[str, Any], key: str, expected: Collection[str]) -> dict[str, int | Decimal]:

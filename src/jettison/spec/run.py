@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import isqrt
+from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.kernels import PYTORCH, Kernels
@@ -35,6 +36,8 @@ class Gradients(StrEnum):
     UPFRONT = "upfront"  # one buffer for all, for good: Megatron's and DDP's buckets
 
 
+MOST: Final = -1
+"""Of micro-batches kept whole: as many as fit, which `predict.whole_micro_batches` finds."""
 _WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
 
 
@@ -42,20 +45,35 @@ _WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
 class Recompute:
     """A mode and its number. ``offload`` sends what stays of each layer to the host until backward.
 
+    ``whole``: of each window of micro-batches that a pipeline stage has in flight, so many keep everything, the same
+    number on every stage (arXiv 2205.05198 Appendix C; Megatron's
+    ``--num-microbatches-with-partial-activation-checkpoints``).
+
     Raises:
-        UsageError: a mode that needs a number has none, or one below 1.
+        UsageError: a mode that needs a number has none, or one below 1; micro-batches kept whole where all are, or
+            beside offloading.
     """
 
     mode: Mode = Mode.NONE
     number: int = 1
     offload: bool = False
+    whole: int = 0
 
     def __post_init__(self) -> None:
         if self.number < 1:
             raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
+        if self.whole < MOST:
+            raise UsageError(f"got --whole-micro-batches {self.whole}; expected 0 or more")
+        if self.whole and self.mode is Mode.NONE:
+            raise UsageError(
+                "got --whole-micro-batches and --recompute none, which keeps all of them whole; give another mode for "
+                "the others"
+            )
+        if self.whole and self.offload:
+            raise UsageError("--whole-micro-batches does not go with --offload; leave one of them away")
 
     @classmethod
-    def parse(cls, text: str, *, layers: int, offload: bool = False) -> Recompute:
+    def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
         """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
         ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers) or ``auto``.
 
@@ -64,16 +82,22 @@ class Recompute:
         """
         word, colon, number = text.partition(":")
         if word == "sqrt" and not colon:
-            return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload)
+            return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload, whole=whole)
         known = {str(mode) for mode in Mode}
         with_number = {str(mode) for mode in _WITH_NUMBER}
         if word not in known or bool(colon) != (word in with_number) or (colon and not number.isdecimal()):
             words = [f"{m}:{_WITH_NUMBER[m]}" if m in _WITH_NUMBER else str(m) for m in Mode]
             raise UsageError(f"got --recompute {text!r}; expected one of {', '.join([*words, 'sqrt'])}")
-        return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload)
+        return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload, whole=whole)
 
     def __str__(self) -> str:
         return f"{self.mode}:{self.number}" if self.mode in _WITH_NUMBER else str(self.mode)
+
+    @property
+    def words(self) -> str:
+        """With what is offloaded, and what is kept whole."""
+        text = f"{self}, offloaded" if self.offload else str(self)
+        return f"{text}, {self.whole} of each window whole" if self.whole > 0 else text
 
 
 def round_sqrt(layers: int) -> int:
@@ -95,6 +119,11 @@ class Scene:
     dropout: float
     capacity_factor: float | None
     padding: bool
+
+    def __hash__(self) -> int:
+        """Cheap: scenes are keys of caches, and those of one search differ in these."""
+        layout = self.layout
+        return hash((self.model, self.seq, self.micro_batch, layout.tp, layout.sp, layout.cp, layout.ep))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +167,11 @@ class Run:
             raise UsageError(f"got a capacity factor of {self.capacity_factor}; expected more than 0")
         if self.model.learned_positions and self.seq > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
+        if self.recompute.whole and self.layout.pp == 1:
+            raise UsageError(
+                "got --whole-micro-batches without a pipeline, where no other micro-batch is in flight; give --pp 2 or "
+                "more"
+            )
         self.layout.check(self.model, seq=self.seq)
 
     @cached_property

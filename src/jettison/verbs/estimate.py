@@ -12,6 +12,7 @@ from jettison.predict.run_request import RunRequest, is_live, model_spec, resolv
 from jettison.predict.stages import Chosen
 from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run
+from jettison.predict.whole_micro_batches import settled
 from jettison.report.estimate import EstimateReport
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.run import Mode, Run
@@ -41,6 +42,7 @@ def estimate(
         raise UsageError("--explain compares recompute modes; give another than auto")
     how = execution_of(run).compiled() if compiled else execution_of(run)
     memory, chosen = _memory(run, device)
+    run = memory.run
     found = estimate_run(run, device, execution=how, chosen=chosen)
     return EstimateReport(
         model=model,
@@ -53,11 +55,12 @@ def estimate(
 
 
 def _memory(run: Run, device: Hardware) -> tuple[Forecast, Chosen | None]:
+    left = available_bytes(device, run)
     if run.recompute.mode is not Mode.AUTO:
-        return forecast(run), None
-    from jettison.predict.auto_recompute import choose  # the planner takes its time to load
+        return forecast(settled(run, left)), None
+    from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
 
-    found = choose(run, available_bytes(device, run), device).forecast
+    found = choose_with_whole(run, left, device).forecast
     return found, [part.chosen for part in found.parts if part.is_layer]
 
 

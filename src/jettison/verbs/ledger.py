@@ -12,6 +12,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.limit import limit_of
 from jettison.predict.run_request import Resolved, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.predict.whole_micro_batches import settled
 from jettison.progress import Progress, silent
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport
@@ -94,7 +95,8 @@ def _described(
     if fit and auto:
         raise UsageError("--fit looks for runs of one recompute mode; give another than auto")
     choice = _choose(asked, budget_bytes, gpu) if budget_bytes is not None and auto else None
-    found = forecast(asked.run) if choice is None else choice.forecast
+    found = forecast(settled(asked.run, budget_bytes)) if choice is None else choice.forecast
+    asked = replace(asked, run=found.run)
     return forecast_report(
         model,
         asked,
@@ -107,11 +109,11 @@ def _described(
 
 
 def _choose(asked: Resolved, budget_bytes: int, gpu: str | None) -> AutoForecast:
-    from jettison.predict.auto_recompute import choose  # the planner takes its time to load
+    from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
     from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
-    return choose(asked.run, budget_bytes, device)
+    return choose_with_whole(asked.run, budget_bytes, device)
 
 
 def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:

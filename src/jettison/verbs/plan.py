@@ -92,18 +92,19 @@ def _described(
         raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
     from jettison.explain.layer_reasons import layer_reasons
     from jettison.explain.what_if import what_if as next_gib
-    from jettison.predict.auto_recompute import choose
+    from jettison.predict.whole_plan import choose_with_whole
 
-    run = resolve(model_spec(model), replace(request, recompute="none")).run
+    run = resolve(model_spec(model), replace(request, recompute="auto", offload=bool(request.offload))).run
+    whole = run.recompute.whole
     device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
     offload = request.offload
     if offload is None:  # a link is known where a GPU is named
-        offload = gpu is not None and device.host_bytes_per_second is not None
-    run = replace(run, recompute=Recompute(mode=Mode.AUTO, offload=offload))
+        offload = gpu is not None and device.host_bytes_per_second is not None and not whole
+    run = replace(run, recompute=Recompute(mode=Mode.AUTO, offload=offload, whole=whole))
     limit = _limit(budget, gpu, run)
     host = _host_budget(host_budget, offload, device)
     begin = time.perf_counter()
-    choice = choose(run, limit.nbytes, device, host_budget_bytes=host)
+    choice = choose_with_whole(run, limit.nbytes, device, host_budget_bytes=host)
     seconds = time.perf_counter() - begin
     return ForecastPlan(
         model=model,

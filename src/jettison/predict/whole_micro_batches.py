@@ -1,0 +1,62 @@
+"""Micro-batches beyond those that have to compute again, kept whole: arXiv 2205.05198 Appendix C.
+
+A pipeline stage has fewer micro-batches in flight the later it comes, and a plan that the first one needs leaves room
+on the others. So many of each window of micro-batches keep everything, the same number on every stage, as Megatron has
+it; later windows are shorter, and of them these are a larger share. Bytes and seconds are counted micro-batch by
+micro-batch: `ledger.schedule.stage_occupancies` and `recomputing_share`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jettison.errors import UsageError
+from jettison.ledger.schedule import window
+from jettison.predict.forecast import forecast_sizes
+from jettison.predict.peak import peak_bytes
+from jettison.spec.run import MOST, Mode, Run
+
+
+def largest_window(run: Run) -> int:
+    """Of the first stage, which has most in flight."""
+    layout = run.layout
+    return window(
+        layout.schedule,
+        stage=0,
+        stages=layout.pp,
+        micro_batches=run.micro_batches,
+        virtual_stages=layout.virtual_stages,
+    )
+
+
+def most_whole(run: Run, limit_bytes: int) -> Run:
+    """The run with as many micro-batches of each window kept whole as fit, by bisection: each of them saves seconds.
+
+    A run that does not fit as it is, has no pipeline, or keeps everything anyway keeps none of them whole.
+    """
+    if run.layout.pp == 1 or run.recompute.mode is Mode.NONE or run.recompute.offload:
+        return with_whole(run, 0)
+    low, high = 0, largest_window(run) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = peak_bytes(forecast_sizes(with_whole(run, middle))) <= limit_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return with_whole(run, low)
+
+
+def settled(run: Run, limit_bytes: int | None) -> Run:
+    """The same where a number is given; as many as fit where `MOST` are asked for.
+
+    Raises:
+        UsageError: nobody says what they are to fit.
+    """
+    if run.recompute.whole != MOST:
+        return run
+    if limit_bytes is None:
+        raise UsageError("--whole-micro-batches most needs to know what to fit into; give --budget or --gpu")
+    return most_whole(run, limit_bytes)
+
+
+def with_whole(run: Run, whole: int) -> Run:
+    """The same with another number of them."""
+    return replace(run, recompute=replace(run.recompute, whole=whole))
