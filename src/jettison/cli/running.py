@@ -1,0 +1,200 @@
+"""Commands that run a model or the machine: `demo`, `verify`, `train`, `doctor`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from jettison.cli.output import deliver, json_text, refuse_to_overwrite
+from jettison.cli.parameters import Attention, Budget, Force, Format, MicroBatch, Out, Precision, Seq, app, infeasible
+from jettison.errors import Infeasible, JettisonError, ProofFailed
+from jettison.report.console import hint, progress, show
+
+if TYPE_CHECKING:
+    from jettison.train.export_run import ExportResult
+    from jettison.train.result import TrainResult
+
+
+@app.command
+def demo(*, out: Path = Path("out/demo"), steps: int = 20) -> None:
+    """Train a small Llama on the standard library's source, plainly and under a budget, and compare.
+
+    Args:
+        out: Folder for plan.json and proof.json, which are replaced.
+        steps: Training steps on each side.
+    """
+    from jettison.demo import run_demo
+
+    with progress() as say:
+        result = run_demo(out, steps=steps, progress=say)
+    show(result.table())
+    result.require()
+
+
+@app.command
+def verify(
+    target: Annotated[str, Parameter(help="A plan.json that `jettison plan` wrote, or a MODEL as for `plan`.")],
+    /,
+    *,
+    model: Annotated[str | None, Parameter(help="With a plan file: the model, if the plan does not say it.")] = None,
+    budget: Budget = None,
+    recompute: Annotated[str | None, Parameter(help="Verify a policy: none, selective, full or every:K.")] = None,
+    given: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Verify what the model itself recomputes and offloads.")
+    ] = False,
+    step: Annotated[
+        str | None, Parameter(help="With --given: module:function of (model, batch), a forward and backward.")
+    ] = None,
+    against: Annotated[str | None, Parameter(help="With --given: module:factory of the same model, plain.")] = None,
+    offload: Annotated[
+        bool, Parameter(negative="", show_default=False, help="With --budget: tensors may also wait on the host.")
+    ] = False,
+    host_budget: Annotated[
+        str | None, Parameter(help="Bytes of the host for what waits there: 128GiB; else what there is.")
+    ] = None,
+    gpu: Annotated[str | None, Parameter(help="With --offload: whose link to the host, where none is here.")] = None,
+    seq: Seq = None,
+    micro_batch: MicroBatch = None,
+    precision: Precision = None,
+    attention: Attention = None,
+    optimizer: Annotated[Literal["adamw", "sgd", "none"] | None, Parameter(help="As for `plan`.")] = None,
+    rounds: Annotated[int, Parameter(help="Interleaved rounds in which steps are timed.")] = 8,
+    form: Format = "human",
+    out: Out = None,
+    force: Force = False,
+) -> None:
+    """Does it hold? Gradients, predicted and measured peak, bytes held by each layer, step time: on the real model."""
+    refuse_to_overwrite(out, force=force)
+    flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
+    with progress() as say:
+        say("loading torch")
+        from jettison.verbs.verify_request import Given, prove, request_for
+
+        request, made = request_for(target, model=model, optimizer=optimizer, **flags)
+        as_given = Given(step=step, against=against) if given or step or against else None
+        try:
+            proof = prove(
+                request,
+                plan=made,
+                budget=budget,
+                recompute=recompute,
+                given=as_given,
+                offload=offload,
+                host_budget=host_budget,
+                gpu=gpu,
+                rounds=rounds,
+                progress=say,
+            )
+        except Infeasible as error:
+            if form == "json":
+                print(json_text(infeasible(error)), end="")
+            raise
+    from jettison.report.tables import proof_table
+
+    deliver(proof.document, lambda: proof_table(proof), form=form, out=out)
+    if not proof.passed:
+        raise ProofFailed("not proven: " + "; ".join(proof.failures()))
+
+
+@app.command
+def train(
+    recipe: Annotated[str, Parameter(help="A TOML file, or module:name of a TrainRecipe.")],
+    /,
+    *,
+    steps: Annotated[int | None, Parameter(help="Optimizer steps altogether, instead of the recipe's.")] = None,
+    resume: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Fail where there is no checkpoint to go on from.")
+    ] = False,
+    budget: Annotated[str | None, Parameter(help="Peak bytes of a step on one rank, instead of [plan].")] = None,
+    plan: Annotated[Path | None, Parameter(help="A plan.json or a run's log folder, instead of [plan].")] = None,
+    recompute: Annotated[str | None, Parameter(help="A policy word, instead of [plan].")] = None,
+    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    export: Annotated[
+        Path | None, Parameter(help="Only write the newest checkpoint's weights there, for from_pretrained.")
+    ] = None,
+    form: Format = "human",
+) -> None:
+    """Train as a recipe says, in this process or in each that torchrun starts; resumes where it stopped."""
+    from jettison.train.recipe import PlanSection
+
+    chosen = PlanSection(budget=budget, file=None if plan is None else str(plan), policy=recompute)
+    leads = os.environ.get("RANK", "0") == "0"
+    if not leads:
+        warnings.simplefilter("ignore")  # what one rank says, all would
+    with progress(elsewhere_seconds=30) as say:  # a log of hours shows that something happens
+        say("loading torch")
+        from jettison.train.ranks import said_by_leader
+        from jettison.verbs.train import train as run_recipe
+        from jettison.verbs.train import write_weights
+
+        def warn(text: str) -> None:
+            hint(f"warning: {text}")
+
+        try:
+            result: TrainResult | ExportResult
+            if export is not None:
+                result = write_weights(recipe, str(export), progress=say, warn=warn)
+            else:
+                given = chosen if chosen.given else None
+                result = run_recipe(
+                    recipe, steps=steps, plan=given, gpu=gpu, must_resume=resume, progress=say, warn=warn
+                )
+        except JettisonError as error:
+            if leads or not said_by_leader(error):
+                raise
+            time.sleep(2)  # torchrun ends all ranks when the first one leaves: let the leading one speak
+            sys.exit(error.exit_code)
+    if leads:
+        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
+
+
+@app.command
+def doctor(
+    *,
+    calibrate: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Measure what this machine reaches (needs torch).")
+    ] = False,
+    quick: Annotated[
+        bool, Parameter(negative="", show_default=False, help="With --calibrate: fewer shapes, some 15 seconds.")
+    ] = False,
+    device: Annotated[str | None, Parameter(help="With --calibrate: cpu or cuda:N instead of the first GPU.")] = None,
+    ranks: Annotated[int, Parameter(show_default=False, help="With --calibrate: time collectives of N ranks.")] = 0,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
+    force: Force = False,
+) -> None:
+    """Versions and devices; with --calibrate, a hardware file for this machine, on stdout or in --out."""
+    from jettison.cli import doctor as report
+    from jettison.report.tables import doctor_table
+
+    if not calibrate:
+        report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
+        found = report.facts()
+        document = {"schema": "jettison.doctor/1", **dict(found)}
+        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
+        return
+    report.refuse_name(out)
+    refuse_to_overwrite(out, force=force)
+    if (note := report.busy()) is not None:
+        hint(note)
+    with progress() as say:
+        measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
+    from jettison.calibrate import hardware_toml
+    from jettison.calibrate.figures import calibration_document, doubtful, figures
+
+    if (note := doubtful(measured)) is not None:
+        hint(note)
+    if out is not None:
+        out.write_text(hardware_toml(measured), encoding="utf-8")
+        hint(f"wrote {out}")
+    if form == "human" and out is None:
+        sys.stdout.write(hardware_toml(measured))
+        return
+    table = figures(measured)
+    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
