@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
-from jettison.cli import predicting, running
 from jettison.cli.parameters import app
+from jettison.cli.predicting import estimate, ledger, plan, search
+from jettison.cli.running import demo, doctor, train, verify
 from jettison.errors import JettisonError
 from jettison.report.console import hint
 
-COMMANDS = (predicting, running)
-"""Importing them tells the application what there is."""
+COMMANDS = (demo, doctor, estimate, ledger, plan, search, train, verify)
+"""They are the application's from when they are imported."""
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
