@@ -321,6 +321,6 @@ def test_torchs_own_budget_takes_nothing_from_a_plan() -> None:
 def test_torchs_own_budget_is_refused_beside_a_plan() -> None:
     with (
         torch._functorch.config.patch(activation_memory_budget=0.5),
-        pytest.raises(UsageError, match="activation_memory_budget is 0.5; expected 1.0"),
+        pytest.raises(UsageError, match=r"activation_memory_budget is 0\.5; expected 1\.0"),
     ):
         jettison.apply(model_of(), "full", batch=batch(), compile="blocks")
