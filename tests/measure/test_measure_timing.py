@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,21 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.dryrun.kernel_trial import OpRequest
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
-from jettison.measure import interleaved, rng_digest, timing
+from jettison.measure import interleaved, rng_digest
 from jettison.measure.memory import AllocationCounter
 
 aten = torch.ops.aten
 
 
-def test_interleaved_visits_every_case_each_round_and_reports_ratios(monkeypatch):
+def test_interleaved_visits_every_case_each_round_and_reports_ratios():
     now, seen = [0], []
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def case(name, seconds):
         return lambda: (seen.append(name), now.append(now.pop() + seconds))
 
     cases = {"short": case("short", 4), "long": case("long", 12)}
-    report = interleaved(4, cases, warmup=1)
+    report = interleaved(4, cases, warmup=1, clock=lambda: now[0])
     assert [seen.count(name) for name in cases] == [5, 5]
     assert seen[2:6] == ["short", "long", "long", "short"]
     assert report["short"].ratio == 1.0
