@@ -72,13 +72,17 @@ def test_a_third_call_is_answered_from_memory() -> None:
 def test_what_differs_is_not_confused() -> None:
     quick = QuickFakeMode()
     with quick:
-        whole, fraction = torch.empty(4, dtype=torch.int64), torch.empty(4)
+        whole, fraction, square = torch.empty(4, dtype=torch.int64), torch.empty(4), torch.empty(3, 3)
         for _ in range(3):
             assert (whole * 1).dtype is torch.int64
             assert (whole * 1.0).dtype is torch.float32
             assert (whole * True).dtype is torch.int64
             assert fraction[1:].storage_offset() == 1
             assert fraction[:-1].storage_offset() == 0
+            assert fraction[1:].view(3).storage_offset() == 1
+            assert fraction[:-1].view(3).storage_offset() == 0
+            assert square.mul(2).stride() == (3, 1)
+            assert square.t().mul(2).stride() == (1, 3)
 
 
 def test_nothing_that_was_asked_about_is_held() -> None:

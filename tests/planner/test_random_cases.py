@@ -32,6 +32,9 @@ QUICK = [
     replace(draw(7000011), layers=2),  # its blocks are recorded within a step, under hooks of FSDP2
     # two calls in flight, of which the root holds most
     replace(draw(8000119), wrapper="step", layers=2, shapes=((8, 24),) * 3),
+    # a gradient that holds on to what it was a part of: of a token before one image, and it is kept
+    replace(draw(9000161), wrapper="step", layers=1, budget=0.0),
+    replace(draw(9000161), wrapper="plain", how="once", layers=1, shapes=((1, 16),) * 3, budget=0.0),
 ]
 PLAIN = QUICK[0]
 

@@ -46,3 +46,25 @@ def test_nothing_is_asked_twice_where_the_first_answer_costs_nothing() -> None:
 
     assert refine(ask, 1000, 5) == [Answer(10, 10, 0.0)]
     assert calls == [1000]
+
+
+@pytest.mark.parametrize("off", [0.8, 1.03, 1.25])
+def test_answers_for_other_budgets_say_where_to_look(off: float) -> None:
+    answers = [
+        Answer(level=1_000 * i, needs=round(off * 1_000 * i) + 7_777, added_seconds=1_000.0 - i)
+        for i in range(1, 1_001)
+    ]
+
+    def ask(budget_bytes: int) -> Answer:
+        return answers[min(len(answers), budget_bytes // 1_000) - 1]
+
+    def judged(*, knowing: bool) -> int:
+        """How many different answers it takes for nine budgets."""
+        found: list[Answer] = []
+        for share in (0.5, 0.52, 0.55, 0.51, 0.6, 0.7, 0.4, 0.65, 0.45):
+            budget = round(share * answers[-1].needs)
+            found += refine(ask, budget, answers[0].level, known=found if knowing else ())
+            assert 0 <= budget - fastest(found, budget).needs <= budget // 100
+        return len(set(found))
+
+    assert judged(knowing=True) < 0.75 * judged(knowing=False)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.fakes import roughly
 from jettison.capture.model_trace import ModelTrace, call_model, loss_of
@@ -148,8 +152,24 @@ def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) ->
     return forward, counter.peak_bytes, output
 
 
-def hold_gradients(trace: ModelTrace, module: nn.Module) -> None:
-    """Gradients where the loop has them when its forward starts. Call it in the trace's context."""
+def with_memory_of_their_own(gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Gradients that share theirs with no other one. Such a one may hold more than it shows: of a parameter that a
+    batch of one row is expanded from autograd keeps a view of what that gradient was a part of.
+    """
+    alone = {p: g.untyped_storage()._cdata for p, g in gradients.items() if type(g) is FakeTensor}
+    times = Counter(alone.values())
+    return {p: gradients[p] for p, storage in alone.items() if times[storage] == 1}
+
+
+def hold_gradients(
+    trace: ModelTrace, module: nn.Module, left: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+) -> None:
+    """Gradients where the loop has them when its forward starts. Call it in the trace's context.
+
+    Args:
+        left: those that a step was seen to leave.
+    """
     if trace.loop.gradients_held:
         for parameter in module.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            held = left[parameter] if parameter in left else torch.empty_like(parameter)
+            parameter.grad = held if parameter.requires_grad else None

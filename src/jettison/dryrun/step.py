@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.fakes import fake_batch
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.recording import RegionTrace
-from jettison.dryrun.block import block_levels, hold_gradients, run_step
+from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
@@ -115,6 +115,7 @@ class OneBatch:
 
     trace: ModelTrace
     optimizer: torch.optim.Optimizer | None = None
+    _left: dict[nn.Parameter, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -127,8 +128,17 @@ class OneBatch:
 
     def alive(self) -> Iterable[Tensor]:
         """See `DryStep`."""
-        hold_gradients(self.trace, self.trace.fake_model)
+        if self.trace.loop.gradients_held and not self._left:
+            self._left.update(self._seen_to_leave())
+        hold_gradients(self.trace, self.trace.fake_model, self._left)
         return static_tensors(self.trace.fake_model, self.trace.batch, self.optimizer)
+
+    def _seen_to_leave(self) -> dict[nn.Parameter, Tensor]:
+        model = self.trace.fake_model
+        model.zero_grad()
+        with AllocationCounter(device=self.trace.device_type) as unmeasured:
+            self.passes(unmeasured)
+        return with_memory_of_their_own({p: p.grad for p in model.parameters() if p.grad is not None})
 
     def leave_gradients(self, counter: AllocationCounter) -> None:
         """See `DryStep`."""

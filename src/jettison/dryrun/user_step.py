@@ -26,6 +26,7 @@ from jettison.capture.signature import as_signed, call_signature, global_signatu
 from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import tree_leaves, tree_map
 from jettison.capture.values import tracing
+from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
 from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter, static_tensors
@@ -260,7 +261,7 @@ class UserStep:
         gradients_held: bool = False,
     ) -> None:
         self.step, self.batches, self.mode, self.gradients_held = step, batches, mode, gradients_held
-        self.gradients = gradients
+        self.gradients, self._own = gradients, with_memory_of_their_own(gradients)
         self.copies, self.all = copies, modules_of(copies)
         self.modules: Sequence[nn.Module] = [inside_of_ddp(self.all[number]) for number in planned]
         self.optimizer: torch.optim.Optimizer | None = None
@@ -306,4 +307,4 @@ class UserStep:
     def _hold_gradients(self) -> None:
         if self.gradients_held:
             for parameter in (p for model in self.all for p in model.parameters() if p.requires_grad):
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = self._own[parameter] if parameter in self._own else torch.empty_like(parameter)
