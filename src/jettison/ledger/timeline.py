@@ -83,7 +83,9 @@ class StageLoad:
 
     @property
     def entered(self) -> tuple[bool, ...]:
-        """By chunk: does any micro-batch come through it?"""
+        """By chunk: does any micro-batch come through it? Of twins one may be idle."""
+        if not self.twins:
+            return (True,) * len(self.chunks)
         return tuple(any(counts) for counts in zip(*(o.forward for o in self.occupancies), strict=True))
 
     def held(self, chunk: int) -> int:

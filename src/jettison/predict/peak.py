@@ -75,17 +75,17 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
     states = _fullest(Same(load.occupancies), pattern)
-    entered = frozenset().union(*(state.entering for state in states))
-    highest = max(base + max(rises[kind].forward for kind in entered), always + everything + load.optimizer_transient)
+    entering = max(known[id(c)].forward for c, entered in zip(load.chunks, load.entered, strict=True) if entered)
+    highest = max(base + entering, always + everything + load.optimizer_transient)
     adds = load.micro_batches > 1 and not upfront
     for state in states:
         level = base + load.sent * state.total
         level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
-        entering = [rises[kind].forward - rises[kind].held for kind in state.entering]
+        before = [rises[kind].forward - rises[kind].held for kind in state.entering]
         work = rises[state.at_work]
-        highest = max(highest, level + max([work.adding if upfront else work.fresh, *entering]))
+        highest = max(highest, level + max([work.adding if upfront else work.fresh, *before]))
         if adds:
-            highest = max(highest, level + everything + max([work.adding, *entering]))
+            highest = max(highest, level + everything + max([work.adding, *before]))
     return highest
 
 

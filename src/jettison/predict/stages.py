@@ -132,11 +132,14 @@ Stretch = tuple[int, int, int]
 """Layers of one kind: its number in the model, the first of them, and one past the last."""
 
 
-def _stretches(model: ModelSpec, start: int, stop: int) -> Iterator[Stretch]:
+@lru_cache(maxsize=65536)
+def _stretches(model: ModelSpec, start: int, stop: int) -> tuple[Stretch, ...]:
     """Of layers ``start .. stop - 1``."""
-    for number, first, last in model.stretches:
-        if max(first, start) < min(last, stop):
-            yield number, max(first, start), min(last, stop)
+    return tuple(
+        (number, max(first, start), min(last, stop))
+        for number, first, last in model.stretches
+        if first < stop and start < last
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -152,7 +155,7 @@ def _same_places(
     found: dict[object, tuple[int, int, tuple[Stretch, ...]]] = {}
     which = []
     for place in range(len(sizes)):
-        own = tuple(_stretches(model, starts[place], starts[place + 1]))
+        own = _stretches(model, starts[place], starts[place + 1])
         alike = place == 0, place == len(sizes) - 1, tuple((number, last - first) for number, first, last in own)
         which.append(found.setdefault(alike, (len(found), place, own))[0])
     firsts = tuple((place, own) for _, place, own in found.values())

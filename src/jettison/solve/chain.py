@@ -4,8 +4,8 @@ What is minimised is what recompute and waiting for copies add to a step, in sec
 NOTE [ The step's levels ], and the host's bytes. For each root option: the duals of a linear relaxation (HiGHS) give a
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
 (label_setting.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, plans that pay for its
-bytes come in between (host_price.py). Root options whose bound is no better than the best plan are left out. Every
-answer is replayed by `evaluate` before it is returned.
+bytes come in between (host_price.py), made better by exchanges (exchange.py). Root options whose bound is no better
+than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from jettison.errors import Infeasible
 from jettison.solve.bound import Bound, BudgetedWalk, best_multipliers, relax
+from jettison.solve.exchange import exchanged
 from jettison.solve.host_price import paying_for_host
 from jettison.solve.label_setting import Path, fastest_path
 from jettison.solve.levels import Choice, Levels, evaluate
@@ -199,8 +201,18 @@ def _candidates(all_walks: tuple[Walk, ...], budget_bytes: int, best: _Best) -> 
             best.offer(budgeted.walk, found.path)
             for path in paying_for_host(budgeted, bound):
                 best.offer(budgeted.walk, path)
+                best.offer(budgeted.walk, _exchanged(budgeted, path))
+                if best.beats(bound.picoseconds):
+                    break
             reached = found.dropped if found.path is None else min(found.dropped, found.path.picoseconds)
             yield _Candidate(budgeted=budgeted, bound=bound, proven=max(bound.picoseconds, reached))
+
+
+def _exchanged(budgeted: BudgetedWalk, path: Path) -> Path:
+    """A path made better, with its seconds."""
+    moves = exchanged(budgeted, path.moves)
+    waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
+    return Path(moves=moves, picoseconds=budgeted.walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
 
 
 def _prove(candidate: _Candidate, best: _Best, width: int) -> None:
