@@ -135,6 +135,8 @@ Stretch = tuple[int, int, int]
 @lru_cache(maxsize=65536)
 def _stretches(model: ModelSpec, start: int, stop: int) -> tuple[Stretch, ...]:
     """Of layers ``start .. stop - 1``."""
+    if start == stop:  # a stage without layers
+        return ()
     return tuple(
         (number, max(first, start), min(last, stop))
         for number, first, last in model.stretches
