@@ -67,6 +67,20 @@ def test_what_is_on_meta_is_planned_as_if_it_were_not(on_meta: str) -> None:
     assert minimum(model, given) == expected
 
 
+class Deciding(Net):
+    """Looks at its batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if bool((x == 0).all()) else x)
+
+
+@pytest.mark.parametrize("on_meta", ["batch", "both"])
+def test_values_that_a_batch_on_meta_has_not_are_guessed_and_said(on_meta: str) -> None:
+    model, given = Deciding(), (batch()[0].to("meta"),)
+    traced = jettison.trace(model.to("meta") if on_meta == "both" else model, given)
+    assert any("hangs on values that are not known when it is planned" in text for text in traced.warnings)
+
+
 def test_a_plan_made_on_meta_holds_for_the_weights_that_follow() -> None:
     given = batch()
     model = Net().to("meta")

@@ -99,7 +99,8 @@ def _traced(
     model_device = next((t.device for t in states if not t.is_meta), None)
     batch_device = next((t.device for t in given if not t.is_meta), None)
     if (model_device is None) == (batch_device is None) or not states or not given:
-        return trace_model(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
+        known = batch_device is not None or not given
+        return trace_model(model, batch, loss_fn=loss_fn, regions=regions, values_known=known, loop=loop)
     mode = fake_mode(allow_non_fake_inputs=True)
     if model_device is None:
         model = fake_copy(model, mode, batch_device)
