@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "parse_units", "dtypes", "progress"),
+    ("units", "errors", "parse_units", "dtypes", "progress", "identity"),
     ("spec",),
     ("ledger",),
     ("formula", "capture"),
@@ -45,6 +45,7 @@ WITHOUT_TORCH = (
     "errors",
     "parse_units",
     "progress",
+    "identity",
     "dtypes",
     "spec",
     "ledger",

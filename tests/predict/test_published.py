@@ -39,7 +39,7 @@ def test_every_published_memory_figure_has_a_row() -> None:
     assert published == sorted(row.gib for row in ROWS)
 
 
-@pytest.mark.parametrize("module", [accuracy, contradictions, pytest.param(offload, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", [accuracy, contradictions, offload])
 def test_pages_are_what_their_generators_write(module) -> None:
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), f"run python -m {module.__name__}"
 

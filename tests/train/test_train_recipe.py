@@ -2,10 +2,12 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from jettison.errors import UsageError
 from jettison.train.data_order import Order, derived_seed
 from jettison.train.rates import learning_rate
-from jettison.train.recipe import BatchSection, LayoutSection, ModelSection, OptimizerSection, TrainRecipe
+from jettison.train.recipe import BatchSection, LayoutSection, ModelSection, OptimizerSection, PlanSection, TrainRecipe
 from jettison.train.recipe_file import parse_recipe, read_recipe
 from support.patience import PATIENCE
 
@@ -189,3 +191,17 @@ def test_reading_a_recipe_needs_no_torch() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"offload": True}, "plan.offload: what moves to the host is chosen under a budget"),
+        ({"budget": "1GiB", "host_budget": "1MiB"}, "plan.host_budget: got '1MiB', and nothing goes to the host"),
+        ({"budget": "1GiB", "gpu": "h100-80gb"}, "plan.gpu: got 'h100-80gb', which is for plan.offload = true"),
+        ({"budget": "1GiB", "offload": True, "host_budget": "many"}, "got 'many'"),
+    ],
+)
+def test_a_section_that_means_nothing_is_refused(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        PlanSection(**section)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from jettison.capture.function_state import function_reach, globals_of
 from jettison.capture.python_state import HOOK_TABLES, is_ours
 from jettison.capture.snapshots import entries_of
+from jettison.identity import Same
 
 DEEPEST = 4
 MOST_SETTINGS = 20_000
@@ -36,22 +37,7 @@ _PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TA
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-class Same:
-    """An object as a key: itself, and no equal one; held, so that no later object takes its place."""
-
-    __slots__ = ("held",)
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.held is other.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-Setting = tuple[Same, Any]
+Setting = tuple[Same[Any], Any]
 """(the table, or the class that it is of; key)."""
 
 
@@ -74,9 +60,9 @@ class ModuleGuard:
         self.parameters: list[tuple[dict[str, Any], str, bool]] = []
         self.hooks: list[tuple[dict[int, Any], tuple[int, ...]]] = []
         self.forwards: list[tuple[dict[str, Any], Any]] = []
-        self.children: set[Same] = set()  # tables of submodules
+        self.children: set[Same[Any]] = set()  # tables of submodules
         self._seen: set[int] = set()
-        self._classes: dict[Same, Same] = {}  # a view of a class's table, each a new one -> the class
+        self._classes: dict[Same[Any], Same[Any]] = {}  # a view of a class's table, each a new one -> the class
         for sub in module.modules():
             self._attributes(vars(sub), 0)
             self._class_settings(sub)
@@ -182,7 +168,7 @@ class ModuleGuard:
                     self._seen.add(id(value))
                     self.settings.append((table, key, value))
 
-    def _key(self, table: Any) -> Same:
+    def _key(self, table: Any) -> Same[Any]:
         return self._classes.get(Same(table), Same(table))
 
     # comparing -------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from jettison.units import format_bytes
 SEND: Final = "-send-"
 ALL: Final = "all"
 LESS: Final = 0.8
+"""Of what a choice sends, where pinning that took more of the host than there is."""
 MOVE_SECONDS: Final = 50e-6
 """Python's part in sending one tensor and having it back (measured without copies, on 2 CPU cores)."""
 
@@ -158,10 +159,8 @@ def with_moves(
     Args:
         kinks: bytes whose copy is as long as what it hides behind.
     """
-    region = trace.classes[class_key].trace
-    lives = frozenset(
-        place for name, places in returned(trace).items() for place in places if name in movable(trace, class_key)
-    )
+    region, senders = trace.classes[class_key].trace, movable(trace, class_key)
+    lives = frozenset(place for name, places in returned(trace).items() if name in senders for place in places)
     for point in points:
         yield point
         yield from _moved(region, point, sorted(set(kinks)), lives)

@@ -55,9 +55,9 @@ def exactly(
 PACK: Final = "-pack"
 LEAST_PACKED: Final = 0.02
 """Of what a point keeps: less than that is not worth another option."""
-PACKED_TRAFFIC: Final = 20
+PACKED_TRAFFIC: Final = 40
 """Times its bytes through memory, to pack a tensor and have it back (measured for masks of 64 KiB to 16 MiB on a CPU
-core: 18 to 39 times, in passes that a sum of two tensors makes; an index takes less)."""
+core: 32 to 53 times what a byte costs in a sum of two tensors; an index takes less)."""
 
 
 def with_packs(region: RegionTrace, points: Iterable[FrontierPoint], hardware: Hardware) -> Iterator[FrontierPoint]:

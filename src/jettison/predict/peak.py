@@ -14,10 +14,10 @@ from functools import lru_cache
 from operator import add
 from typing import Final
 
+from jettison.identity import Same
 from jettison.ledger.schedule import Occupancy
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Forecast
-from jettison.solve.identity import Same
 from jettison.spec.run import Gradients
 
 FEW_KINDS: Final = 4

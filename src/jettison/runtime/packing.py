@@ -25,6 +25,8 @@ CHUNK_BYTES: Final = 1 << 23
 """Of a mask that are packed at a time: what packing takes meanwhile."""
 GATHER: Final = 0x0102040810204080
 """Times eight bytes that are 0 or 1, as one integer: they become its highest byte, the first of them the lowest bit."""
+LOW: Final = 0x7F7F7F7F7F7F7F7F
+"""Added to the low bits of each byte, they make a carry into its highest bit where any is set."""
 ONES: Final = 0x0101010101010101
 ONE_EACH: Final = 0x8040201008040201 - 2**64
 """In the first byte the first bit, in the second one the second: as a signed integer."""
@@ -177,12 +179,15 @@ class Packed:
 
 
 def bits_of(flat: Tensor) -> Tensor:
-    """Eight bytes that are 0 or 1 in one, the first in its lowest bit; the last byte is filled up with zeros."""
+    """Eight bytes in one, the first in its lowest bit, which is set where the byte is not 0; the last byte is filled up
+    with zeros. Memory that nobody has written to, between what a mask sees, may hold any byte.
+    """
     nbytes = flat.numel()
     packed = flat.new_empty(-(-nbytes // 8))
     for begin in range(0, nbytes, CHUNK_BYTES):
         words = _words(flat[begin : begin + CHUNK_BYTES])
-        packed[begin // 8 : begin // 8 + words.numel()].copy_((words * GATHER).bitwise_right_shift_(56))
+        ones = (words & LOW).add_(LOW).bitwise_or_(words).bitwise_right_shift_(7).bitwise_and_(ONES)
+        packed[begin // 8 : begin // 8 + words.numel()].copy_(ones.mul_(GATHER).bitwise_right_shift_(56))
     return packed
 
 

@@ -47,7 +47,7 @@ class Recompute:
 
     ``whole``: of each window of micro-batches that a pipeline stage has in flight, so many keep everything, the same
     number on every stage (arXiv 2205.05198 Appendix C; Megatron's
-    ``--num-microbatches-with-partial-activation-checkpoints``).
+    ``num_microbatches_with_partial_activation_checkpoints``).
 
     Raises:
         UsageError: a mode that needs a number has none, or one below 1; micro-batches kept whole where all are, or

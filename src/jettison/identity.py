@@ -1,4 +1,4 @@
-"""Keys of caches for what is large, never changes, and would be dear to compare."""
+"""An object as a key by itself: for what would be dear to compare, or has no hash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Same(Generic[T]):
-    """Equal where it is the same object; a cache that has it as a key keeps that object."""
+    """Equal where it is the same object. Whoever has it as a key holds that object: no later one takes its place."""
 
     __slots__ = ("it",)
 
