@@ -1,6 +1,6 @@
 """Bytes that are alive over a step, in so few points that a document can carry them.
 
-Clocks of a dry run and of a real step have nothing to do with each other. What both have in common is the order in which
+Clocks of a dry run and of a real step have nothing in common. What both have is the order in which
 they allocate, so a phase is cut into stretches of equally many levels, and of each the lowest and the highest are kept:
 no peak gets lost.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 POINTS = 240
 """Of a whole step, at most; a phase has one at least."""
@@ -66,7 +67,7 @@ class StepLevels:
 def _phase(name: str, levels: Sequence[int], points: int, beside_bytes: int) -> PhaseLevels:
     points = min(points, len(levels))
     cuts = [len(levels) * i // points for i in range(points + 1)]
-    parts = [levels[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [levels[a:b] for a, b in pairwise(cuts)]
     return PhaseLevels(
         phase=name,
         levels=len(levels),

@@ -26,7 +26,16 @@ from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
-from jettison.solve.plan import LayerPlan, Plan, PlanTensor, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
+from jettison.solve.plan import (
+    LayerPlan,
+    Plan,
+    PlanTensor,
+    PolicyWord,
+    Predicted,
+    SolverReport,
+    policy_word,
+    recompute_flops,
+)
 from jettison.solve.policy import CheckpointPolicy, Full
 from jettison.solve.problem import RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine

@@ -170,9 +170,7 @@ def _compiled_alike(model: nn.Module, applied: Applied) -> AbstractContextManage
     )
 
 
-def _layers(
-    plain: Side, planned: Side, applied: Applied
-) -> tuple[tuple[LayerProof, ...], tuple[PlanTensor, ...]]:
+def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerProof, ...], tuple[PlanTensor, ...]]:
     """Bytes by layer: of plain autograd and of the plan by the ledger, and as held on the real tensors; and what is
     saved, in words.
     """
