@@ -49,11 +49,11 @@ class Report:
     def html(self) -> str:
         """The page."""
         names = [subject.name for subject in self.subjects]
-        marked = names if len(names) == 1 else [f"{_NAMES[i]}: {name}" for i, name in enumerate(names)]
+        intro = names[0] if len(names) == 1 else "A and B, side by side; a menu chooses where a figure shows one."
         command = f"jettison report {' '.join(map(shlex.quote, names))}"
         return page(
             self.title,
-            intro="\n\n".join(marked),
+            intro=intro,
             scripts=("panels/report.js",),
             styles=("panels/report.css",),
             data={"report": {"subjects": [subject.data() for subject in self.subjects], "command": command}},

@@ -156,7 +156,7 @@ def _facts(start: _Start, steps: Sequence[_Step], end: _End) -> Iterator[tuple[s
     if start.parameters is not None:
         yield "parameters of a rank", format_count(start.parameters)
     yield "ranks", str(start.world)
-    sizes = " ".join(f"{key} {value}" for key, value in start.layout.items() if value != 1)
+    sizes = " ".join(f"{key} {value}" for key, value in start.layout.items() if value > 1)
     yield "layout", sizes or "one process"
     if start.accumulation > 1:
         yield "accumulation", f"{start.accumulation} micro-batches a step"

@@ -253,7 +253,7 @@
       },
       draw: (values, { width }) => {
         const pair = find(values.grid), { grid } = pair, compare = other(pair);
-        const labels = width < 560 ? 132 : 300, cell = Math.max(4, Math.min(34, (width - labels - 8) / grid.layers.length)), high = 19, top = 40;
+        const labels = width < 560 ? 132 : 376, cell = Math.max(4, Math.min(34, (width - labels - 8) / grid.layers.length)), high = 19, top = 40;
         const height = top + grid.tensors.length * high + 6, wide = labels + cell * grid.layers.length + 8;
         const svg = J.el("svg:svg", { width: Math.min(width, wide), height, viewBox: `0 0 ${Math.min(width, wide)} ${height}` });
         const by = new Map(), every = Math.ceil(24 / cell);
@@ -262,8 +262,10 @@
         });
         svg.append(J.el("svg:text", { x: labels, y: 14, fill: "currentColor" }, grid.layers.length > 1 ? "layer" : grid.title));
         grid.tensors.forEach((t, i) => {
-          const text = width < 560 ? short(words(t), 21) : short(`${words(t)}${t.nbytes ? `, ${F.bytes(t.nbytes)}` : ""}`, 44);
-          svg.append(J.el("svg:text", { x: labels - 8, y: top + high * i + high / 2, dy: "0.35em", "text-anchor": "end", fill: "currentColor" }, text));
+          const wide = width >= 560 && t.nbytes > 0, y = top + high * i + high / 2;
+          const label = (text, x) => J.el("svg:text", { x, y, dy: "0.35em", "text-anchor": "end", fill: "currentColor" }, text);
+          svg.append(label(short(words(t), width < 560 ? 21 : 46), labels - (wide ? 82 : 8)));
+          if (wide) svg.append(label(F.bytes(t.nbytes), labels - 8));
           grid.fates[i].forEach((fate, j) => {
             if (!fate) return;
             const style = FATES[fate], x = labels + cell * j, y = top + high * i, before = compare?.(i, j);
