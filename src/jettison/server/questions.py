@@ -104,9 +104,7 @@ def question(verb: Verb, body: bytes, limits: Limits) -> Question:
     flags = _DEFAULTS | {key: value for key, value in checked.items() if key in own}
     run = {key: value for key, value in checked.items() if key not in own and value is not None}
     if config is not None and verb == "plan":
-        run.setdefault(
-            "tp", 1
-        )  # a layout: planned from its spec, by arithmetic; without one it would be built and traced
+        run.setdefault("tp", 1)  # a layout has it planned from its spec; without one it would be built and traced
     return Question(
         verb=verb,
         id=ident,
