@@ -49,6 +49,7 @@ _FLAGS: Final = (
     "--dump-dom",
 )
 _SECONDS: Final = 180
+_TRIES: Final = 3
 _FIGURES: Final = re.compile(r'<pre id="saved-figures">([A-Za-z0-9+/=]*)</pre>')
 _NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -96,8 +97,11 @@ def _written(folder: Path, name: str, svg: str, png: bytes) -> list[Path]:
 
 
 def _drawn(program: str, html: str) -> Iterator[tuple[str, str, bytes]]:
-    text = _dumped(program, html)
-    found = _FIGURES.search(text)
+    found = None
+    for _ in range(_TRIES):  # on a busy machine it may leave before the last picture is there
+        found = _FIGURES.search(_dumped(program, html))
+        if found is not None:
+            break
     if found is None:
         raise UsageError(f"--figures: {program} did not draw the page; open it, and use the buttons under each figure")
     for figure in json.loads(base64.b64decode(found[1])):

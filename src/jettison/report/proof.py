@@ -98,7 +98,7 @@ class Proof:
     @property
     def prediction_error(self) -> float | None:
         """How far the predicted peak is above the measured one, as a fraction of it; negative where it is below."""
-        if self.predicted_peak_bytes is None:
+        if self.predicted_peak_bytes is None or self.measured_peak_bytes == 0:
             return None
         return (self.predicted_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
 

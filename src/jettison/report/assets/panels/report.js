@@ -59,7 +59,7 @@
       draw: (_, { width }) => {
         const most = d3.max(amounts, (a) => a.nbytes), narrow = width < 560;
         return J.plot({
-          height: 46 + amounts.length * 30, marginLeft: narrow ? 118 : 176, marginRight: narrow ? 70 : 90, marginTop: 6,
+          height: 46 + amounts.length * 30, marginLeft: narrow ? 132 : 176, marginRight: narrow ? 70 : 90, marginTop: 6,
           x: { ...J.byteAxis("bytes allocated at one moment of a step", most, narrow ? 3 : 6), domain: [0, most], grid: true },
           y: { label: null, domain: amounts.map((a) => a.name), tickFormat: (text) => (narrow ? short(text, 19) : text) },
           marks: [
@@ -264,7 +264,7 @@
         grid.tensors.forEach((t, i) => {
           const wide = width >= 560 && t.nbytes > 0, y = top + high * i + high / 2;
           const label = (text, x) => J.el("svg:text", { x, y, dy: "0.35em", "text-anchor": "end", fill: "currentColor" }, text);
-          svg.append(label(short(words(t), width < 560 ? 21 : 46), labels - (wide ? 82 : 8)));
+          svg.append(label(short(words(t), width < 560 ? 19 : 46), labels - (wide ? 82 : 8)));
           if (wide) svg.append(label(F.bytes(t.nbytes), labels - 8));
           grid.fates[i].forEach((fate, j) => {
             if (!fate) return;
@@ -359,12 +359,7 @@
     (async () => {
       const found = [];
       for (const [id, figure] of J.figures) {
-        const svg = figure.svg(), blob = await J.save.png(svg);
-        const png = await new Promise((resolve) => {
-          const reader = new FileReader();
-          reader.onload = () => resolve(reader.result.split(",")[1]);
-          reader.readAsDataURL(blob);
-        });
+        const svg = figure.svg(), png = await J.save.png(svg);
         found.push({ id, svg, png });
       }
       document.body.append(J.el("pre", { id: "saved-figures" }, encode(JSON.stringify(found))));
