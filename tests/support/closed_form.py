@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jettison.cost.collective import ring_bytes
 from jettison.cost.recompute import repeated, to_the_end
 from jettison.formula.named import Choices, resized
 from jettison.formula.region import layer_region
-from jettison.predict.closed_form import MODES, scene_of
+from jettison.predict.closed_form import MODES, form_of, scene_of, sizes_of
+from jettison.predict.closed_form_document import closed_form_document
 from jettison.predict.stages import kept_by
 from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.presets import preset
 
 MODELS = ("gpt-175b", "llama3-8b", "qwen2-7b", "gemma2-27b", "mixtral-8x7b", "deepseek-v2", "gpt-oss-20b", "gpt-neox-20b")
 LAYOUTS = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))
@@ -117,3 +120,29 @@ class Reader:
             ],
             "parameters": self.sum(table["parameters"]),
         }
+
+
+@cache
+def golden() -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
+    """A document, points of it, and what an ordinary walk says there, numbers as text: sizes that do not divide too."""
+    forms, points, expected = [], [], []
+    for number, name in enumerate(MODELS):
+        model = preset(name)
+        layer = model.kinds[-1]
+        wanted = choices(dropout=(number % 2 == 0,))
+        sizes = [
+            sizes_of(model, layer, s=s, b=b, t=t)
+            for s, b, t in ((1, 1, 1), (77, 2, 1), (4096, 1, 1), (131, 1, 3), (2048, 2, 8), (1_048_576, 3, 7))
+        ]
+        forms.append(form_of(model, layer, wanted, sizes))
+        for choice in wanted:
+            for point in (p for p in sizes if (p["t"] > 1) == choice.parallel):
+                points.append({"form": number, "key": choice.key, "sizes": point})
+                found = walked(model, layer, choice, point)
+                expected.append(
+                    {key: list(map(str, found[key])) for key in ("held", "again", "rerun")}
+                    | {"sums": list(map(str, found["held"]))}
+                    | {key: str(found[key]) for key in ("forward", "parameters")}
+                    | {"transfers": [[kind, back, str(n), str(wire)] for kind, back, n, wire in found["transfers"]]}
+                )
+    return closed_form_document(forms), points, expected

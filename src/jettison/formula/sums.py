@@ -14,7 +14,7 @@ from math import prod
 from typing import Final
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Quotient:
     """A division of whole numbers that does not come out even by itself."""
 
@@ -22,9 +22,21 @@ class Quotient:
     below: Sum
     up: bool  # rounded up; otherwise down
 
+    @cached_property
+    def text(self) -> str:
+        """What identifies it."""
+        return f"{'ceil' if self.up else 'floor'}(({self.above}) / ({self.below}))"
+
     def __str__(self) -> str:
         """As documents print it."""
-        return f"{'ceil' if self.up else 'floor'}(({self.above}) / ({self.below}))"
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        """The same division."""
+        return self is other or (isinstance(other, Quotient) and self.text == other.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """At these sizes."""
@@ -70,6 +82,8 @@ class Sum:
 
     def __add__(self, other: Sum) -> Sum:
         """Both."""
+        if not self.terms or not other.terms:
+            return self if self.terms else other
         return _collected([*self.terms, *other.terms])
 
     def __neg__(self) -> Sum:
@@ -81,6 +95,9 @@ class Sum:
 
     def __mul__(self, other: Sum) -> Sum:
         """The product, multiplied out."""
+        if len(self.terms) == len(other.terms) == 1:
+            ((p, m),), ((q, n),) = self.terms, other.terms
+            return Sum(((_sorted((*p, *q)) if p and q else p or q, m * n),))
         return _collected([(_sorted((*p, *q)), m * n) for p, m in self.terms for q, n in other.terms])
 
     def divided(self, by: Sum, *, up: bool) -> Sum:

@@ -5,7 +5,7 @@
  "sums": [[[n, FACTOR, ...], ...], ...],       n times the product of the factors, added up; [] is 0
  "entries": [[role, path, op, split, part, SUM, modes, reference], ...],    words by number; modes are bits, first is 1
  "tables": [{"guards": [[SUM, zero, held], ...], "parts": [WORD, ...], "entries": [ENTRY, ...],
-             "transfers": [[kind, part, backward, SUM, wire SUM], ...], "held": [SUM by mode],
+              "transfers": [[kind, part, backward, SUM, wire SUM], ...], "held": [SUM by mode],
              "forward": SUM, "attention": SUM, "again": [SUM by mode], "rerun": [SUM by mode], "parameters": SUM}, ...],
  "forms": [{"megatron eager bf16 dropout sp": [TABLE, ...], ...}, ...]}
 
@@ -53,6 +53,9 @@ class _Packer:
         return self.factors.number(tuple(parts), parts)
 
     def sum(self, total: Sum) -> int:
+        known = self.sums.numbers.get(total.text)
+        if known is not None:
+            return known
         return self.sums.number(total.text, [[n, *map(self.factor, factors)] for factors, n in total.terms])
 
     def entry(self, entry: SumEntry) -> int:
