@@ -17,7 +17,16 @@ from jettison.predict.stages import kept_by
 from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.presets import preset
 
-MODELS = ("gpt-175b", "llama3-8b", "qwen2-7b", "gemma2-27b", "mixtral-8x7b", "deepseek-v2", "gpt-oss-20b", "gpt-neox-20b")
+MODELS = (
+    "gpt-175b",
+    "llama3-8b",
+    "qwen2-7b",
+    "gemma2-27b",
+    "mixtral-8x7b",
+    "deepseek-v2",
+    "gpt-oss-20b",
+    "gpt-neox-20b",
+)
 LAYOUTS = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))
 
 
@@ -56,10 +65,7 @@ def walked(model: ModelSpec, layer: Layer, choice: Choices, sizes: Mapping[str, 
         "forward": region.flops,
         "again": [sum(steps[i].flops for i in repeated(region, kept[mode])) for mode in MODES],
         "rerun": [
-            sum(
-                steps[i].flops
-                for i in (to_the_end if mode == "selective" else repeated)(region, kept[mode])
-            )
+            sum(steps[i].flops for i in (to_the_end if mode == "selective" else repeated)(region, kept[mode]))
             for mode in MODES
         ],
         "transfers": [

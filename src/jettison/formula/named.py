@@ -1,4 +1,4 @@
-"""A model whose sizes are named: what a walk is given to leave formulas behind. See NOTE [ A formula is what the walk did ].
+"""A model whose sizes are named, for walks that leave formulas behind: NOTE [ A formula is what the walk did ].
 
 b s h a k d f V t cp ep as in docs/symbols.md; the rest is below. Sizes that are 0 or None are choices (no rotary
 positions, no shared expert) and stay what they are, as do all words and flags.
@@ -100,7 +100,12 @@ def traced_scene(scene: Scene, layer: Layer, book: Book) -> tuple[Scene, Layer]:
         if getattr(layout, name) > 1
     }
     named_layout = Layout(
-        sp=layout.sp, gathered_inputs=layout.gathered_inputs, dp=ranks.get("ep", 1), **ranks
+        tp=ranks.get("tp", 1),
+        sp=layout.sp,
+        cp=ranks.get("cp", 1),
+        ep=ranks.get("ep", 1),
+        dp=ranks.get("ep", 1),
+        gathered_inputs=layout.gathered_inputs,
     )
     traced = replace(
         scene,

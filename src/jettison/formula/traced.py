@@ -143,7 +143,22 @@ def _refused(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-LOSING: Final = "pow rpow truediv rtruediv divmod rdivmod lshift rshift and or xor invert abs round".split()
+LOSING: Final = [
+    "pow",
+    "rpow",
+    "truediv",
+    "rtruediv",
+    "divmod",
+    "rdivmod",
+    "lshift",
+    "rshift",
+    "and",
+    "or",
+    "xor",
+    "invert",
+    "abs",
+    "round",
+]
 """What `int` can do and a `Sum` cannot say."""
 for _name in LOSING:
     setattr(Traced, f"__{_name}__", _refused(_name))

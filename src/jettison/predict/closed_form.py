@@ -31,7 +31,9 @@ from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Mode, Scene
 
-MODES: Final = tuple(str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL))
+MODES: Final = tuple(
+    str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
+)
 """Recompute modes that a single layer can be under."""
 WHOLE: Final = "copy"
 """Of what every tensor-parallel rank has all of."""
@@ -42,7 +44,7 @@ _DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumEntry:
-    """A tensor that stays between a layer's passes under ``modes``. ``split``: what tensor-parallel ranks share of it."""
+    """A tensor that stays between a layer's passes under ``modes``. ``split``: the dim that ranks share."""
 
     role: str
     path: str
@@ -56,7 +58,7 @@ class SumEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumTransfer:
-    """A collective of the tensor-parallel ranks between two parts; ``wire``: bytes that each of them sends in a ring."""
+    """A collective of the tensor-parallel ranks between two parts; ``wire``: bytes that each sends in a ring."""
 
     kind: str
     part: int  # the part that it leads into
@@ -137,7 +139,9 @@ def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[st
     steps = region.tape.steps
     cuts = _cuts(region)
     return Table(
-        parts=tuple(_named_part(steps[first:stop]) for first, stop in zip([0, *cuts], [*cuts, len(steps)], strict=True)),
+        parts=tuple(
+            _named_part(steps[first:stop]) for first, stop in zip([0, *cuts], [*cuts, len(steps)], strict=True)
+        ),
         entries=tuple(_entries(region, kept, cuts)),
         transfers=tuple(_transfers(region, cuts)),
         forward_flops=_flops(steps, range(len(steps))),
@@ -154,9 +158,7 @@ def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ra
     return model_sizes(model) | layer_sizes(layer) | {"s": s, "b": b, "t": t} | ranks
 
 
-def form_of(
-    model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]
-) -> Form:
+def form_of(model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]) -> Form:
     """The tables of a structure that any of these sizes needs; walked only where no table holds yet."""
     points = list(sizes)
     tables: dict[str, list[Table]] = {}

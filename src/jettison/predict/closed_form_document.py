@@ -1,7 +1,7 @@
 """The closed form as one JSON document, compact enough for a page: every factor, sum, word and entry is there once.
 
 {"schema": "jettison.closed-form/1", "modes": [...], "words": [...],
- "factors": ["s", ["ceil", SUM, SUM], ...],    a size by name, or a division of two sums, rounded "ceil" up or "floor" down
+ "factors": ["s", ["ceil", SUM, SUM], ...],    a size by name, or a division of two sums, rounded up ("floor": down)
  "sums": [[[n, FACTOR, ...], ...], ...],       n times the product of the factors, added up; [] is 0
  "entries": [[role, path, op, split, part, SUM, modes, reference], ...],    words by number; modes are bits, first is 1
  "tables": [{"guards": [[SUM, zero, held], ...], "parts": [WORD, ...], "entries": [ENTRY, ...],

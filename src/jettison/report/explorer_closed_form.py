@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, product
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from jettison.predict.closed_form import Form, form_of, sizes_of
 from jettison.predict.closed_form_document import closed_form_document
 from jettison.report.explorer_models import Subject
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer, LatentAttention, ModelSpec, Moe
+from jettison.spec.model import LatentAttention, Layer, ModelSpec, Moe
 
 SEQUENCES: Final = tuple(2**n for n in range(7, 21))
 """Tokens, from 128 to 1,048,576: what a slider of the page offers."""
@@ -128,5 +128,3 @@ def _words(layer: Layer) -> str:
         return mlp
     window = layer.attention.window
     return mlp if window is None else f"{mlp}, window {window}"
-
-

@@ -1,4 +1,4 @@
-"""Which models the explorer is about: those that were asked for, and the published ones that figures are held against."""
+"""Which models the explorer is about: those asked for, and the published ones that figures are held against."""
 
 from __future__ import annotations
 
