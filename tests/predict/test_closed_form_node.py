@@ -13,8 +13,7 @@ from jettison.report.page import asset
 from support.closed_form import golden
 from support.patience import PATIENCE
 
-READ = """
-const { document, points } = JSON.parse(require("fs").readFileSync(0, "utf8"));
+POINTS_OF_A_DOCUMENT = """
 const figures = points.map(({ form, key, sizes }) => {
   const layer = J.ledger.layer(document, form, key, sizes);
   const each = (read) => document.modes.map((mode) => String(read(mode)));
@@ -25,8 +24,10 @@ const figures = points.map(({ form, key, sizes }) => {
     transfers: layer.transfers.map((t) => [t.kind, Number(t.backward), String(t.bytes), String(t.wire)]),
   };
 });
-process.stdout.write(JSON.stringify(figures));
 """
+"""From a document and points to what the page's interpreter makes of them."""
+READ = 'const { document, points } = JSON.parse(require("fs").readFileSync(0, "utf8"));'
+WRITE = "process.stdout.write(JSON.stringify(figures));"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node here: the browser's test reads the same points")
@@ -34,7 +35,7 @@ def test_node_reads_what_python_wrote(tmp_path: Path) -> None:
     document, points, expected = golden()
     assert len(points) >= 300
     script = tmp_path / "read.js"
-    script.write_text(asset("kit/ledger.js") + READ, encoding="utf-8")
+    script.write_text(asset("kit/ledger.js") + READ + POINTS_OF_A_DOCUMENT + WRITE, encoding="utf-8")
     done = subprocess.run(
         ["node", str(script)],
         input=json.dumps({"document": document, "points": points}),

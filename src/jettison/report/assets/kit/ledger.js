@@ -66,16 +66,18 @@
       if (index < 0) throw new Error(`no recompute mode "${name}"`);
       return index;
     };
+    let entries = null;
     return {
       parts: found.parts.map(word),
       get entries() {
-        return found.entries.map((i) => {
+        return (entries ??= found.entries.map((i) => {
           const [role, path, op, split, part, bytes, modes, reference] = form.entries[i];
           return {
             role: word(role), path: word(path), op: word(op), split: word(split), part, reference: word(reference),
-            bytes: sum(bytes), formula: text(form, bytes), stays: (name) => Boolean((modes >> mode(name)) & 1),
+            bytes: sum(bytes), stays: (name) => Boolean((modes >> mode(name)) & 1),
+            get formula() { return text(form, bytes); },
           };
-        });
+        }));
       },
       get transfers() {
         return found.transfers.map(([kind, part, backward, bytes, wire]) => (

@@ -23,7 +23,7 @@
     const last = Math.max(...layer.entries.map((e) => e.part));
     for (const e of keep) {
       const name = nameOf(t === 1 && !e.path ? { ...e, part: e.part || last } : e);
-      const row = found.get(name) ?? { name, bytes: 0n, copied: false, floor: plain.has(name), core: false, formula: e.formula };
+      const row = found.get(name) ?? { name, bytes: 0n, copied: false, floor: plain.has(name), core: false };
       row.bytes += e.bytes;
       row.copied ||= e.split === "copy" && t > 1;
       row.core ||= !e.stays("selective");
@@ -64,11 +64,11 @@
         fx: narrow ? undefined : { label: null, domain: ways.map((way) => way.short), padding: 0.06 },
         fy: narrow ? { axis: null, domain: ways.map((way) => way.short), padding: 0.22 } : undefined,
         x: { type: "band", domain: ranks, label: "tensor-parallel ranks t", tickFormat: String, padding: 0.16 },
-        y: J.byteAxis("bytes kept by one layer on one rank", most * 1.03, narrow ? 4 : 6),
+        y: J.byteAxis("bytes kept by one layer on one rank", most * 1.12, narrow ? 4 : 6),
         marks: [
           Plot.barY(bars, { ...facet, x: "t", y: "bytes", order: kinds.slice().reverse(), fill: (bar) => J.marks.hatch(look(bar.kind).hatch, look(bar.kind).color), stroke: (bar) => look(bar.kind).color, strokeWidth: 0.7, inset: 0.3 }),
           Plot.ruleY(ways.slice(0, 1), { [narrow ? "fy" : "fx"]: "short", y: () => floor, stroke: "currentColor", strokeDasharray: "5 3", strokeWidth: 1.4 }),
-          Plot.text(ways.slice(0, 1), { [narrow ? "fy" : "fx"]: "short", y: () => floor, x: () => ranks[ranks.length - 1], text: () => `floor: ${J.format.tick(floor)}`, dy: -30, textAnchor: "end", dx: 12, fontWeight: 600, fill: "currentColor", stroke: "var(--panel)", strokeWidth: 4 }),
+          Plot.text(ways.slice(0, 1), { [narrow ? "fy" : "fx"]: "short", text: () => `dashed: the floor, ${J.format.tick(floor)}`, frameAnchor: "top-right", dy: narrow ? 18 : 4, fontWeight: 600, fill: "currentColor" }),
           Plot.dot(ways.filter((way) => t > 1 || way.layout === "tp"), { [narrow ? "fy" : "fx"]: "short", x: () => t, y: (way) => d3.sum(bars.filter((bar) => bar.way === way.short && bar.t === t), (bar) => bar.bytes), symbol: "triangle2", rotate: 180, r: 4, dy: -8, fill: "currentColor" }),
           ...(narrow ? [Plot.text(ways, { fy: "short", text: "short", frameAnchor: "top-right", dy: 2, fontWeight: 600, fill: "currentColor" })] : []),
         ],

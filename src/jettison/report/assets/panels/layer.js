@@ -22,10 +22,16 @@ J.layers = (() => {
   // The most ranks up to `wanted` over which a model divides.
   const ranksFor = (layer, wanted) => Math.max(...layer.ranks.filter((t) => t <= wanted));
 
+  const known = new Map(); // a drawing, its caption and its table ask for the same
   // {layer, s, b, t, layout: "tp" | "sp" | "sp-gathered", kernels, attention, precision, dropout} -> figures of one layer.
   const at = ({ layer, s, b, t = 1, layout = "tp", kernels = "megatron", attention = "eager", precision = "bf16", dropout = true }) => {
     const key = [kernels, attention, precision, dropout && layer.drops ? "dropout" : "plain", t > 1 ? layout : "one"].join(" ");
-    return J.ledger.layer(data.document, layer.form, key, { ...layer.sizes, s, b, t });
+    const name = `${layer.form} ${key} ${s} ${b} ${t} ${Object.values(layer.sizes)}`;
+    if (!known.has(name)) {
+      if (known.size > 2000) known.clear();
+      known.set(name, J.ledger.layer(data.document, layer.form, key, { ...layer.sizes, s, b, t }));
+    }
+    return known.get(name);
   };
 
   // The command whose "bytes each" is the figure.

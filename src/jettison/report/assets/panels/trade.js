@@ -22,7 +22,7 @@
       const points = modes.flatMap((mode) => lengths.map((s) => point(run, s, mode, values.counting)));
       const here = modes.map((mode) => point(run, run.s, mode, values.counting));
       const most = Math.max(0.02, ...points.map((p) => p.more), ...here.map((p) => p.more));
-      const ends = modes.filter((mode) => mode === "selective" || mode === "full").flatMap((mode) => [lengths[0], lengths[lengths.length - 1]].map((s) => points.find((p) => p.mode === mode && p.s === s)));
+      const ends = ["selective"].flatMap((mode) => [lengths[0], lengths[lengths.length - 1]].map((s) => points.find((p) => p.mode === mode && p.s === s)));
       const drawing = J.plot({
         width, height: Math.round(Math.min(440, Math.max(320, width * 0.5))), marginLeft: 56, marginRight: 24,
         x: { label: "FLOPs added to a layer's step, %", domain: [0, most * 100 * 1.05], ticks: width < 500 ? 5 : 9, grid: true },
