@@ -2,9 +2,9 @@
 
     python -m benchmarks.pages_speed [MODEL ...] [--steps 12]
 
-First paint is the browser's own figure for a fresh profile; "all panels" is when the last one stands. A redraw is that of
-one panel after a step of one of its sliders, until it is laid out again. Medians and worst of all repetitions. Exit code 1
-where a median is above a second or above 50 ms.
+First paint is the browser's own figure for a fresh profile; "all panels" is when the last one stands. A redraw is that
+of one panel after a step of one of its sliders, until it is laid out again. Medians and worst of all repetitions. Exit
+code 1 where a median is above a second or above 50 ms.
 """
 
 from __future__ import annotations
