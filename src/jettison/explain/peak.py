@@ -118,7 +118,7 @@ def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
 
 
 def region_roles(part: StageRegion, mesh: dict[str, int], kept: frozenset[int]) -> Counter[str]:
-    """Bytes of what stays of a region, by role. A storage that several ops save has the role that the first of them gives it, and its largest size."""
+    """Bytes of what stays of a region. A storage that several ops save has the role of the first, its largest size."""
     roles: dict[str, str] = {}
     sizes: defaultdict[str, int] = defaultdict(int)
     for entry in part.region.entries(part.name, kept):

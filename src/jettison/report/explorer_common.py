@@ -1,4 +1,4 @@
-"""What the explorer's builders share: requests as runs and as command lines, layouts for models that nobody described."""
+"""What the explorer's builders share: requests as runs and as commands, layouts for models that nobody described."""
 
 from __future__ import annotations
 

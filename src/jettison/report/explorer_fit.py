@@ -12,7 +12,7 @@ from jettison.report.explorer_common import line, run_of
 from jettison.spec.hardware import hardware
 
 MODELS: Final = ("llama3-8b", "mixtral-8x7b", "llama3-70b", "gpt-175b", "llama3-405b", "deepseek-v3")
-GPUS: Final = ("rtx4090-24gb", "l40s-48gb", "a100-40gb", "a100-80gb", "h200-141gb", "gb200-192gb")
+GPUS: Final = ("rtx4090-24gb", "l40s-48gb", "a100-40gb", "a100-80gb", "h100-80gb", "h200-141gb", "gb200-192gb")
 LAYOUTS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("8 GPUs: FSDP", {"dp": 8, "zero": 3}),
     ("8 GPUs: tensor parallel", {"tp": 8}),

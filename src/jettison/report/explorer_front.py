@@ -21,9 +21,9 @@ from jettison.units import GIB
 GPU: Final = "h100-80gb"
 MODEL: Final = "llama3-8b"
 ASKED: Final[dict[str, Any]] = {"dp": 8, "zero": 3, "seq": 8192, "micro_batch": 1}
-WAYS: Final = (("keep or compute again", False), ("or send to the host as well", True))
+WAYS: Final = (("kept or computed again", False), ("kept, computed again or on the host", True))
 LETTERS: Final = {HERE: "k", AGAIN: "a", THERE: "h"}
-MOST: Final = 36
+MOST: Final = 48
 """Budgets of a sweep, a GiB or more apart."""
 MOST_FLIPS: Final = 5
 
@@ -61,7 +61,11 @@ def _sweep(model: str, asked: dict[str, Any], device: Hardware, label: str, *, o
     flags = asked | {"offload": offload}
     run = run_of(model, recompute="auto", **flags)
     smallest = _smallest(run, device)
-    plans = [choose(run, budget, device) for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes)]
+    plans = []
+    for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes):
+        plans.append(choose(run, budget, device))
+        if plans[-1].seconds <= 0.0:  # more memory buys nothing
+            break
     tensors, patterns, rows = _grids(plans)
     return {
         "label": label,

@@ -18,8 +18,8 @@ MODELS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
 )
 KINDS: Final = ("every", "block", "interval")
 CLAIMED: Final = ((1, 43e9, 0.0), (4, 11e9, 0.19), (8, 5.4e9, 0.29), (80, None, 0.33))
-"""An explainer of Llama 3 70B with s = 8192 and b = 4, see docs/contradictions.md: a checkpoint every N layers, bytes of
-activations, share of a step that recompute adds."""
+"""Of an explainer, for Llama 3 70B with s = 8192 and b = 4 (docs/contradictions.md): a checkpoint every N layers, bytes
+of activations, share of a step that recompute adds."""
 
 
 def segments_data(models: Sequence[str] = ()) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from typing import Any, Final
 
 from jettison.explain.peak import region_roles
 from jettison.ledger.schedule import Work
+from jettison.ledger.timeline import Unit
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.played import BACKWARD, Instant, PassProfile, PlayedStage, copies, play
+from jettison.predict.stages import StageRegion
 from jettison.report.explorer_common import answered, line, rounded, run_of, usual_layout
 from jettison.spec.hardware import Hardware, hardware
 
@@ -117,7 +119,7 @@ def held_roles(memory: Forecast, stage: Stage, played: PlayedStage, at: Instant)
         total["outputs sent on"] += rest
     smallest = LEAST_SHARE * max(1, at.held)
     large = [[role, nbytes] for role, nbytes in total.most_common() if nbytes >= smallest]
-    others = at.held - sum(nbytes for _, nbytes in large)
+    others = at.held - sum(n for _, n in total.items() if n >= smallest)
     return [*large, *([["others", others]] if others else [])]
 
 
@@ -136,6 +138,13 @@ def _at_work(
             total.subtract(roles)
 
 
+def _staying(memory: Forecast, part: StageRegion, unit: Unit) -> frozenset[int]:
+    """Buffers that stay on the device; the last layer of a chunk sends nothing."""
+    if unit.resident == part.region.program.kept_bytes(part.kept) or not memory.run.recompute.offload:
+        return part.kept
+    return part.kept - (part.kept if part.chosen is None else part.chosen.moved)
+
+
 def _unit_roles(memory: Forecast, stage: Stage, chunk: int, mesh: dict[str, int]) -> list[tuple[str, Counter[str]]]:
     """By unit of a chunk, what stays of it on the device."""
     roles = {part.name: part for part in stage.parts[chunk]}
@@ -146,13 +155,6 @@ def _unit_roles(memory: Forecast, stage: Stage, chunk: int, mesh: dict[str, int]
             part = roles[name.partition(" to ")[0]]
             key = part.region, part.kept, part.chosen, unit.resident
             if key not in known:
-                moved = frozenset[int]()
-                if (
-                    memory.run.recompute.offload
-                    and part.is_layer
-                    and unit.resident < part.region.program.kept_bytes(part.kept)
-                ):
-                    moved = part.kept if part.chosen is None else part.chosen.moved
-                known[key] = region_roles(part, mesh, part.kept - moved)
+                known[key] = region_roles(part, mesh, _staying(memory, part, unit))
             found.append((name, known[key]))
     return found

@@ -19,7 +19,7 @@ WAYS: Final = (
     ("selective", "selective, sequence parallelism", {"recompute": "selective"}),
     ("auto", "the planner's choice", {"recompute": "auto"}),
 )
-"""The first without sequence parallelism, as the paper has it; the others with it, where there is tensor parallelism."""
+"""The first without sequence parallelism, as in the paper; the others with it, where there is tensor parallelism."""
 
 
 def time_data(models: Sequence[str] = ()) -> dict[str, Any]:

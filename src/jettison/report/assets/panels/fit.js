@@ -2,7 +2,7 @@
 // Will it fit: models by GPUs under a layout, with the margin; a sign and a figure in every cell.
 (() => {
   const data = J.data("fit");
-  const layout = J.select({ key: "fit-layout", label: "Layout", options: data.layouts.map((l) => l.name), value: data.layouts[0].name });
+  const layout = J.select({ key: "fit-layout", label: "Layout", options: data.layouts.map((l) => l.name), value: data.layouts[3].name });
   const mode = J.select({ key: "fit-mode", label: "Recompute", options: data.modes, value: data.modes[data.modes.length - 1] });
   const picked = J.select({ key: "fit-model", label: "Command line of", options: data.models, value: data.models[0] });
   const device = J.select({ key: "fit-gpu", label: "on", options: data.gpus.map((gpu) => gpu.name), value: data.gpus[data.gpus.length - 1].name });
@@ -11,7 +11,7 @@
     fits: { sign: "✓", label: "fits", color: "var(--host)", hatch: "solid" },
     tight: { sign: "≈", label: "fits, with less than 5 % to spare", color: "var(--c5)", hatch: "dots" },
     not: { sign: "✗", label: "does not fit", color: "var(--limit)", hatch: "diagonal" },
-    never: { sign: "✗✗", label: "parameters, gradients and optimizer state alone do not fit", color: "var(--limit)", hatch: "cross" },
+    never: { sign: "✗✗", label: "not even without activations", color: "var(--limit)", hatch: "cross" },
     none: { sign: "–", label: "cannot be laid out so", color: "var(--soft)", hatch: "horizontal" },
   };
   const judge = (peak, available) => {
@@ -30,13 +30,13 @@
   const gib = (n) => (Math.abs(n) >= 99.5 * 2 ** 30 ? (n / 2 ** 30).toFixed(0) : (n / 2 ** 30).toFixed(1));
 
   const draw = (values, { width }) => {
-    const cells = cellsOf(values), narrow = width < 620, left = narrow ? 84 : 120, top = narrow ? 74 : 40, high = narrow ? 42 : 40;
+    const cells = cellsOf(values), narrow = width < 620, left = narrow ? 84 : 120, top = narrow ? 84 : 40, high = narrow ? 42 : 40;
     const wide = (width - left) / data.gpus.length, height = top + data.models.length * high + 4;
     const node = J.el("svg:svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Models by GPUs" });
     data.gpus.forEach((gpu, g) => {
       const x = left + (g + 0.5) * wide, [name, size] = [gpu.name.replace(/-[^-]*$/, ""), gpu.name.split("-").at(-1).replace("gb", " GB")];
       node.append(narrow
-        ? J.el("svg:text", { x: 0, y: 0, transform: `translate(${x + 4},${top - 6}) rotate(-55)`, fill: "currentColor", "font-size": 11 }, `${name} ${size}`)
+        ? J.el("svg:text", { x: 0, y: 0, transform: `translate(${x},${top - 6}) rotate(-60)`, fill: "currentColor", "font-size": 11 }, `${name} ${size}`)
         : J.el("svg:text", { x, y: top - 22, "text-anchor": "middle", fill: "currentColor" }, name, J.el("svg:tspan", { x, dy: 15, fill: "var(--soft)" }, size)));
     });
     data.models.forEach((model, m) => node.append(J.el("svg:text", { x: left - 8, y: top + (m + 0.5) * high, dy: "0.32em", "text-anchor": "end", fill: "currentColor", "font-size": narrow ? 11 : 12 }, model)));

@@ -4,7 +4,7 @@
   const data = J.data("front"), GIB = 2 ** 30;
   const names = data.models.map((m) => m.name);
   const model = J.select({ key: "front-model", label: "Model", options: names, value: names[0] });
-  const way = J.select({ key: "front-way", label: "Tensors may be", options: data.models[0].ways.map((w, i) => ({ value: i, label: w.label.replace(/^or /, "") })), value: 1 });
+  const way = J.select({ key: "front-way", label: "Tensors may be", options: data.models[0].ways.map((w, i) => ({ value: i, label: w.label })), value: 1 });
   const all = [...new Set(data.models.flatMap((m) => m.ways.flatMap((w) => w.points.map((p) => p.budget))))].sort((a, b) => a - b);
   const budget = J.slider({ key: "front-budget", label: "Budget", values: all, value: all[Math.floor(all.length / 3)], format: J.format.bytes });
   const PLACES = { k: { label: "kept", color: "var(--keep)", hatch: "solid" }, a: { label: "computed again", color: "var(--again)", hatch: "diagonal" }, h: { label: "on the host", color: "var(--host)", hatch: "dots" } };

@@ -19,15 +19,15 @@
       { label: "everything sent to the host", color: "var(--pack)", dash: 1, symbol: "triangle", points: m.rows.map((r) => ({ x: r.gigabytes, y: r.all_seconds, text: `everything sent away, ${r.gigabytes} GB/s\n${J.format.seconds(r.all_seconds)} a step, peak ${J.format.bytes(r.all_peak)}` })) },
       ...(again ? [{ label: "plan by recompute alone", color: "var(--again)", dash: 2, symbol: "square", points: m.rows.map((r) => ({ x: r.gigabytes, y: again, text: `plan by recompute alone\n${J.format.seconds(again)} a step` })) }] : []),
     ];
-    const highest = Math.min(Math.max(...series.flatMap((s) => s.points.map((p) => p.y))), 4 * (again ?? m.none_seconds));
+    const highest = Math.min(Math.max(...series.flatMap((s) => s.points.map((p) => p.y))), 1.7 * (again ?? m.none_seconds));
     const inside = series.flatMap((s) => s.points.filter((p) => p.y <= highest * 1.001).map((p) => ({ ...p, s })));
     const chart = J.plot({
-      width, height: 330, marginTop: 74, marginLeft: 56,
+      width, height: 330, marginTop: 66, marginLeft: 56,
       x: { type: "log", label: "Link to the host, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
-      y: { label: "↑ Step time (s)", domain: [Math.min(m.none_seconds * 0.9, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
+      y: { label: "↑ Step time (s)", domain: [Math.min(m.none_seconds * 0.88, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
       marks: [
         ...data.links.map((link) => Plot.ruleX([link.gigabytes], { stroke: "var(--soft)", strokeDasharray: "2 3" })),
-        Plot.text(data.links, { x: "gigabytes", frameAnchor: "top", text: (link) => short(link.name), rotate: -24, textAnchor: "start", dy: -8, dx: -4, fill: "currentColor", fontSize: 11 }),
+        ...data.links.map((link, i) => Plot.text([short(link.name)], { x: link.gigabytes, frameAnchor: "top", textAnchor: i < 2 ? "middle" : "end", dx: i < 2 ? 0 : 14, dy: -8 - 14 * (i % 2 ? 1 : 0) - (i > 1 ? 14 : 0), fill: "currentColor", fontSize: 11 })),
         Plot.ruleY([m.none_seconds], { stroke: "var(--ink)", strokeWidth: 0.8 }),
         Plot.text(["everything kept, if it fitted"], { y: m.none_seconds, frameAnchor: "left", dx: 6, dy: 9, textAnchor: "start", fill: "currentColor" }),
         ...series.map((s) => Plot.line(s.points, { x: "x", y: "y", stroke: s.color, strokeWidth: 2, strokeDasharray: J.marks.dash(s.dash), clip: true })),
@@ -48,13 +48,19 @@
     return J.el("p", { class: "caption", id: "offload-said" }, `Over ${row.gigabytes} GB/s the plan takes ${J.format.seconds(mix.seconds)} a step,${gain} ${J.format.seconds(row.all_seconds - mix.seconds)} less than sending everything away${row.all_peak > m.budget ? " (which does not fit either)" : ""}: ${J.format.bytes(mix.host)} on the host, ${J.format.seconds(mix.again)} computing again and ${J.format.seconds(mix.stalled)} waiting in a micro-batch.`);
   }
 
+  // Several of one name are numbered.
+  const named = (m, role, i) => {
+    const first = role.split(", ")[0], times = m.tensors.slice(0, i).filter((t) => t[0].split(", ")[0] === first).length;
+    return times ? `${first} ${times + 1}` : first;
+  };
+
   // Each tensor's break-even bandwidth: to the right of it moving is quicker than computing again.
   function even(m, row, width) {
-    const tensors = m.tensors.map(([role, nbytes, again, limit], i) => ({ role: `${role} `.repeat(1) + (m.tensors.findIndex((t) => t[0] === role) === i ? "" : `#${i + 1}`), nbytes, again, limit }));
+    const tensors = m.tensors.map(([role, nbytes, again, limit], i) => ({ role: named(m, role, i), nbytes, again, limit }));
     const priced = tensors.filter((t) => t.limit !== null), narrow = width < 560;
     const chart = J.plot({
       width, height: 46 + 20 * priced.length + 30, marginLeft: narrow ? 108 : 150, marginTop: 22,
-      x: { type: "log", label: "Bandwidth at which moving it there and back costs what computing it again does (GB/s) →", tickFormat: (d) => String(d), ticks: 4 },
+      x: { type: "log", label: "Break-even link, one direction (GB/s) →", tickFormat: (d) => String(d), ticks: 4 },
       y: { domain: priced.map((t) => t.role), label: null, tickSize: 0 },
       marks: [
         Plot.ruleY(priced, { y: "role", x1: (t) => Math.min(...priced.map((u) => u.limit)) * 0.8, x2: "limit", stroke: "var(--line)" }),
@@ -80,7 +86,7 @@
     id: "offload", title: "Recompute or offload, by the link", controls: [model, rate], draw, table,
     caption: (values) => {
       const { m } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; keeping everything would peak at ${J.format.bytes(m.none_peak)}. Only the link differs from point to point. Bandwidths are peaks of one direction. Below, each saved tensor of a layer on its own, unhidden: a copy that hides behind work costs nothing, so a plan moves more than this alone would say.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, whose own link has ${m.own} GB/s and which leaves ${J.format.bytes(m.budget)} for tensors; keeping everything would peak at ${J.format.bytes(m.none_peak)}. Only the link differs from point to point. Bandwidths are peaks of one direction. Below, each saved tensor of a layer on its own: the link over which moving it there and back, unhidden, takes as long as computing it again. A copy that hides behind work costs nothing, so a plan moves more than this alone would say.`;
     },
     command: (values) => find(values).row.mix.command,
   });

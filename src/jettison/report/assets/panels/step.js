@@ -53,7 +53,7 @@
     layout.stages.forEach((stage, s) => {
       const top = s * each, lane = top + HEAD, peak = peakOf(stage, step);
       const y = d3.scaleLinear([0, most], [lane + LANE + 4 + BYTES, lane + LANE + 4]);
-      node.append(svg("text", { x: 0, y: top + 10, fill: "currentColor", "font-weight": 600 }, `stage ${s}: peak ${J.format.bytes(peak.nbytes)}, ${place(peak.instant)}`));
+      node.append(svg("text", { x: 0, y: top + 10, fill: "currentColor", "font-weight": 600 }, `stage ${s}: ${width < 560 ? "" : "peak "}${J.format.bytes(peak.nbytes)}, ${width < 560 ? place(peak.instant).split(",")[0] : place(peak.instant)}`));
       drawLane(node, stops, stage, s, lane, x);
       drawBytes(node, stage, step, x, y, layout, peak, width);
       walkBytes(node, stops, stage, step, s, x, y, peak);
@@ -92,11 +92,11 @@
     PARTS.forEach((part, p) => {
       // each stretch has its height throughout; between passes what is held stays
       let path = "";
-      let last = null;
+      let last = { end: 0 };
       found.forEach((instant, i) => {
         const n = partsOf(instant, step)[p], low = base[i], high = low + n;
         if (n > 0) path += `M${x(instant.start).toFixed(1)},${y(low).toFixed(1)}V${y(high).toFixed(1)}H${Math.max(x(instant.end), x(instant.start) + 0.5).toFixed(1)}V${y(low).toFixed(1)}Z`;
-        if (last !== null && instant.start - last.end > 1e-7 && p < 4) {
+        if (instant.start - last.end > 1e-7 && p < 4) {
           const calm = p === 3 ? (instant.phase === "optimizer" ? 0 : passHeld(stage, instant)) : n;
           const under = p === 3 ? total(partsOf(instant, step).slice(0, 3)) : low;
           if (calm > 0) path += `M${x(last.end).toFixed(1)},${y(under).toFixed(1)}V${y(under + calm).toFixed(1)}H${x(instant.start).toFixed(1)}V${y(under).toFixed(1)}Z`;

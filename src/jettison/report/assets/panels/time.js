@@ -9,17 +9,17 @@
   const chosen = (values) => data.models.filter((m) => values["time-model"] === ALL || m.name === values["time-model"]);
   const words = (row) => (row.seconds === null
     ? `does not fit: ${J.format.bytes(row.minimum_bytes)} at least`
-    : `${J.format.seconds(row.seconds)}, MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${row.fits ? "" : ", does not fit"}`);
+    : `${row.seconds.toFixed(2)} s, MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${row.fits ? "" : ", does not fit"}`);
 
   const draw = (values, { width }) => {
-    const models = chosen(values), relative = values["time-model"] === ALL;
+    const models = chosen(values), relative = values["time-model"] === ALL, narrow = width < 560;
     const bars = [], marks = [], titles = [], order = [];
     for (const m of models) {
       const unit = relative ? m.rows.find((row) => row.way === "full").seconds ?? m.rows.find((row) => row.seconds)?.seconds ?? 1 : 1;
       for (const row of m.rows) {
         const key = `${m.name} ${row.way}`;
         order.push(key);
-        titles.push({ key, text: `${relative ? `${m.name}, ` : ""}${label[row.way]}: ${words(row)}` });
+        titles.push({ key, text: `${relative ? `${m.name}, ` : ""}${label[row.way]}:${narrow ? "\n" : " "}${words(row)}` });
         let from = 0;
         (row.parts ?? []).forEach((seconds, i) => {
           bars.push({ key, part: data.parts[i], from: from / unit, to: (from + seconds) / unit, text: `${m.name}, ${label[row.way]}\n${data.parts[i]} ${J.format.seconds(seconds)} of ${J.format.seconds(row.seconds)}` });
@@ -28,16 +28,16 @@
         if (row.published_seconds) marks.push({ key, at: row.published_seconds / unit });
       }
     }
-    const size = relative ? 40 : 56;
+    const size = (relative ? 40 : 56) + (narrow ? 14 : 0);
     const chart = J.plot({
       width, height: order.length * size + 60, marginLeft: 10, marginRight: 24, marginTop: 8,
       x: { label: relative ? "Step time ÷ full recomputation →" : "Step time (s) →", grid: true, domain: [0, Math.max(...bars.map((b) => b.to), ...marks.map((m) => m.at)) * 1.03] },
       y: { domain: order, axis: null, padding: 0 },
       color: { domain: data.parts, range: fills },
       marks: [
-        Plot.rect(bars, { x1: "from", x2: "to", y: "key", fill: "part", stroke: (b) => J.color(data.parts.indexOf(b.part)), insetTop: 20, insetBottom: 4, className: "bar" }),
-        Plot.dot(marks, { x: "at", y: "key", symbol: "diamond2", r: 6, dy: 8, fill: "var(--paper)", stroke: "var(--ink)", strokeWidth: 2 }),
-        Plot.text(titles, { x: 0, y: "key", text: "text", textAnchor: "start", dy: 10 - size / 2, lineWidth: width / 8, textOverflow: "ellipsis", fill: "currentColor" }),
+        Plot.rect(bars, { x1: "from", x2: "to", y: "key", fill: "part", stroke: (b) => J.color(data.parts.indexOf(b.part)), insetTop: narrow ? 34 : 20, insetBottom: 4, className: "bar" }),
+        Plot.dot(marks, { x: "at", y: "key", symbol: "diamond2", r: 6, dy: narrow ? 15 : 8, fill: "var(--paper)", stroke: "var(--ink)", strokeWidth: 2 }),
+        Plot.text(titles, { x: 0, y: "key", text: "text", textAnchor: "start", dy: 4 - size / 2, lineAnchor: "top", fill: "currentColor" }),
         Plot.ruleX([0]),
       ],
     });
