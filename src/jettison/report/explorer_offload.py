@@ -54,6 +54,7 @@ def _row(model: str, asked: dict[str, Any], device: Hardware, gigabytes: int) ->
     everything = replace(run_of(model, **asked), recompute=Recompute(offload=True))
     return {
         "gigabytes": gigabytes,
+        "reached": round(gigabytes * device.reached.host, 3),
         "all_seconds": rounded(estimate(everything, device).step_seconds),
         "all_peak": forecast(everything).peak_bytes,
         "mix": _planned(model, asked, device, offload=True),

@@ -23,7 +23,7 @@
     const inside = series.flatMap((s) => s.points.filter((p) => p.y <= highest * 1.001).map((p) => ({ ...p, s })));
     const chart = J.plot({
       width, height: 330, marginTop: 66, marginLeft: 56,
-      x: { type: "log", label: "Link to the host, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
+      x: { type: "log", base: 2, label: "Link to the host, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
       y: { label: "↑ Step time (s)", domain: [Math.min(m.none_seconds * 0.88, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
       marks: [
         ...data.links.map((link) => Plot.ruleX([link.gigabytes], { stroke: "var(--soft)", strokeDasharray: "2 3" })),
@@ -63,9 +63,10 @@
       x: { type: "log", label: "Break-even link, one direction (GB/s) →", tickFormat: (d) => String(d), ticks: 4 },
       y: { domain: priced.map((t) => t.role), label: null, tickSize: 0 },
       marks: [
-        Plot.ruleY(priced, { y: "role", x1: (t) => Math.min(...priced.map((u) => u.limit)) * 0.8, x2: "limit", stroke: "var(--line)" }),
-        Plot.dot(priced, { x: "limit", y: "role", r: 5, symbol: (t) => (t.limit < row.gigabytes ? "circle" : "square"), fill: (t) => (t.limit < row.gigabytes ? "var(--host)" : "var(--again)") }),
-        Plot.ruleX([row.gigabytes], { stroke: "var(--ink)" }),
+        Plot.ruleY(priced, { y: "role", x1: () => Math.min(row.reached, ...priced.map((u) => u.limit)) * 0.8, x2: "limit", stroke: "var(--line)" }),
+        Plot.dot(priced, { x: "limit", y: "role", r: 5, symbol: (t) => (t.limit < row.reached ? "circle" : "square"), fill: (t) => (t.limit < row.reached ? "var(--host)" : "var(--again)") }),
+        Plot.ruleX([row.reached], { stroke: "var(--ink)" }),
+        Plot.text([`${row.gigabytes} GB/s, of which copies reach ${row.reached}`], { x: row.reached, frameAnchor: "top", dy: -14, textAnchor: row.reached > 200 ? "end" : "start", fill: "currentColor" }),
       ],
       symbol: { type: "identity" }, color: { type: "identity" },
     });
