@@ -10,7 +10,7 @@ from jettison.errors import Infeasible
 from jettison.explain.layer_reasons import AGAIN, HERE, THERE, tensor_name, whereabouts
 from jettison.explain.what_if import flips
 from jettison.predict.allowance import available_bytes
-from jettison.predict.auto_recompute import AutoForecast, choose
+from jettison.predict.auto_recompute import AutoForecast, Stages, choose
 from jettison.predict.forecast import forecast
 from jettison.predict.stages import StageRegion
 from jettison.report.explorer_common import line, rounded, run_of, usual_layout
@@ -61,9 +61,10 @@ def _sweep(model: str, asked: dict[str, Any], device: Hardware, label: str, *, o
     flags = asked | {"offload": offload}
     run = run_of(model, recompute="auto", **flags)
     smallest = _smallest(run, device)
-    plans = []
+    plans: list[AutoForecast] = []
+    stages: Stages = {}
     for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes):
-        plans.append(choose(run, budget, device))
+        plans.append(choose(run, budget, device, stages=stages))
         if plans[-1].seconds <= 0.0:  # more memory buys nothing
             break
     tensors, patterns, rows = _grids(plans)

@@ -36,7 +36,7 @@
     data.gpus.forEach((gpu, g) => {
       const x = left + (g + 0.5) * wide, [name, size] = [gpu.name.replace(/-[^-]*$/, ""), gpu.name.split("-").at(-1).replace("gb", " GB")];
       node.append(narrow
-        ? J.el("svg:text", { x: 0, y: 0, transform: `translate(${x},${top - 6}) rotate(-60)`, fill: "currentColor", "font-size": 11 }, `${name} ${size}`)
+        ? J.el("svg:text", { x: 0, y: 0, transform: `translate(${x + 4},${top - 6}) rotate(-90)`, fill: "currentColor", "font-size": 11 }, `${name} ${size}`)
         : J.el("svg:text", { x, y: top - 22, "text-anchor": "middle", fill: "currentColor" }, name, J.el("svg:tspan", { x, dy: 15, fill: "var(--soft)" }, size)));
     });
     data.models.forEach((model, m) => node.append(J.el("svg:text", { x: left - 8, y: top + (m + 0.5) * high, dy: "0.32em", "text-anchor": "end", fill: "currentColor", "font-size": narrow ? 11 : 12 }, model)));

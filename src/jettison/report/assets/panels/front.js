@@ -83,7 +83,7 @@
   }
 
   function grid(m, w, point, width) {
-    const rows = cells(w, point), narrow = width < 620, left = narrow ? 108 : 190, top = 26, size = Math.min(24, (width - left - 4) / rows.length), high = 17;
+    const rows = cells(w, point), narrow = width < 620, left = narrow ? 108 : 190, top = 26, size = Math.min(28, (width - left - 4) / rows.length), high = 17;
     const height = top + w.tensors.length * high + 22;
     const node = J.el("svg:svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "The plan: layers by tensors" });
     const stops = [];

@@ -22,12 +22,12 @@
     const highest = Math.min(Math.max(...series.flatMap((s) => s.points.map((p) => p.y))), 1.7 * (again ?? m.none_seconds));
     const inside = series.flatMap((s) => s.points.filter((p) => p.y <= highest * 1.001).map((p) => ({ ...p, s })));
     const chart = J.plot({
-      width, height: 330, marginTop: 66, marginLeft: 56,
+      width, height: 330, marginTop: width < 560 ? 80 : 52, marginLeft: 56,
       x: { type: "log", base: 2, label: "Link to the host, one direction (GB/s) →", domain: [rates[0], rates[rates.length - 1]], ticks: rates, tickFormat: String, grid: true },
       y: { label: "↑ Step time (s)", domain: [Math.min(m.none_seconds * 0.88, ...inside.map((p) => p.y)), highest * 1.02], grid: true },
       marks: [
         ...data.links.map((link) => Plot.ruleX([link.gigabytes], { stroke: "var(--soft)", strokeDasharray: "2 3" })),
-        ...data.links.map((link, i) => Plot.text([short(link.name)], { x: link.gigabytes, frameAnchor: "top", textAnchor: i < 2 ? "middle" : "end", dx: i < 2 ? 0 : 14, dy: -8 - 14 * (i % 2 ? 1 : 0) - (i > 1 ? 14 : 0), fill: "currentColor", fontSize: 11 })),
+        ...data.links.map((link, i) => Plot.text([short(link.name)], { x: link.gigabytes, frameAnchor: "top", textAnchor: i < 2 ? "middle" : "end", dx: i < 2 ? 0 : 14, dy: -8 - (width < 560 ? 14 * i : i > 2 ? 14 : 0), fill: "currentColor", fontSize: 11 })),
         Plot.ruleY([m.none_seconds], { stroke: "var(--ink)", strokeWidth: 0.8 }),
         Plot.text(["everything kept, if it fitted"], { y: m.none_seconds, frameAnchor: "left", dx: 6, dy: 9, textAnchor: "start", fill: "currentColor" }),
         ...series.map((s) => Plot.line(s.points, { x: "x", y: "y", stroke: s.color, strokeWidth: 2, strokeDasharray: J.marks.dash(s.dash), clip: true })),
@@ -59,7 +59,7 @@
     const tensors = m.tensors.map(([role, nbytes, again, limit], i) => ({ role: named(m, role, i), nbytes, again, limit }));
     const priced = tensors.filter((t) => t.limit !== null), narrow = width < 560;
     const chart = J.plot({
-      width, height: 46 + 20 * priced.length + 30, marginLeft: narrow ? 108 : 150, marginTop: 22,
+      width, height: 46 + 20 * priced.length + 30, marginLeft: narrow ? 116 : 150, marginTop: 22,
       x: { type: "log", label: "Break-even link, one direction (GB/s) →", tickFormat: (d) => String(d), ticks: 4 },
       y: { domain: priced.map((t) => t.role), label: null, tickSize: 0 },
       marks: [
