@@ -17,8 +17,8 @@ import pytest
 from jettison.cli.main import run
 from jettison.predict.forecast import forecast
 from jettison.predict.played import play
-from jettison.report import explorer_front, explorer_time
-from jettison.report.explorer_common import answered, run_of
+from jettison.report import explorer_time
+from jettison.report.explorer_common import answered, run_of, usual_layout
 from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_front import budgets, front_data
 from jettison.report.explorer_offload import offload_data
@@ -127,10 +127,10 @@ def test_what_is_held_at_the_peak_is_the_sum_of_its_roles(index: int) -> None:
 
 
 def test_budgets_are_whole_gib_after_the_smallest() -> None:
-    assert budgets(3 * GIB, 5 * GIB) == [3 * GIB, 4 * GIB, 5 * GIB]
-    assert budgets(3 * GIB + 1, 5 * GIB - 1) == [3 * GIB + 1, 4 * GIB, 5 * GIB]
-    many = budgets(10 * GIB, 400 * GIB)
-    assert len(many) <= explorer_front.MOST + 2
+    assert budgets(3 * GIB, 5 * GIB, 9) == [3 * GIB, 4 * GIB, 5 * GIB]
+    assert budgets(3 * GIB + 1, 5 * GIB - 1, 9) == [3 * GIB + 1, 4 * GIB, 5 * GIB]
+    many = budgets(10 * GIB, 400 * GIB, 9)
+    assert len(many) <= 11
     assert many[-1] >= 400 * GIB
 
 
@@ -237,3 +237,18 @@ def test_a_model_that_cannot_be_laid_out_so_says_why() -> None:
     reason = found["layouts"][1]["peaks"]["none"][0]
     assert "--tp 8 does not divide the 12 attention heads" in reason
     assert forecast(run_of("gpt2", dp=8, zero=3)).peak_bytes == found["layouts"][0]["peaks"]["none"][0][0]
+
+
+# models that were asked for -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("gpt2", {"tp": 4}),
+        ("llama3-70b", {"tp": 8, "dp": 8, "zero": 3}),
+        ("deepseek-v3", {"tp": 8, "dp": 64, "zero": 3}),
+    ],
+)
+def test_a_model_without_a_layout_gets_the_smallest_that_fits(model: str, layout: dict[str, int]) -> None:
+    assert usual_layout(model, hardware("h100-80gb")) == layout

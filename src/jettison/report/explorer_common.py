@@ -59,16 +59,16 @@ def planned(choice: AutoForecast) -> tuple[Forecast, Estimate]:
 
 def usual_layout(model: str, hardware: Hardware) -> dict[str, Any]:
     """A layout for a model that nobody gave one: tensor parallelism within a node of 8 as far as the model divides, and
-    the fewest stages under which it fits with everything computed again, or the most that there can be."""
-    tp = next(_allowed(model, [{"tp": size} for size in (8, 4, 2, 1)]), {"tp": 1})
+    the fewest replicas with everything sharded over them (ZeRO 3) under which it fits, with all that can be computed
+    again; or the most of these.
+    """
+    tp = next(_allowed(model, [{"tp": size} for size in (8, 4, 2)]), {})
     found = tp
-    for stages in (1, 2, 4, 8, 16, 32):
-        asked = tp | ({"pp": stages, "micro_batches": 2 * stages} if stages > 1 else {})
-        for each in _allowed(model, [asked]):
-            found = each
-            run = run_of(model, recompute="full", **each)
-            if forecast(run).peak_bytes <= available_bytes(hardware, run):
-                return each
+    for replicas in (1, 8, 64, 512):
+        found = tp | ({"dp": replicas, "zero": 3} if replicas > 1 else {})
+        run = run_of(model, recompute="full", **found)
+        if forecast(run).peak_bytes <= available_bytes(hardware, run):
+            break
     return found
 
 

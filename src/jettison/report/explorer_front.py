@@ -23,20 +23,19 @@ MODEL: Final = "llama3-8b"
 ASKED: Final[dict[str, Any]] = {"dp": 8, "zero": 3, "seq": 8192, "micro_batch": 1}
 WAYS: Final = (("kept or computed again", False), ("kept, computed again or on the host", True))
 LETTERS: Final = {HERE: "k", AGAIN: "a", THERE: "h"}
-MOST: Final = 48
-"""Budgets of a sweep, a GiB or more apart."""
+MOST, MOST_ASKED = 48, 8
+"""Budgets of a sweep, a GiB or more apart, of `MODEL` and of models that were asked for: a plan may take seconds."""
 MOST_FLIPS: Final = 5
 
 
 def front_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By model, the sweep with and without the host."""
-    found = [_model(MODEL, ASKED)]
-    for model in models:
-        found.insert(0, _model(model, usual_layout(model, hardware(GPU))))
-    return {"models": found}
+    """By model, the sweep with and without the host; of `MODEL` where none is asked for."""
+    if not models:
+        return {"models": [_model(MODEL, ASKED, MOST)]}
+    return {"models": [_model(model, usual_layout(model, hardware(GPU)), MOST_ASKED) for model in models]}
 
 
-def _model(model: str, asked: dict[str, Any]) -> dict[str, Any]:
+def _model(model: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
     device = hardware(GPU)
     run = run_of(model, **asked)
     return {
@@ -46,24 +45,26 @@ def _model(model: str, asked: dict[str, Any]) -> dict[str, Any]:
         "available_bytes": available_bytes(device, run),
         "plain_peak_bytes": forecast(run).peak_bytes,
         "layers": list(run.model.layer_names),
-        "ways": [_sweep(model, asked, device, label, offload=offload) for label, offload in WAYS],
+        "ways": [_sweep(model, asked, device, label, most, offload=offload) for label, offload in WAYS],
     }
 
 
-def budgets(smallest: int, largest: int) -> list[int]:
-    """The smallest budget, and whole GiB from there to one that everything fits, at most `MOST` of them."""
+def budgets(smallest: int, largest: int, most: int) -> list[int]:
+    """The smallest budget, and whole GiB from there to one that everything fits, at most so many of them."""
     low, high = -(-smallest // GIB), -(-largest // GIB)
-    step = max(1, -(-(high - low) // MOST))
+    step = max(1, -(-(high - low) // most))
     return [smallest, *(gib * GIB for gib in range(low + (low * GIB == smallest), high + step, step))]
 
 
-def _sweep(model: str, asked: dict[str, Any], device: Hardware, label: str, *, offload: bool) -> dict[str, Any]:
+def _sweep(
+    model: str, asked: dict[str, Any], device: Hardware, label: str, most: int, *, offload: bool
+) -> dict[str, Any]:
     flags = asked | {"offload": offload}
     run = run_of(model, recompute="auto", **flags)
     smallest = _smallest(run, device)
     plans: list[AutoForecast] = []
     stages: Stages = {}
-    for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes):
+    for budget in budgets(smallest, forecast(run_of(model, **asked)).peak_bytes, most):
         plans.append(choose(run, budget, device, stages=stages))
         if plans[-1].seconds <= 0.0:  # more memory buys nothing
             break

@@ -24,12 +24,11 @@ GIGABYTES: Final = (8, 16, 32, 64, 128, 225, 450)
 
 
 def offload_data(models: Sequence[str] = ()) -> dict[str, Any]:
-    """By model and bandwidth, seconds of a step when tensors are computed again, all sent away, or either."""
-    found = [_model(MODEL, ASKED)]
-    for model in models:
-        found.insert(0, _model(model, usual_layout(model, hardware(GPU))))
+    """By model and bandwidth, seconds of a step when tensors are computed again, all sent away, or either; of `MODEL`
+    where none is asked for."""
+    asked = [(model, usual_layout(model, hardware(GPU))) for model in models] or [(MODEL, ASKED)]
     links = [{"name": link.name, "gigabytes": link.bytes_per_second / 1e9} for link in LINKS]
-    return {"links": links, "models": found}
+    return {"links": links, "models": [_model(model, flags) for model, flags in asked]}
 
 
 def _model(model: str, asked: dict[str, Any]) -> dict[str, Any]:

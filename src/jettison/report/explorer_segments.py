@@ -24,7 +24,7 @@ of activations, share of a step that recompute adds."""
 
 def segments_data(models: Sequence[str] = ()) -> dict[str, Any]:
     """By model and kind, for every number from 1 to L: bytes that stay, bytes of the open segment, the peak, FLOPs."""
-    asked: list[tuple[str, dict[str, Any]]] = [*((model, {}) for model in models), *MODELS]
+    asked: list[tuple[str, dict[str, Any]]] = [*((model, {}) for model in models), *(MODELS[:1] if models else MODELS)]
     return {
         "models": [_model(model, dict(flags)) for model, flags in asked],
         "claims": {"model": "llama3-70b", "rows": [list(row) for row in CLAIMED]},

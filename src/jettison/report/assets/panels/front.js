@@ -24,12 +24,15 @@
   const draw = (values, { width }) => {
     const { m, w, point, index } = find(values);
     const lines = m.ways.flatMap((each, i) => each.points.map((p) => ({ ...p, i, way: each.label })));
+    const [least, most] = d3.extent(lines, (p) => p.budget), near = m.available_bytes >= least && m.available_bytes < 2 * most;
     const chart = J.plot({
       width, height: Math.min(300, Math.max(230, width * 0.4)), marginLeft: 56,
       x: { label: "Budget (GiB) →", grid: true }, y: { label: "↑ Step time of the busiest stage (s)", grid: true, nice: true },
       marks: [
-        Plot.ruleX([m.available_bytes / GIB], { stroke: "var(--limit)", strokeDasharray: "7 3" }),
-        Plot.text([`${m.gpu} leaves ${J.format.bytes(m.available_bytes)}`], { x: m.available_bytes / GIB, frameAnchor: "top", textAnchor: "end", dx: -5, dy: 2, fill: "currentColor" }),
+        ...(near ? [
+          Plot.ruleX([m.available_bytes / GIB], { stroke: "var(--limit)", strokeDasharray: "7 3" }),
+          Plot.text([`${m.gpu} leaves ${J.format.bytes(m.available_bytes)}`], { x: m.available_bytes / GIB, frameAnchor: "top", textAnchor: "end", dx: -5, dy: 2, fill: "currentColor" }),
+        ] : []),
         ...m.ways.map((each, i) => Plot.line(lines.filter((p) => p.i === i), { x: (p) => p.budget / GIB, y: "seconds", stroke: J.color(i ? 2 : 1), strokeWidth: 2, strokeDasharray: J.marks.dash(i ? 0 : 1), curve: "step-after" })),
         ...m.ways.map((each, i) => Plot.dot(lines.filter((p) => p.i === i), { x: (p) => p.budget / GIB, y: "seconds", symbol: i ? "circle" : "square", r: 3, fill: J.color(i ? 2 : 1), className: `front-dots-${i}` })),
         Plot.ruleX([point.budget / GIB], { stroke: "var(--ink)" }),
@@ -121,7 +124,7 @@
     id: "front", title: "The front: what each budget buys", controls: [model, way, budget], draw, table,
     caption: (values) => {
       const { m, w, below } = find(values);
-      return `${m.name} (${m.layout}) on ${m.gpu}. Every point is a plan of its own, as the planner answers it for that budget; between them the one below holds. ${below ? `The budget is below the smallest of this way, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Seconds are a step's compute, recompute and waiting for copies on the busiest stage, without communication and bubbles.`;
+      return `${m.name} (${m.layout}) on ${m.gpu}, which leaves ${J.format.bytes(m.available_bytes)} for tensors. Every point is a plan of its own, as the planner answers it for that budget; between them the one below holds. ${below ? `The budget is below the smallest of this way, ${J.format.bytes(w.minimum_bytes)}, which is shown. ` : ""}Seconds are a step's compute, recompute and waiting for copies on the busiest stage, without communication and bubbles.`;
     },
     command: (values) => {
       const { w, point } = find(values);
