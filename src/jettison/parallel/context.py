@@ -187,7 +187,7 @@ class _CausalAttention(torch.autograd.Function):
 
 def _joined(parts: Sequence[Tensor], *, like: Tensor) -> Tensor:
     """Rows one after the other, with heads inside or outside of them in memory as they are in another tensor."""
-    if like.transpose(1, 2).is_contiguous():
+    if like.stride(1) < like.stride(2):
         return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
     return torch.cat(list(parts), dim=2)
 

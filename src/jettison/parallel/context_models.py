@@ -72,8 +72,13 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> Context:
         UsageError: it runs under a plan, or is context parallel already.
     """
     context = Context.of(mesh)
-    if context.axis.size == 1:
-        return context
+    if context.axis.size > 1:
+        set_cores(model, context)
+    return context
+
+
+def set_cores(model: nn.Module, context: Context) -> None:
+    """The same for a place that is given; nothing is sent before the model is called."""
     for path, module in model.named_modules():
         if isinstance(module.forward, PlannedForward):
             raise UsageError(
@@ -90,7 +95,6 @@ def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> Context:
             f"context parallelism: it is not known where a {type(model).__name__} has the core of its attention; known "
             f"are {', '.join(sorted(names))}"
         )
-    return context
 
 
 def _apply_to_record(model: nn.Module, context: Context) -> None:
