@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.browser import chromium, open_page  # noqa: F401, fixtures
 from support.patience import PATIENCE
 
 # Examples are the same in every run, and a busy machine is no failure.
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 ABSENT = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
-WITHOUT_TORCH = {"tests", "spec", "ledger", "formula", "cost", "solve", "predict", "search", "cli"}
+WITHOUT_TORCH = {"tests", "spec", "ledger", "formula", "cost", "solve", "predict", "search", "server", "cli"}
 """Folders with tests that run where torch is not installed: those that do not import it."""
 
 
@@ -72,3 +73,10 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What opens pages is marked so."""
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.browser)

@@ -32,6 +32,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("train", "report", "integrations"),
     ("verbs",),
+    ("server",),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -56,6 +57,7 @@ WITHOUT_TORCH = (
     "search",
     "explain",
     "report",
+    "server",
     "cli",
 )
 """Rooms that can be imported where torch is not installed."""

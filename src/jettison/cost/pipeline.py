@@ -81,6 +81,39 @@ def replay(
     return _play(events, forward, backward, weight, transfer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedPass:
+    """One step of a device, and when it runs; seconds count from the first forward."""
+
+    step: ScheduledPass
+    start: float
+    end: float
+
+
+def timed_passes(
+    schedule: Schedule,
+    micro_batches: int,
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    weight: Sequence[Sequence[float]] | None = None,
+    *,
+    transfer: float = 0.0,
+) -> tuple[tuple[TimedPass, ...], ...]:
+    """By device and in its order, when each step of a named schedule runs: what `schedule_seconds` sums up."""
+    stages, chunks = len(forward), len(forward[0])
+    events = _events(schedule, stages, micro_batches, chunks)
+    durations = _durations(forward, backward, weight)
+    ends = _far_ends(events, durations, transfer)
+    steps = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
+    found: tuple[list[TimedPass], ...] = tuple([] for _ in range(stages))
+    for event, (before, needed, far, duration) in enumerate(events.linked, start=1):
+        device = duration // 3 % stages
+        start = max(ends[before], ends[needed] + (transfer if far else 0.0))
+        step = steps[device][len(found[device])]
+        found[device].append(TimedPass(step=step, start=start, end=ends[event]))
+    return tuple(map(tuple, found))
+
+
 def schedule_seconds(
     schedule: Schedule,
     micro_batches: int,
@@ -171,6 +204,19 @@ def _play(
     weight: Sequence[Sequence[float]] | None,
     transfer: float,
 ) -> Replay:
+    durations = _durations(forward, backward, weight)
+    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
+    of_duration = durations.__getitem__
+    return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
+        busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
+        ends=tuple(ends[last] for last in events.last),
+    )
+
+
+def _durations(
+    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], weight: Sequence[Sequence[float]] | None
+) -> list[float]:
+    """Of each place's three kinds of work, as `_Linked` numbers them."""
     stages, chunks = len(forward), len(forward[0])
     durations = [0.0] * (3 * stages * chunks)
     for device in range(stages):
@@ -178,12 +224,7 @@ def _play(
             at = 3 * (chunk * stages + device)
             durations[at], durations[at + 1] = forward[device][chunk], backward[device][chunk]
             durations[at + 2] = weight[device][chunk] if weight is not None else 0.0
-    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
-    of_duration = durations.__getitem__
-    return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
-        busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
-        ends=tuple(ends[last] for last in events.last),
-    )
+    return durations
 
 
 def _ends(events: _Events, durations: Sequence[float]) -> list[float]:
