@@ -12,11 +12,12 @@ from cyclopts import CycloptsError
 
 from jettison.cli.parameters import app
 from jettison.cli.predicting import estimate, ledger, plan, search
+from jettison.cli.reporting import report
 from jettison.cli.running import demo, doctor, train, verify
 from jettison.errors import JettisonError
 from jettison.report.console import hint
 
-COMMANDS = (demo, doctor, estimate, ledger, plan, search, train, verify)
+COMMANDS = (demo, doctor, estimate, ledger, plan, report, search, train, verify)
 """They are the application's from when they are imported."""
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

@@ -29,7 +29,7 @@ J.legend = (entries, { width = J.width } = {}) => {
   let x = 0, y = 12;
   const parts = [];
   for (const entry of entries) {
-    const wide = 30 + entry.label.length * 6.6 + 14;
+    const wide = 30 + entry.label.length * 7 + 14;
     if (x > 0 && x + wide > width) [x, y] = [0, y + 20];
     const color = entry.color ?? "currentColor";
     if (entry.line || entry.dash !== undefined) {
