@@ -159,7 +159,7 @@ def passes_of(part: StageRegion, gradient_dtype: str, *, accumulates: bool = Fal
     """A region's replay under its policy."""
     if part.chosen is None:
         return _named(part.region, part.policy, gradient_dtype, accumulates)
-    return _chosen(part.region, part.chosen.buffers, gradient_dtype, accumulates)
+    return chosen_passes(part.region, part.chosen.buffers, gradient_dtype, accumulates)
 
 
 @lru_cache(maxsize=65536)
@@ -168,5 +168,5 @@ def _named(region: Region, policy: str, gradient_dtype: str, accumulates: bool) 
 
 
 @lru_cache(maxsize=4096)
-def _chosen(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
+def chosen_passes(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
     return replay(region, kept, gradient_dtype, accumulates=accumulates)
