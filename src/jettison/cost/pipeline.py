@@ -81,6 +81,36 @@ def replay(
     return _play(events, forward, backward, weight, transfer)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedPass:
+    """When a device works on a step of its order, in seconds from the start."""
+
+    step: ScheduledPass
+    begin: float
+    end: float
+
+
+def played_passes(
+    orders: Sequence[Sequence[ScheduledPass]],
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    weight: Sequence[Sequence[float]] | None = None,
+    *,
+    transfer: float = 0.0,
+) -> tuple[tuple[PlayedPass, ...], ...]:
+    """The same as `replay`, step by step: of each device, in its order."""
+    own = tuple(tuple(steps) for steps in orders)
+    events = _linked(own)
+    durations = _durations(forward, backward, weight)
+    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
+    found: list[list[PlayedPass]] = [[] for _ in own]
+    for number, (_, _, _, duration) in enumerate(events.linked, start=1):
+        device = duration // 3 % len(own)
+        step = own[device][len(found[device])]
+        found[device].append(PlayedPass(step=step, begin=ends[number] - durations[duration], end=ends[number]))
+    return tuple(map(tuple, found))
+
+
 def schedule_seconds(
     schedule: Schedule,
     micro_batches: int,
@@ -171,6 +201,19 @@ def _play(
     weight: Sequence[Sequence[float]] | None,
     transfer: float,
 ) -> Replay:
+    durations = _durations(forward, backward, weight)
+    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
+    of_duration = durations.__getitem__
+    return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
+        busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
+        ends=tuple(ends[last] for last in events.last),
+    )
+
+
+def _durations(
+    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], weight: Sequence[Sequence[float]] | None
+) -> list[float]:
+    """By 3 x place + kind."""
     stages, chunks = len(forward), len(forward[0])
     durations = [0.0] * (3 * stages * chunks)
     for device in range(stages):
@@ -178,12 +221,7 @@ def _play(
             at = 3 * (chunk * stages + device)
             durations[at], durations[at + 1] = forward[device][chunk], backward[device][chunk]
             durations[at + 2] = weight[device][chunk] if weight is not None else 0.0
-    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
-    of_duration = durations.__getitem__
-    return Replay(  # summed up one by one: `sum` does it in another way from Python 3.12 on
-        busy=tuple(reduce(add, map(of_duration, own), 0.0) for own in events.durations),
-        ends=tuple(ends[last] for last in events.last),
-    )
+    return durations
 
 
 def _ends(events: _Events, durations: Sequence[float]) -> list[float]:
