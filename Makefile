@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test test-slow test-gpu gpu check format bench clean
+.PHONY: setup demo test test-slow test-gpu gpu check format bench clean browser
 
 setup: $(STAMP)
 
@@ -21,15 +21,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/jettison demo
 
+# Tests of pages need a Chromium: the one that is there, or Debian's where apt may be used. JETTISON_WITHOUT_BROWSER=1 leaves them out.
+browser: setup
+	$(BIN)/python tests/support/chromium.py
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check
+test: check browser
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
-test-slow: setup
+test-slow: setup browser
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
 test-gpu: setup

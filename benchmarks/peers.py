@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads or torch.get_num_threads())
     size = Size(layers=options.layers, hidden=options.hidden, sequence=options.sequence, vocabulary=options.vocabulary)
+    size = replace(size, dtype=getattr(torch, options.dtype))
     rows: list[Row] = []
     out = options.json or RESULTS / f"peers-{options.device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -230,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="torch CPU threads")
     parser.add_argument("--date", help="written into the results; left out by default")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.browser import chromium, open_page  # noqa: F401, fixtures
 from support.patience import PATIENCE
 
 # Examples are the same in every run, and a busy machine is no failure.
@@ -72,3 +73,10 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What opens pages is marked so."""
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.browser)

@@ -1,0 +1,113 @@
+"""One self-contained HTML document: kit, panels and data in one file that asks for nothing else.
+
+NOTE [ What a page may do ]
+A page is opened from a disk, by people who were handed it, and shows names out of files that somebody else wrote. Its
+policy (CSP) admits the scripts that are in it, by their digests, and nothing from elsewhere: no request leaves it. Data
+lie in script elements of type application/json, whose text cannot end the element, and reach the page as text nodes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from jettison import __version__
+
+VENDOR: Final = ("vendor/d3.min.js", "vendor/plot.min.js")
+KIT: Final = (
+    "kit/base.js",
+    "kit/state.js",
+    "kit/controls.js",
+    "kit/marks.js",
+    "kit/plot.js",
+    "kit/save.js",
+    "kit/figure.js",
+)
+STYLES: Final = ("kit/kit.css",)
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_ENDS_SCRIPT: Final = re.compile(r"</script|<!--|<script", re.IGNORECASE)
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file in ``report/assets``."""
+    return files("jettison.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
+
+
+def page(
+    title: str,
+    *,
+    intro: str,
+    scripts: Iterable[str],
+    data: Mapping[str, Any],
+    styles: Iterable[str] = (),
+    served: bool = False,
+) -> str:
+    """An HTML document that works offline.
+
+    Args:
+        title: of the document, as its heading too.
+        intro: plain text below it; an empty line begins a new paragraph.
+        scripts: files in ``report/assets``, run in this order after d3, Plot and the kit.
+        data: what ``J.data(name)`` gives the scripts; JSON-able, without infinities and NaN.
+        styles: files in ``report/assets``, after the kit's.
+        served: by a server of ours, whose own origin the page may ask.
+    """
+    code = [_script_text(name) for name in (*VENDOR, *KIT, *scripts)]
+    css = "\n".join(asset(name) for name in (*STYLES, *styles))
+    paragraphs = "".join(f"<p>{html.escape(text.strip())}</p>\n" for text in intro.split("\n\n") if text.strip())
+    blocks = "".join(
+        f'<script type="application/json" id="data-{_name(name)}">{json_for_html(value)}</script>\n'
+        for name, value in data.items()
+    )
+    return (
+        "<!doctype html>\n"
+        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(_policy(code, served=served))}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f'<meta name="generator" content="jettison {html.escape(__version__)}">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{html.escape(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n"
+        f"<header>\n<h1>{html.escape(title)}</h1>\n{paragraphs}"
+        "<noscript><p>The figures of this page are drawn by scripts in it; this browser does not run them.</p>"
+        "</noscript>\n</header>\n<main></main>\n"
+        f"<footer>Made by jettison {html.escape(__version__)}.</footer>\n"
+        f"{blocks}{''.join(f'<script>{text}</script>{chr(10)}' for text in code)}</body>\n</html>\n"
+    )
+
+
+def json_for_html(value: Any) -> str:
+    """JSON that can stand inside of a script element: nothing in it looks like markup."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _script_text(name: str) -> str:
+    text = asset(name)
+    assert not _ENDS_SCRIPT.search(text), f"{name} holds what ends or nests a script element"
+    return text
+
+
+def _name(name: str) -> str:
+    assert _NAME.fullmatch(name), f"{name!r} cannot be a name of data: small letters, digits, - and _"
+    return name
+
+
+def _policy(code: Iterable[str], *, served: bool) -> str:
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in code)
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    connect = "'self'" if served else "'none'"
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
