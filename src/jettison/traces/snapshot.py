@@ -38,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSnapshot:
-    """One device. ``complete``: no event was seen to be missing."""
+    """One device. ``complete``: nothing was freed whose allocation is not in the trace."""
 
     index: int
     timeline: MemoryTimeline
@@ -178,12 +178,10 @@ def _device(
     complete = not early
     for address, size, entry in early:
         live[address] = writer.already(size, reader.label(entry, known))
-    blocks = list(_blocks(reader, segments))
     born = {reader.whole(e, "addr", 0) for e in events if e.get("action") in _BORN}
-    for address, size, block in blocks:
+    for address, size, block in _blocks(reader, segments):
         if address not in born and address not in live:
             live[address] = writer.already(size, reader.label(block, known))
-            complete = complete and not events
     last = 0
     for event in events:
         action = event.get("action")

@@ -157,7 +157,7 @@ class _Player:
         if not unit.resident:
             return
         part = self._part(name, chunk) if self.by_tensor else None
-        found = [] if part is None else _tensors(part, whole=chunk >= len(self.stage.groups))
+        found = [] if part is None else _tensors(part, name, self.run, whole=chunk >= len(self.stage.groups))
         if sum(nbytes for _, nbytes in found) == unit.resident:
             yield from found
         else:
@@ -250,12 +250,12 @@ def _named(chunk: Chunk, name: str) -> StageRegion | None:
     return next((group.part for group in chunk if name in group.names), None)
 
 
-def _tensors(part: StageRegion, *, whole: bool) -> list[tuple[Label, int]]:
+def _tensors(part: StageRegion, name: str, run: Run, *, whole: bool) -> list[tuple[Label, int]]:
     """What a region keeps, one storage at a time."""
     kept = kept_by(part.region, "none") if whole else part.kept
     found: dict[str, tuple[Label, int]] = {}
-    for entry in part.region.entries(part.name, kept):
-        path = ".".join(filter(None, (entry.layer, entry.path)))
-        module = entry.path if entry.path.startswith(entry.layer) else path
-        found.setdefault(entry.storage, (Label(module=module, role=entry.role), entry.storage_bytes))
+    for entry in part.region.entries(name, kept):
+        module = ".".join(filter(None, (entry.layer, entry.path)))
+        nbytes = entry.local_storage_bytes(run.layout.mesh_sizes)
+        found.setdefault(entry.storage, (Label(module=module, role=entry.role), nbytes))
     return list(found.values())
