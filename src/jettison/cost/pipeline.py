@@ -82,32 +82,35 @@ def replay(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedPass:
-    """When a device works on a step of its order, in seconds from the start."""
+class TimedPass:
+    """One step of a device, and when it runs; seconds count from the first forward."""
 
     step: ScheduledPass
-    begin: float
+    start: float
     end: float
 
 
-def played_passes(
-    orders: Sequence[Sequence[ScheduledPass]],
+def timed_passes(
+    schedule: Schedule,
+    micro_batches: int,
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     weight: Sequence[Sequence[float]] | None = None,
     *,
     transfer: float = 0.0,
-) -> tuple[tuple[PlayedPass, ...], ...]:
-    """The same as `replay`, step by step: of each device, in its order."""
-    own = tuple(tuple(steps) for steps in orders)
-    events = _linked(own)
+) -> tuple[tuple[TimedPass, ...], ...]:
+    """By device and in its order, when each step of a named schedule runs: what `schedule_seconds` sums up."""
+    stages, chunks = len(forward), len(forward[0])
+    events = _events(schedule, stages, micro_batches, chunks)
     durations = _durations(forward, backward, weight)
-    ends = _far_ends(events, durations, transfer) if transfer else _ends(events, durations)
-    found: list[list[PlayedPass]] = [[] for _ in own]
-    for number, (_, _, _, duration) in enumerate(events.linked, start=1):
-        device = duration // 3 % len(own)
-        step = own[device][len(found[device])]
-        found[device].append(PlayedPass(step=step, begin=ends[number] - durations[duration], end=ends[number]))
+    ends = _far_ends(events, durations, transfer)
+    steps = orders(schedule, stages=stages, micro_batches=micro_batches, virtual_stages=chunks)
+    found: tuple[list[TimedPass], ...] = tuple([] for _ in range(stages))
+    for event, (before, needed, far, duration) in enumerate(events.linked, start=1):
+        device = duration // 3 % stages
+        start = max(ends[before], ends[needed] + (transfer if far else 0.0))
+        step = steps[device][len(found[device])]
+        found[device].append(TimedPass(step=step, start=start, end=ends[event]))
     return tuple(map(tuple, found))
 
 
@@ -213,7 +216,7 @@ def _play(
 def _durations(
     forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], weight: Sequence[Sequence[float]] | None
 ) -> list[float]:
-    """By 3 x place + kind."""
+    """Of each place's three kinds of work, as `_Linked` numbers them."""
     stages, chunks = len(forward), len(forward[0])
     durations = [0.0] * (3 * stages * chunks)
     for device in range(stages):

@@ -43,13 +43,13 @@ def what_if(answer: AutoForecast, *, steps: int = STEPS) -> Iterator[NextGiB]:
             answer.forecast.run, before.budget_bytes + GIB, answer.hardware, host_budget_bytes=answer.host_budget_bytes
         )
         yield NextGiB(
-            answer=after, saved_seconds=before.step_seconds - after.step_seconds, flips=tuple(_flips(before, after))
+            answer=after, saved_seconds=before.step_seconds - after.step_seconds, flips=tuple(flips(before, after))
         )
         before = after
 
 
-def _flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
-    """Largest first."""
+def flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
+    """Tensors that another plan of the same run has in another place; largest first."""
     found: defaultdict[tuple[str, str, str], list[tuple[str, int]]] = defaultdict(list)
     for old, new in zip(before.forecast.parts, after.forecast.parts, strict=True):
         places = whereabouts(new)
@@ -61,7 +61,7 @@ def _flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
         back = found.get((tensor, becomes, was), [])
         both = min(len(where), len(back))
         del where[len(where) - both :], back[len(back) - both :]
-    flips = [
+    changed = [
         Flip(
             tensor=tensor,
             before=was,
@@ -72,4 +72,4 @@ def _flips(before: AutoForecast, after: AutoForecast) -> Iterator[Flip]:
         for (tensor, was, becomes), where in found.items()
         if where
     ]
-    yield from sorted(flips, key=lambda flip: (-flip.nbytes, flip.tensor))
+    yield from sorted(changed, key=lambda flip: (-flip.nbytes, flip.tensor))

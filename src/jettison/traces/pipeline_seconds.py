@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jettison.cost.layer import NOTHING
-from jettison.cost.pipeline import MOST_EVENTS, PlayedPass, played_passes
+from jettison.cost.pipeline import MOST_EVENTS, TimedPass, timed_passes
 from jettison.errors import UsageError
-from jettison.ledger.schedule import ScheduledPass, Work, orders
+from jettison.ledger.schedule import ScheduledPass, Work
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Item, StageSeconds, Timing
 from jettison.predict.stages import Chunk
@@ -96,7 +96,7 @@ def step_slices(memory: Forecast, found: Estimate) -> tuple[tuple[PassSlices, ..
     )
 
 
-def _played(found: Estimate, timing: Timing) -> tuple[tuple[PlayedPass, ...], ...]:
+def _played(found: Estimate, timing: Timing) -> tuple[tuple[TimedPass, ...], ...]:
     layout, stages = found.run.layout, found.stages
     forward, backward = [stage.forward for stage in stages], [stage.backward for stage in stages]
     weights = None
@@ -104,19 +104,8 @@ def _played(found: Estimate, timing: Timing) -> tuple[tuple[PlayedPass, ...], ..
         weights = [stage.weights for stage in stages]
         backward = [[b - w for b, w in zip(*pair, strict=True)] for pair in zip(backward, weights, strict=True)]
     lag = timing.sending() if timing.execution.hides_stages and layout.pp > 1 else 0.0
-    return played_passes(stage_orders(found.run), forward, backward, weights, transfer=lag)
-
-
-def stage_orders(run: Run) -> tuple[tuple[ScheduledPass, ...], ...]:
-    """Of each stage; without a pipeline one micro-batch after another."""
-    layout = run.layout
-    if layout.pp == 1:
-        pairs = ((Work.FORWARD, Work.BACKWARD) for _ in range(1))
-        works = next(pairs)
-        return (tuple(ScheduledPass(work, n, 0) for n in range(run.micro_batches) for work in works),)
-    return orders(
-        layout.schedule, stages=layout.pp, micro_batches=run.micro_batches, virtual_stages=layout.virtual_stages
-    )
+    schedule = layout.schedule if layout.pp > 1 else Schedule.ONE_F_ONE_B
+    return timed_passes(schedule, found.run.micro_batches, forward, backward, weights, transfer=lag)
 
 
 def _device(
@@ -124,7 +113,7 @@ def _device(
     timing: Timing,
     stage: Stage,
     seconds: StageSeconds,
-    played: Sequence[PlayedPass],
+    played: Sequence[TimedPass],
     ends: tuple[int, int],
 ) -> Iterator[PassSlices]:
     """One stage's passes and what follows them.
@@ -137,7 +126,7 @@ def _device(
     split = any(one.step.work is Work.WEIGHT for one in played)
     now = 0
     for one in played:
-        begin, end = max(now, nanoseconds(one.begin)), nanoseconds(one.end)
+        begin, end = max(now, nanoseconds(one.start)), nanoseconds(one.end)
         waited = (_slice(Kind.WAIT, "waiting for other stages", now, begin),) if begin > now else ()
         if waited:
             yield PassSlices(step=None, begin_ns=now, end_ns=begin, slices=waited)
@@ -147,7 +136,7 @@ def _device(
     yield PassSlices(step=None, begin_ns=now, end_ns=ends[1], slices=tuple(_last(now, played[-1], seconds, ends)))
 
 
-def _last(now: int, played: PlayedPass, seconds: StageSeconds, ends: tuple[int, int]) -> Iterator[Slice]:
+def _last(now: int, played: TimedPass, seconds: StageSeconds, ends: tuple[int, int]) -> Iterator[Slice]:
     over, end = ends
     optimizer = min(end, over + nanoseconds(seconds.optimizer))
     reduced = min(over, nanoseconds(played.end + seconds.end))

@@ -49,7 +49,9 @@
     let [from, to] = view.span(axis.value()), cursor = data.peak_event, chosen = null, frames = 0;
     const wanted = () => ({ axis: axis.value(), from, to });
     const draw = () => {
+      const began = performance.now();
       view.draw(wanted(), groups(), { cursor, chosen });
+      canvas.dataset.ms = (performance.now() - began).toFixed(1);
       canvas.dataset.draws = frames += 1;
     };
     let waiting = 0;
@@ -238,10 +240,10 @@
         if (!differing.length) return el("p", {}, "At the peak both hold the same.");
         const top = differing.slice(0, 20), short = (text) => (text.length > 44 ? `${text.slice(0, 20)}…${text.slice(-22)}` : text);
         const wide = Math.max(...top.map((row) => short(label(row)).length)) * 6.4 + 14, most = Math.max(...top.map((row) => Math.abs(row[3] - row[2])));
-        const came = (row) => row[3] - row[2];
+        const came = (row) => row[3] - row[2], ticks = J.byteTicks(most, 3);
         return J.plot({
           height: 60 + 24 * top.length, marginLeft: Math.min(wide, J.width * 0.5), marginRight: 70,
-          x: { label: "change in bytes", domain: [-most, most], tickFormat: J.format.tick, ticks: 4, grid: true },
+          x: { label: "change in bytes", domain: [-most, most], ticks: [...ticks.slice(1).map((t) => -t).reverse(), ...ticks], tickFormat: signed, grid: true },
           y: { label: null, domain: top.map((_, i) => i), tickFormat: (i) => short(label(top[i])) },
           marks: [
             Plot.barX(top, { y: (_, i) => i, x: came, fill: (row) => (came(row) > 0 ? J.marks.hatch("diagonal", J.color(1)) : J.color(0)), stroke: "currentColor" }),

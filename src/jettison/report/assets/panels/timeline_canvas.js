@@ -2,8 +2,8 @@
 // Draws a stretch of a timeline on a canvas, stacked by group. Work grows with the canvas's width, not with the events.
 J.timeline.canvas = (canvas, data) => {
   const LEFT = 66, RIGHT = 10, TOP = 24, BOTTOM = 26, STRIP = 34, GAP = 8;
-  const context = canvas.getContext("2d"), HEIGHT = 400;
-  let width = 640, height = HEIGHT, paints = null, overview = null, shown = null;
+  const context = canvas.getContext("2d", { alpha: false }), HEIGHT = 400;
+  let width = 640, height = HEIGHT, paints = null, overview = null, shown = null, image = null;
 
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   // a colour and a hatch for each group: none is told by its colour alone
@@ -33,16 +33,21 @@ J.timeline.canvas = (canvas, data) => {
     }[J.marks.kinds[index % 8]];
     if (lines) line(...lines);
     if (J.marks.kinds[index % 8] === "dots") for (const at of [2, 6]) pen.fillRect(at - 1, at - 1, 2.4, 2.4), (pen.fillStyle = color);
-    const made = context.createPattern(tile, "repeat");
-    made.setTransform(new DOMMatrix().scale(1 / ratio));
-    return made;
+    return { tile, pixels: new Uint32Array(pen.getImageData(0, 0, 8 * ratio, 8 * ratio).data.buffer) };
+  };
+  const pixel = (color) => {
+    const pen = J.el("canvas", { width: 1, height: 1 }).getContext("2d");
+    pen.fillStyle = color;
+    pen.fillRect(0, 0, 1, 1);
+    return new Uint32Array(pen.getImageData(0, 0, 1, 1).data.buffer)[0];
   };
   const restyle = () => {
     const ratio = Math.max(1, Math.round(devicePixelRatio || 1));
     const colors = Array.from({ length: 8 }, (_, i) => style(`--c${i + 1}`));
     paints = {
       ratio, colors, fills: colors.map((color, i) => pattern(i, color, ratio)), ink: style("--ink"), soft: style("--soft"),
-      line: style("--line"), paper: style("--paper"), font: `12px ${style("--font") || "sans-serif"}`, limit: style("--limit"),
+      line: style("--line"), paper: style("--paper"), pixels: ["--paper", "--line", "--ink"].map((n) => pixel(style(n))),
+      solid: colors.map(pixel), font: `12px ${style("--font") || "sans-serif"}`, limit: style("--limit"),
     };
     overview = null;
   };
@@ -105,34 +110,10 @@ J.timeline.canvas = (canvas, data) => {
     context.textBaseline = "middle";
     context.textAlign = "right";
     for (const tick of J.byteTicks(highest, 5)) {
-      context.fillStyle = paints.line;
-      context.fillRect(box.x, Math.round(y(tick)), box.w, 1);
       context.fillStyle = paints.soft;
       context.fillText(J.format.tick(tick), box.x - 7, y(tick));
     }
-    for (let g = groups.count - 1; g >= 0; g -= 1) {
-      const path = new Path2D(), top = found.tops[g];
-      path.moveTo(box.x, y(0));
-      for (let x = 0; x < wide; x += 1) {
-        const level = y(top[x]);
-        path.lineTo(box.x + x, level);
-        if (top[x + 1] !== top[x]) path.lineTo(box.x + x + 1, level);
-      }
-      path.lineTo(box.x + wide, y(0));
-      path.closePath();
-      context.fillStyle = paints.paper; // a pattern over what is behind it would show both
-      context.fill(path);
-      context.fillStyle = paints.fills[g % 8];
-      context.fill(path);
-      context.strokeStyle = paints.colors[g % 8];
-      context.lineWidth = 1;
-      context.stroke(path);
-    }
-    context.strokeStyle = paints.ink;
-    context.beginPath();
-    for (let x = 0; x < wide; x += 1) context.lineTo(box.x + x, y(found.low[x]));
-    context.lineWidth = 0.8;
-    context.stroke();
+    raster(found, groups, box, highest, wide);
     if (chosen !== null) outline(view, groups, chosen, box, y, wide, found);
     axis(view, box);
     marks(view, box);
@@ -140,6 +121,30 @@ J.timeline.canvas = (canvas, data) => {
     rule(position(view, data.peak_event, box), box, paints.limit, [4, 3], `peak ${J.format.bytes(data.peak_bytes)}`);
     drawStrip(view);
     shown = { view, groups, found, box, wide, highest };
+  };
+
+  // The stack, pixel by pixel: filling patterns along outlines of a thousand columns takes a canvas many times as long.
+  const raster = (found, groups, box, highest, wide) => {
+    const { ratio, fills, solid, pixels: [paper, line, ink] } = paints;
+    const w = wide * ratio, h = Math.round(box.h * ratio), size = 8 * ratio;
+    if (!image || image.width !== w || image.height !== h) image = context.createImageData(w, h);
+    const out = new Uint32Array(image.data.buffer), row = (bytes) => Math.max(0, h - 1 - Math.round((bytes / highest) * (h - 1)));
+    out.fill(paper);
+    for (const tick of J.byteTicks(highest, 5)) out.fill(line, row(tick) * w, (row(tick) + 1) * w);
+    for (let x = 0; x < w; x += 1) {
+      const column = Math.floor(x / ratio), across = x % size;
+      let bottom = h;
+      for (let g = 0; g < groups.count; g += 1) {
+        const top = row(found.tops[g][column]), tile = fills[g % 8].pixels;
+        if (top >= bottom) continue;
+        for (let at = top * w + x, y = top; y < bottom; y += 1, at += w) out[at] = tile[(y % size) * size + across];
+        out[top * w + x] = solid[g % 8];
+        bottom = top;
+      }
+      const low = row(found.low[column]);
+      if (low > bottom) out[low * w + x] = ink;
+    }
+    context.putImageData(image, box.x * ratio, box.y * ratio);
   };
 
   const position = (view, event, box) => {
@@ -172,12 +177,12 @@ J.timeline.canvas = (canvas, data) => {
     }
   };
   const marks = (view, box) => {
-    let last = -Infinity;
+    const taken = [], first = (text) => /^(step|out of memory)/.test(text); // these before phases
     context.textAlign = "left";
-    for (const [event, text] of data.marks) {
+    for (const [event, text] of [...data.marks].sort((a, b) => first(b[1]) - first(a[1]) || a[0] - b[0])) {
       const x = position(view, Math.min(event, data.events - 1), box);
-      if (x < box.x || x > box.x + box.w || x - last < 70) continue;
-      last = x;
+      if (x < box.x || x > box.x + box.w || taken.some((other) => Math.abs(other - x) < 70)) continue;
+      taken.push(x);
       context.fillStyle = paints.soft;
       context.fillRect(x, box.y, 1, box.h);
       if (Math.abs(x - position(view, data.peak_event, box)) > 120) context.fillText(text.slice(0, 28), x + 3, box.y - 12);
@@ -248,7 +253,7 @@ J.timeline.canvas = (canvas, data) => {
   };
   const swatch = (tile, index) => {
     const pen = tile.getContext("2d");
-    pen.fillStyle = paints.fills[index % 8];
+    pen.fillStyle = pen.createPattern(paints.fills[index % 8].tile, "repeat");
     pen.fillRect(0, 0, tile.width, tile.height);
   };
   return { draw, resize, restyle, at, span, swatch, plot: () => plot() };

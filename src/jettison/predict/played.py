@@ -1,0 +1,372 @@
+"""A step played through on the clock: when each pass of each stage runs, and what the stage holds meanwhile.
+
+NOTE [ Bytes on the clock ]
+`ledger.timeline` prices the fullest states of a stage, since a peak is all that it is asked for. Here every pass of the
+schedule is played in its order, at the seconds of `predict.time`, unit by unit: a unit is given its share of the pass
+by its regions' seconds, and has the bytes of its worst moment throughout. The sum is NOTE [ What is there when ] of
+`ledger.timeline`, with one difference: where gradients appear one by one, each is there from the first backward of its
+own unit on, and not all of them from the second micro-batch on. So the highest bytes are the ledger's peak, to the
+byte, where gradients live in buffers or the fullest state comes a second time (1F1B with more micro-batches than
+stages), and at most that otherwise.
+
+What a layer sends to the host leaves when it has run, beside the next unit's forward, and comes back beside the next
+unit's backward. What copies take longer than that is in the pass already; a copy is shown from where it may begin, for
+as long as the link takes, behind those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from jettison.cost.collective import host_seconds
+from jettison.cost.pipeline import TimedPass, timed_passes
+from jettison.errors import UsageError
+from jettison.ledger.schedule import Work
+from jettison.ledger.timeline import Phase, StageLoad, Unit
+from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.stage_time import StageSeconds, Timing
+from jettison.predict.stages import Chunk, RegionGroup
+from jettison.predict.time import Estimate
+from jettison.predict.timeline_units import moved_bytes
+from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Schedule
+from jettison.spec.run import Gradients, Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPass:
+    """One unit's part of a pass, in the order in which a pass goes through them.
+
+    Args:
+        share: where it ends, as a share of the pass.
+        held: bytes kept for backward, above what the stage held when the pass began; what is being let go of included.
+        gradients: the same of gradients that wait for the optimizer.
+        transient: above both, at the worst moment.
+        moved: bytes that a forward sends to the host when this is over, or that a backward had fetched before it.
+    """
+
+    where: str
+    phase: Phase
+    share: float
+    held: int
+    gradients: int
+    transient: int
+    moved: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassProfile:
+    """What every pass of one kind through a chunk does: ``kept`` is what it leaves behind, or lets go of if negative.
+
+    ``made`` are gradients that it leaves behind. ``again``: the share of a backward that computes again.
+    """
+
+    units: tuple[UnitPass, ...]
+    kept: int
+    made: int
+    moved: int
+    again: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlayedPass:
+    """A pass on the clock. ``profile`` is its number among the stage's; ``held`` and ``gradients`` are there before."""
+
+    timed: TimedPass
+    profile: int
+    held: int
+    gradients: int
+    host: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedStage:
+    """One stage over a step.
+
+    Args:
+        fixed: parameters, and what a framework sets aside; ``state`` is the optimizer's, there from its first step on.
+        optimizer: when the optimizer begins and ends; before it, from the last pass on, gradients are reduced.
+        optimizer_transient: bytes that the optimizer's own arithmetic takes.
+        gradient_bytes: of all gradients.
+    """
+
+    index: int
+    fixed: int
+    state: int
+    gradient_bytes: int
+    optimizer_transient: int
+    upfront: bool
+    profiles: tuple[PassProfile, ...]
+    passes: tuple[PlayedPass, ...]
+    optimizer: tuple[float, float]
+
+    @cached_property
+    def instants(self) -> tuple[Instant, ...]:
+        """Every unit of every pass, and the optimizer."""
+        return tuple(self._instants())
+
+    def _instants(self) -> Iterator[Instant]:
+        for played in self.passes:
+            begin, length = played.timed.start, played.timed.end - played.timed.start
+            before = 0.0
+            for unit in self.profiles[played.profile].units:
+                yield Instant(
+                    start=begin + before * length,
+                    end=begin + unit.share * length,
+                    where=unit.where,
+                    phase=unit.phase,
+                    micro_batch=played.timed.step.micro_batch,
+                    gradients=played.gradients + unit.gradients,
+                    held=played.held + unit.held,
+                    transient=unit.transient,
+                    fixed=self.fixed,
+                    state=self.state,
+                )
+                before = unit.share
+        yield Instant(
+            start=self.optimizer[0],
+            end=self.optimizer[1],
+            where="",
+            phase=Phase.OPTIMIZER,
+            micro_batch=-1,
+            gradients=self.gradient_bytes,
+            held=0,
+            transient=self.optimizer_transient,
+            fixed=self.fixed,
+            state=self.state,
+        )
+
+    @property
+    def peak(self) -> Instant:
+        """The first of the highest, from the second step on."""
+        return max(self.instants, key=lambda instant: instant.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instant:
+    """A stretch of time in which a stage's bytes are those of one unit's worst moment."""
+
+    start: float
+    end: float
+    where: str
+    phase: Phase
+    micro_batch: int
+    fixed: int
+    state: int
+    gradients: int
+    held: int
+    transient: int
+
+    @property
+    def nbytes(self) -> int:
+        """Altogether."""
+        return self.fixed + self.state + self.gradients + self.held + self.transient
+
+
+def play(memory: Forecast, time: Estimate) -> tuple[PlayedStage, ...]:
+    """Every stage of a run on the clock; see NOTE [ Bytes on the clock ].
+
+    Args:
+        memory, time: of the same run, under the same choice.
+
+    Raises:
+        UsageError: a schedule that splits backward, or micro-batches that are kept whole beside others.
+    """
+    run = memory.run
+    if run.layout.schedule is Schedule.ZERO_BUBBLE or run.recompute.whole:
+        raise UsageError("a step is played for the schedules gpipe and 1f1b, with micro-batches that are all alike")
+    timing = Timing(run=run, hardware=time.hardware, execution=time.execution, planned=_planned(memory))
+    forward, backward = [stage.forward for stage in time.stages], [stage.backward for stage in time.stages]
+    lag = timing.sending() if timing.execution.hides_stages and run.layout.pp > 1 else 0.0
+    timed = timed_passes(run.layout.schedule, run.micro_batches, forward, backward, transfer=lag)
+    begins = time.step_seconds - max(stage.optimizer for stage in time.stages)
+    return tuple(
+        _stage(run, stage, own, _profiles(run, stage, timing, _again(seconds)), (begins, begins + seconds.optimizer))
+        for stage, own, seconds in zip(memory.stages, timed, time.stages, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Bytes of one unit on their way to the host, or back."""
+
+    where: str
+    micro_batch: int
+    to_host: bool
+    start: float
+    end: float
+    nbytes: int
+
+
+def copies(stage: PlayedStage, hardware: Hardware) -> Iterator[Copy]:
+    """What a stage moves over a step, in the order in which it begins; each way has a link of its own."""
+    free = {True: 0.0, False: 0.0}
+    for played in stage.passes:
+        step, begin = played.timed.step, played.timed.start
+        length = played.timed.end - begin
+        to_host = step.work is Work.FORWARD
+        units = stage.profiles[played.profile].units
+        for at, unit in enumerate(units):
+            if unit.moved:
+                beside = unit.share if to_host else (units[at - 2].share if at > 1 else 0.0)
+                start = max(free[to_host], begin + beside * length)
+                free[to_host] = start + host_seconds(unit.moved, hardware)
+                yield Copy(
+                    where=unit.where,
+                    micro_batch=step.micro_batch,
+                    to_host=to_host,
+                    start=start,
+                    end=free[to_host],
+                    nbytes=unit.moved,
+                )
+
+
+def _again(seconds: StageSeconds) -> list[float]:
+    """By chunk, the share of a backward that computes again."""
+    both = zip(seconds.chunks, seconds.backward, strict=True)
+    return [chunk.again.seconds / backward if backward else 0.0 for chunk, backward in both]
+
+
+def _planned(memory: Forecast) -> bool:
+    return any(part.chosen is not None for part in memory.parts)
+
+
+# profiles of passes ---------------------------------------------------------------------------------------------------
+
+FORWARD, FIRST_BACKWARD, BACKWARD = range(3)
+"""Kinds of passes; a chunk's profiles stand in this order, chunk after chunk."""
+
+
+def _profiles(run: Run, stage: Stage, timing: Timing, again: Sequence[float]) -> tuple[PassProfile, ...]:
+    found: list[PassProfile] = []
+    for chunk, units, share in zip(stage.groups, stage.load.chunks, again, strict=True):
+        rows = list(_by_unit(run, chunk, units, timing))
+        upfront = stage.load.gradients is Gradients.UPFRONT
+        found.append(_forward(rows))
+        found.append(_backward(rows, fresh=not upfront, again=share))
+        found.append(_backward(rows, fresh=False, again=share))
+    return tuple(found)
+
+
+_Row = tuple[str, Unit, float, float, int]  # name, unit, seconds of its forward and its backward, bytes to the host
+
+
+def _by_unit(run: Run, chunk: Chunk, units: Sequence[Unit], timing: Timing) -> Iterator[_Row]:
+    """One row for each name of a unit; a segment of several regions takes their seconds together."""
+    regions = [
+        (name, *_seconds(group, timing), moved_bytes(run, group.part)) for group in chunk for name in group.names
+    ]
+    layers = [i for i, group in enumerate(g for g in chunk for _ in g.names) if group.part.is_layer]
+    at = 0
+    for unit in units:
+        for name in unit.names:
+            last = name.rpartition(" to ")[2]
+            forward = backward = 0.0
+            moved = 0
+            while True:
+                region, f, b, nbytes = regions[at]
+                forward, backward = forward + f, backward + b
+                moved += 0 if at == layers[-1] else nbytes
+                at += 1
+                if region == last:
+                    break
+            yield name, unit, forward, backward, moved
+
+
+def _seconds(group: RegionGroup, timing: Timing) -> tuple[float, float]:
+    """Of each of a group's regions, the mean where segments treat them differently."""
+    items, count = timing.items([group]), len(group.names)
+    return (
+        sum(item.count * item.seconds.forward.seconds for item in items) / count,
+        sum(item.count * item.seconds.backward.seconds for item in items) / count,
+    )
+
+
+def _shares(seconds: Sequence[float]) -> list[float]:
+    ends = list(accumulate(seconds))
+    return [end / ends[-1] for end in ends[:-1]] + [1.0] if ends else []
+
+
+def _forward(rows: Sequence[_Row]) -> PassProfile:
+    units, level = [], 0
+    shares = _shares([forward for _, _, forward, _, _ in rows])
+    for (name, unit, _, _, moved), share in zip(rows, shares, strict=True):
+        units.append(
+            UnitPass(
+                where=name,
+                phase=Phase.LOSS if unit.is_loss else Phase.FORWARD,
+                share=share,
+                held=level,
+                gradients=0,
+                transient=unit.forward_peak,
+                moved=moved,
+            )
+        )
+        level += unit.resident
+    return PassProfile(units=tuple(units), kept=level, made=0, moved=sum(row[4] for row in rows), again=0.0)
+
+
+def _backward(rows: Sequence[_Row], *, fresh: bool, again: float) -> PassProfile:
+    units, level, made = [], 0, 0
+    shares = _shares([backward for _, _, _, backward, _ in reversed(rows)])
+    for (name, unit, _, _, moved), share in zip(reversed(rows), shares, strict=True):
+        units.append(
+            UnitPass(
+                where=name,
+                phase=Phase.BACKWARD,
+                share=share,
+                held=level,
+                gradients=made,
+                transient=unit.backward_peak if fresh else unit.adding_peak,
+                moved=moved,
+            )
+        )
+        level -= unit.resident
+        made += unit.gradient if fresh else unit.pending
+    left = made if fresh else 0
+    return PassProfile(units=tuple(units), kept=level, made=left, moved=-sum(row[4] for row in rows), again=again)
+
+
+# passes on the clock --------------------------------------------------------------------------------------------------
+
+
+def _stage(
+    run: Run,
+    stage: Stage,
+    timed: Sequence[TimedPass],
+    profiles: tuple[PassProfile, ...],
+    optimizer: tuple[float, float],
+) -> PlayedStage:
+    load: StageLoad = stage.load
+    upfront = load.gradients is Gradients.UPFRONT
+    held = host = 0
+    gradients = load.gradient_bytes if upfront else 0
+    begun: set[int] = set()
+    passes = []
+    for each in timed:
+        step = each.step
+        kind = FORWARD
+        if step.work is Work.BACKWARD:
+            kind = BACKWARD if step.chunk in begun else FIRST_BACKWARD
+            begun.add(step.chunk)
+        number = 3 * step.chunk + kind
+        profile = profiles[number]
+        passes.append(PlayedPass(timed=each, profile=number, held=held, gradients=gradients, host=host))
+        sent = load.sent if kind == FORWARD else -load.sent
+        held += profile.kept + sent
+        gradients += profile.made
+        host += profile.moved
+    return PlayedStage(
+        index=stage.index,
+        fixed=load.fixed,
+        state=load.state,
+        gradient_bytes=load.gradient_bytes,
+        optimizer_transient=load.optimizer_transient,
+        upfront=upfront,
+        profiles=profiles,
+        passes=tuple(passes),
+        optimizer=optimizer,
+    )
