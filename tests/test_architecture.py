@@ -27,7 +27,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("solve",),
     ("predict", "runtime"),
-    ("search", "explain", "parallel", "measure"),
+    ("search", "explain", "traces", "parallel", "measure"),
     ("dryrun", "models", "calibrate"),
     ("planner",),
     ("train", "report", "integrations"),
@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "predict",
     "search",
     "explain",
+    "traces",
     "report",
     "cli",
 )

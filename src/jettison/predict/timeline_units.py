@@ -101,7 +101,7 @@ def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared:
 
 
 def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
-    """Bytes that each unit of a chunk sends to the host in a forward, by the unit's name; nothing of those that do not."""
+    """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
     if not (groups and run.recompute.offload):
         return {}
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1

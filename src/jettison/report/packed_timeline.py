@@ -1,9 +1,9 @@
 """A timeline as data of a page: small numbers in as few bytes as they need, in base64.
 
 NOTE [ Packed timelines ]
-Births come in the order of the allocations' numbers, so an event is one number: 0 is the next birth, n above it the death
-of the n-th allocation back. Times are differences. Sizes and labels are places in lists, of which the frequent come first.
-A number is written seven bits a byte, the lowest first; the eighth bit says that more follow.
+Births come in the order of the allocations' numbers, so an event is one number: 0 is the next birth, n above it the
+death of the n-th allocation back. Times are differences. Sizes and labels are places in lists, of which the frequent
+come first. A number is written seven bits a byte, the lowest first; the eighth bit says that more follow.
 """
 
 from __future__ import annotations

@@ -42,10 +42,7 @@ class SnapshotReport:
         }
         difference = self.difference
         if self.other is not None and difference is not None:
-            found["other"] = {
-                "name": self.other.name,
-                "devices": [_device(device) for device in self.other.devices],
-            }
+            found["other"] = {"name": self.other.name, "devices": [_device(device) for device in self.other.devices]}
             found["changes"] = [_change_fields(difference, at) for at in range(len(difference.changes))]
         return found
 
@@ -56,12 +53,15 @@ class SnapshotReport:
             return _difference_table(difference, self.snapshot.name, self.other.name)
         return snapshot_table(self.snapshot)
 
-    def page(self) -> str:
+    def html(self) -> str:
         """One HTML file."""
         both = (self.snapshot,) if self.other is None else (self.snapshot, self.other)
         timelines = [(f"{one.name}, {d.timeline.title}", d.timeline) for one in both for d in one.devices]
         return timelines_page(
-            " against ".join(one.name for one in both), timelines, self.difference, names=tuple(one.name for one in both)
+            " against ".join(one.name for one in both),
+            timelines,
+            self.difference,
+            names=tuple(one.name for one in both),
         )
 
 
@@ -72,7 +72,7 @@ def compare_snapshots(before: Snapshot, after: Snapshot) -> Difference:
 
 def snapshot_page(snapshot: Snapshot, other: Snapshot | None = None) -> str:
     """One HTML file of a snapshot, or of two held against each other."""
-    return SnapshotReport(snapshot=snapshot, other=other).page()
+    return SnapshotReport(snapshot=snapshot, other=other).html()
 
 
 def timelines_page(
@@ -95,8 +95,9 @@ def timelines_page(
 
 
 _INTRO = (
-    "Bytes that are allocated after each event, stacked by what they are for. Each column is the highest moment that it covers; "
-    "the thin line is the lowest. Point at an allocation, or walk with the keys, to see what it is and how long it lives."
+    "Bytes that are allocated after each event, stacked by what they are for. Each column is the highest moment that "
+    "it covers; the thin line is the lowest. Point at an allocation, or walk with the keys, to see what it is and how "
+    "long it lives."
 )
 
 

@@ -1,8 +1,9 @@
 """A described step as a Chrome trace: JSON that ui.perfetto.dev and chrome://tracing open.
 
-The format is that of the "Trace Event Format" document: X is a slice, C a counter, M a name, s and f the ends of an arrow.
-A pipeline stage is a process; its tracks are the device's work, and copies to and from the host. Times are microseconds with three
-decimals, whole nanoseconds. A counter holds from its time on: within a slice it is the highest of the slice.
+The format is that of the "Trace Event Format" document: X is a slice, C a counter, M a name, s and f the ends of an
+arrow. A pipeline stage is a process; its tracks are the device's work, and copies to and from the host. Times are
+microseconds with three decimals, whole nanoseconds. A counter holds from its time on: within a slice it is the
+highest of the slice.
 """
 
 from __future__ import annotations
@@ -130,9 +131,7 @@ def _pass(pid: int, played: PassSlices, offset: int) -> Iterator[dict[str, Any]]
 _OF_REGIONS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
-def _copies(
-    trace: StepTrace, stage: Stage, passes: Sequence[PassSlices], offset: int
-) -> Iterator[dict[str, Any]]:
+def _copies(trace: StepTrace, stage: Stage, passes: Sequence[PassSlices], offset: int) -> Iterator[dict[str, Any]]:
     """What goes to the host from when its region's forward is over, and comes back beside the backward before its own.
 
     The link is a queue: a copy begins when the one before has ended.
@@ -217,9 +216,7 @@ def _moment(
     yield from _counts(pid, time_ns, after, totals, groups)
 
 
-def _counts(
-    pid: int, time_ns: int, total: int, by_role: dict[str, int], groups: list[str]
-) -> Iterator[dict[str, Any]]:
+def _counts(pid: int, time_ns: int, total: int, by_role: dict[str, int], groups: list[str]) -> Iterator[dict[str, Any]]:
     common = {"ph": "C", "pid": pid, "ts": _us(time_ns)}
     yield common | {"name": ALLOCATED, "args": {"bytes": total}}
     yield common | {"name": ROLES, "args": {name: by_role.get(name, 0) for name in groups}}

@@ -63,6 +63,4 @@ def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> Differen
             )
         )
     changes.sort(key=lambda change: (-abs(change.change_bytes), -change.after_bytes, change.module, change.role))
-    return Difference(
-        before_peak_bytes=before.peak_bytes, after_peak_bytes=after.peak_bytes, changes=tuple(changes)
-    )
+    return Difference(before_peak_bytes=before.peak_bytes, after_peak_bytes=after.peak_bytes, changes=tuple(changes))

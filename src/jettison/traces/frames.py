@@ -1,7 +1,8 @@
 """What a stack says about an allocation: whose it is, and in which part of a step it was made.
 
-A stack of PyTorch's names files and functions, not modules. The module is then the innermost place outside of libraries;
-the role is the part of the step that frames of torch give away. Stacks that Jettison writes say both: see `OWN`.
+A stack of PyTorch's names files and functions, not modules. The module is then the innermost place outside of
+libraries; the role is the part of the step that frames of torch give away. Stacks that Jettison writes say both: see
+`OWN`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,7 @@ def label_of_frames(frames: Sequence[Frame]) -> Label:
 
 def frames_of_label(label: Label) -> list[dict[str, str | int]]:
     """A stack that says what a label says."""
-    return [
-        {"name": label.role, "filename": label.module, "line": 0},
-        {"name": label.site, "filename": OWN, "line": 0},
-    ]
+    return [{"name": label.role, "filename": label.module, "line": 0}, {"name": label.site, "filename": OWN, "line": 0}]
 
 
 def _text(frame: Frame) -> str:

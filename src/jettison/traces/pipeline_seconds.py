@@ -1,11 +1,11 @@
 """The slices of a described step: which device does what when.
 
 NOTE [ Slices ]
-Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order, with
-what is computed again before each backward, and at the end what the pass waits for beside them: a transfer to the next
-stage, ZeRO's gatherings, copies. Between passes a device waits for other stages. Behind the last, gradients are reduced,
-then the optimizer steps. All is cut in whole nanoseconds, so that the slices of a device tile the step. Where only some
-micro-batches compute again, each pass has their share of it, as in `estimate`.
+Passes are the schedule's, at the seconds that `estimate` gives each stage. Within a pass come its regions in order,
+with what is computed again before each backward, and at the end what the pass waits for beside them: a transfer to
+the next stage, ZeRO's gatherings, copies. Between passes a device waits for other stages. Behind the last, gradients
+are reduced, then the optimizer steps. All is cut in whole nanoseconds, so that the slices of a device tile the step.
+Where only some micro-batches compute again, each pass has their share of it, as in `estimate`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,7 @@ def _played(found: Estimate, timing: Timing) -> tuple[tuple[TimedPass, ...], ...
 
 
 def _device(
-    run: Run,
-    timing: Timing,
-    stage: Stage,
-    seconds: StageSeconds,
-    played: Sequence[TimedPass],
-    ends: tuple[int, int],
+    run: Run, timing: Timing, stage: Stage, seconds: StageSeconds, played: Sequence[TimedPass], ends: tuple[int, int]
 ) -> Iterator[PassSlices]:
     """One stage's passes and what follows them.
 

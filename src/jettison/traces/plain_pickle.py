@@ -1,12 +1,13 @@
 """Pickles of plain data from people who are not trusted.
 
 NOTE [ Reading a pickle that may be hostile ]
-A pickle is a program. Before it runs, all of it is walked through: only operations that make dictionaries, lists, texts,
-numbers, booleans and None are admitted, so that nothing is imported, called or built. Three of these could still hurt.
-An integer may be of any length: at most eight bytes are. Places of the memo are allocated up to the highest: none may be
-above the number of operations so far. A key is hashed by recursion: tuples, the only containers that can be keys, hold
-numbers alone. Lengths are held against what is left of the file. Python's own C reader then loads it; its `find_class`
-refuses all names, too. What is shared may be small in the file and huge to walk through: readers count before they walk.
+A pickle is a program. Before it runs, all of it is walked through: only operations that make dictionaries, lists,
+texts, numbers, booleans and None are admitted, so that nothing is imported, called or built. Three of these could
+still hurt. An integer may be of any length: at most eight bytes are. Places of the memo are allocated up to the
+highest: none may be above the number of operations so far. A key is hashed by recursion: tuples, the only containers
+that can be keys, hold numbers alone. Lengths are held against what is left of the file. Python's own C reader then
+loads it; its `find_class` refuses all names, too. What is shared may be small in the file and huge to walk through:
+readers count before they walk.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ MOST_FILE_BYTES: Final = 2 << 30
 _TRUE_FALSE_NONE = "NEWTRUE NEWFALSE NONE"
 _NUMBERS = f"BININT BININT1 BININT2 LONG1 BINFLOAT {_TRUE_FALSE_NONE}".split()
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_FIXED = {"BININT": 4, "BININT1": 1, "BININT2": 2, "BINFLOAT": 8, "BINGET": 1, "LONG_BINGET": 4, "BINPUT": 1, "FRAME": 8}
-_PLAIN = "EMPTY_DICT EMPTY_LIST EMPTY_TUPLE MARK APPEND APPENDS SETITEM SETITEMS MEMOIZE".split()
+_FIXED = {
+    "BININT": 4,
+    "BININT1": 1,
+    "BININT2": 2,
+    "BINFLOAT": 8,
+    "BINGET": 1,
+    "LONG_BINGET": 4,
+    "BINPUT": 1,
+    "FRAME": 8,
+}
+_PLAIN = ["EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE"]
 _LENGTHS = {"SHORT_BINUNICODE": 1, "BINUNICODE": 4, "BINUNICODE8": 8}
 _CODE = {op.name: ord(op.code) for op in pickletools.opcodes}
 _NAME = {code: name for name, code in _CODE.items()}

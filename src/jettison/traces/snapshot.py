@@ -1,8 +1,9 @@
 """CUDA memory snapshots: what `torch.cuda.memory._dump_snapshot` writes, read without torch.
 
-The structure is that of torch 2.11 to 2.13: a dictionary with ``segments`` (what the caching allocator holds, cut into
-blocks) and ``device_traces`` (by device, events in order; the oldest may have been overwritten). Older files are the list
-of segments alone. An allocation is freed at ``free_requested``, as `torch.cuda.memory_allocated` counts.
+The structure is that of torch 2.11 to 2.13: a dictionary with ``segments`` (what the caching allocator holds, cut
+into blocks) and ``device_traces`` (by device, events in order; the oldest may have been overwritten). Older files are
+the list of segments alone. Bytes are those that were asked for, as events have them; `torch.cuda.memory_allocated`
+rounds each allocation up to 512. An allocation is freed at ``free_requested``, where that function stops counting it.
 """
 
 from __future__ import annotations
@@ -156,14 +157,14 @@ def _kind(value: object) -> str:
 
 
 def _blocks(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-    """Address, size and entry of each allocated block."""
+    """Address, bytes and entry of each allocated block."""
     for segment in segments:
         at = reader.whole(segment, "address", 0)
         for entry in segment["blocks"]:
             block = reader.dictionary(entry, "a block")
             size = reader.whole(block, "size")
             if block.get("state") in _ALLOCATED:
-                yield reader.whole(block, "address", at), size, block
+                yield reader.whole(block, "address", at), reader.whole(block, "requested_size", size) or size, block
             at += size
 
 
@@ -207,7 +208,9 @@ def _device(
 
 def _unseen(reader: _Reader, events: list[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
     """Of what was freed although its birth is not in the trace: address, bytes, and the event that freed it."""
-    found, live, dying = [], set(), set()
+    found: list[tuple[int, int, Mapping[str, Any]]] = []
+    live: set[int] = set()
+    dying: set[int] = set()
     for event in events:
         action = event.get("action")
         if action in _BORN:

@@ -1,8 +1,9 @@
 """A timeline as a CUDA memory snapshot: the file that `_dump_snapshot` would have written of it.
 
-It opens at https://docs.pytorch.org/memory_viz and with `torch.cuda._memory_viz`. Stacks say module and role. Addresses are
-those of an allocator that never cuts a segment in two, so that no time is spent on imagining fragments: each allocation has a
-segment of its own, as large as the allocator's granularity makes it, and a freed one is given to the next of the same size.
+It opens at https://docs.pytorch.org/memory_viz and with `torch.cuda._memory_viz`. Stacks say module and role.
+Addresses are those of an allocator that never cuts a segment in two, so that no time is spent on imagining fragments:
+each allocation has a segment of its own, as large as the allocator's granularity makes it, and a freed one is given
+to the next of the same size.
 """
 
 from __future__ import annotations

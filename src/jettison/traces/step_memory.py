@@ -1,12 +1,13 @@
 """The bytes of a described step, pass by pass, as a timeline of allocations.
 
 NOTE [ A step replayed ]
-`ledger.timeline` prices the fullest states of a schedule. Here the same units are played in the schedule's whole order,
-each pass from what is really there: residents of micro-batches in flight, gradients that earlier backwards made. A unit's
-peak above that is one allocation that lasts as long as its slice. So the highest moment is the ledger's wherever its
-fullest state comes up with all gradients there, which it does in every schedule with more micro-batches than fit in
-flight, and wherever gradients are there from the start. Elsewhere (GPipe, or as many micro-batches as stages, with
-gradients one by one) the fullest state comes up once, before there are gradients, and the replay stays below the ledger.
+`ledger.timeline` prices the fullest states of a schedule. Here the same units are played in the schedule's whole
+order, each pass from what is really there: residents of micro-batches in flight, gradients that earlier backwards
+made. A unit's peak above that is one allocation that lasts as long as its slice. So the highest moment is the
+ledger's wherever its fullest state comes up with all gradients there, which it does in every schedule with more
+micro-batches than fit in flight, and wherever gradients are there from the start. Elsewhere (GPipe, or as many
+micro-batches as stages, with gradients one by one) the fullest state comes up once, before there are gradients, and
+the replay stays below the ledger.
 """
 
 from __future__ import annotations

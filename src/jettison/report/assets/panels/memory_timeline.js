@@ -241,7 +241,7 @@
         const top = differing.slice(0, 20), short = (text) => (text.length > 44 ? `${text.slice(0, 20)}…${text.slice(-22)}` : text);
         const wide = Math.max(...top.map((row) => short(label(row)).length)) * 6.4 + 14, most = Math.max(...top.map((row) => Math.abs(row[3] - row[2])));
         const came = (row) => row[3] - row[2], ticks = J.byteTicks(most, 3);
-        return J.plot({
+        const drawn = J.plot({
           height: 60 + 24 * top.length, marginLeft: Math.min(wide, J.width * 0.5), marginRight: 70,
           x: { label: "change in bytes", domain: [-most, most], ticks: [...ticks.slice(1).map((t) => -t).reverse(), ...ticks], tickFormat: signed, grid: true },
           y: { label: null, domain: top.map((_, i) => i), tickFormat: (i) => short(label(top[i])) },
@@ -251,6 +251,8 @@
             Plot.ruleX([0]),
           ],
         });
+        for (const group of drawn.querySelectorAll("g[aria-label]")) group.removeAttribute("aria-label"); // a group has no role
+        return drawn;
       },
       table: () => ({
         columns: ["module", "role", { label: "before", format: J.format.exact }, { label: "after", format: J.format.exact }, "allocations before", "after", "change"],
