@@ -189,3 +189,9 @@ def test_two_snapshots_by_module_and_role() -> None:
         ("a", "parameters", 0, "same"),
     ]
     assert (found.before_peak_bytes, found.after_peak_bytes) == (3500, 1814)
+    assert found.by_role() == {
+        "linear input": (2000, 0),
+        "gradients": (500, 750),
+        "norm input": (0, 64),
+        "parameters": (1000, 1000),
+    }

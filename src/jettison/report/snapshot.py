@@ -107,7 +107,7 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
     timeline = device.timeline
     shares = timeline.shares(timeline.peak_event)
     facts = [
-        ("snapshot", f"{snapshot.name}: {len(snapshot.devices)} device(s); this is device {device.index}"),
+        ("snapshot", f"{snapshot.name}, device {device.index}{_beside(snapshot)}"),
         ("events", f"{len(timeline.allocation):,} of {len(timeline.nbytes):,} allocations"),
         ("peak", exact(timeline.peak_bytes)),
         ("at the end", f"{exact(timeline.end_bytes)} of {format_bytes(device.reserved_bytes)} in segments"),
@@ -128,6 +128,10 @@ def snapshot_table(snapshot: Snapshot) -> RenderableType:
         nbytes, count = sum(n for n, _ in rest), sum(c for _, c in rest)
         rows.add_row(f"{len(rest)} more", "", format_bytes(nbytes), "", f"{count:,}")
     return Group(facts_table(facts), roles, rows)
+
+
+def _beside(snapshot: Snapshot) -> str:
+    return f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
 
 
 def _device(device: DeviceSnapshot) -> dict[str, Any]:
@@ -170,6 +174,9 @@ def _difference_table(difference: Difference, before: str, after: str) -> Render
         (f"peak of {before}", exact(difference.before_peak_bytes)),
         (f"peak of {after}", f"{exact(difference.after_peak_bytes)}: {_signed(change)}"),
     ]
+    roles = titled("At the peak of each, by role", ("role",), ("before", "after", "change"))
+    for role, (old, new) in difference.by_role().items():
+        roles.add_row(role, format_bytes(old), format_bytes(new), _signed(new - old))
     table = titled("At the peak of each, by module and role", ("module", "role"), ("before", "after", "change"))
     table.add_column("")
     differing = [c for c in difference.changes if c.verdict != "same"]
@@ -183,7 +190,7 @@ def _difference_table(difference: Difference, before: str, after: str) -> Render
     if same:
         table.add_section()
         table.add_row(f"{same} the same", "", "", "", "", "")
-    return Group(facts_table(facts), table)
+    return Group(facts_table(facts), roles, table)
 
 
 def _signed(nbytes: int) -> str:

@@ -43,6 +43,14 @@ class Difference:
     after_peak_bytes: int
     changes: tuple[Change, ...]
 
+    def by_role(self) -> dict[str, tuple[int, int]]:
+        """Bytes before and after of each role, the largest change first."""
+        found: dict[str, tuple[int, int]] = {}
+        for change in self.changes:
+            before, after = found.get(change.role, (0, 0))
+            found[change.role] = before + change.before_bytes, after + change.after_bytes
+        return dict(sorted(found.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), -item[1][1], item[0])))
+
 
 def compare_timelines(before: MemoryTimeline, after: MemoryTimeline) -> Difference:
     """What is there at the peak of each."""
