@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 ABSENT = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
-WITHOUT_TORCH = {"tests", "spec", "ledger", "formula", "cost", "solve", "predict", "search", "cli"}
+WITHOUT_TORCH = {"tests", "spec", "ledger", "formula", "cost", "solve", "predict", "search", "server", "cli"}
 """Folders with tests that run where torch is not installed: those that do not import it."""
 
 

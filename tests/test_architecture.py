@@ -33,6 +33,7 @@ RANKS: tuple[tuple[str, ...], ...] = (
     ("planner",),
     ("train", "report", "integrations"),
     ("verbs",),
+    ("server",),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -58,6 +59,7 @@ WITHOUT_TORCH = (
     "explain",
     "traces",
     "report",
+    "server",
     "cli",
 )
 """Rooms that can be imported where torch is not installed."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
 from jettison.report.console import hint, show
+from jettison.report.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,19 +51,3 @@ def deliver(
     if out is not None:
         out.write_text(text, encoding="utf-8")
         hint(f"wrote {out}")
-
-
-def json_text(document: Mapping[str, Any]) -> str:
-    """A document as JSON, a line for each key and for each item of a list: quick to write, and easy to grep."""
-    lines = ",\n".join(f" {_json(key)}: {_value(value)}" for key, value in document.items())
-    return f"{{\n{lines}\n}}\n"
-
-
-def _value(value: object) -> str:
-    if not isinstance(value, list) or not value:
-        return _json(value)
-    return "[\n" + ",\n".join(f"  {_json(item)}" for item in value) + "\n ]"
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

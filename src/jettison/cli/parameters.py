@@ -1,4 +1,4 @@
-"""What commands share: the application, the parameters of several, and a document for what no plan fits."""
+"""What commands share: the application, and the parameters of several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from jettison import __version__
-from jettison.errors import Infeasible
 
 Form = Literal["human", "json"]
 Model = Annotated[str, Parameter(help="module:factory, or a Hugging Face config.json or its folder.")]
@@ -28,14 +27,3 @@ app = App(
     help="Train under a byte budget: decide tensor by tensor what to keep or recompute, and prove it.",
     suppress_keyboard_interrupt=False,
 )
-
-
-def infeasible(error: Infeasible) -> dict[str, object]:
-    """In the place of a plan."""
-    return {
-        "schema": "jettison.plan/1",
-        "feasible": False,
-        "budget_bytes": error.budget_bytes,
-        "minimum_budget_bytes": error.minimum_budget_bytes,
-        "reason": error.reason,
-    }

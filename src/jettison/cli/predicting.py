@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, json_text, refuse_to_overwrite
-from jettison.cli.parameters import Budget, Force, Format, Out, app, infeasible
+from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.parameters import Budget, Force, Format, Out, app
 from jettison.errors import Infeasible
 from jettison.predict.run_request import RunRequest
 from jettison.report.console import hint, progress
+from jettison.report.json_text import json_text
 from jettison.report.summary import LedgerReport
 from jettison.search.request import SearchRequest
 
@@ -142,7 +143,9 @@ def plan(
             )
     except Infeasible as error:
         if form == "json":
-            print(json_text(infeasible(error)), end="")
+            from jettison.report.plan import infeasible_document
+
+            print(json_text(infeasible_document(error)), end="")
         raise
     deliver(report.document, report.table, form=form, out=out)
 

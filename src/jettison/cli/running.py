@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, json_text, refuse_to_overwrite
-from jettison.cli.parameters import Attention, Budget, Force, Format, MicroBatch, Out, Precision, Seq, app, infeasible
+from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.parameters import Attention, Budget, Force, Format, MicroBatch, Out, Precision, Seq, app
 from jettison.errors import Infeasible, JettisonError, ProofFailed
 from jettison.report.console import hint, progress, show
+from jettison.report.json_text import json_text
 
 if TYPE_CHECKING:
     from jettison.train.export_run import ExportResult
@@ -93,7 +94,9 @@ def verify(
             )
         except Infeasible as error:
             if form == "json":
-                print(json_text(infeasible(error)), end="")
+                from jettison.report.plan import infeasible_document
+
+                print(json_text(infeasible_document(error)), end="")
             raise
     from jettison.report.tables import proof_table
 

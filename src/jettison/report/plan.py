@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from jettison.errors import Infeasible
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
@@ -24,6 +25,17 @@ DESCRIBED = "description"
 """What such a document says under ``made_from``: it names no programs, and cannot be applied to a module."""
 MOST_FLIPS = 2
 """Of each next GiB, in the table."""
+
+
+def infeasible_document(error: Infeasible) -> dict[str, Any]:
+    """In the place of a plan."""
+    return {
+        "schema": SCHEMA,
+        "feasible": False,
+        "budget_bytes": error.budget_bytes,
+        "minimum_budget_bytes": error.minimum_budget_bytes,
+        "reason": error.reason,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,12 +19,12 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import AWAY, Diverged, Frame, Handle, Held
+from jettison.runtime.frame import Diverged, Frame, Handle, Held
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
 from jettison.runtime.packing import Packed
-from jettison.runtime.recipe import Recipe, SlotAction
+from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.witness import Witness
 
 _running = threading.local()
@@ -65,11 +65,11 @@ class ActiveFrame(Frame):
         """As any frame's, as long as the run is the recorded one; what comes after that is kept."""
         if type(tensor) is FakeTensor and not self.fake:
             self.region.refuse_fake("saves")
-        if not self.broken:
-            self.broken = self.check.diverged if self.check is not None else ""
+        if self.check is not None:
+            self.broken = self.broken or self.check.diverged
         if not self.broken:
             try:
-                return super().pack(tensor)
+                return Frame.pack(self, tensor)
             except Diverged as divergence:
                 self.broken = str(divergence)
                 self.index -= 1

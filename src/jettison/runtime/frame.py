@@ -16,11 +16,21 @@ from jettison.errors import WrongValue
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
 from jettison.runtime.packing import Packed
-from jettison.runtime.recipe import Recipe, RecipeStep, SlotAction, get_state, in_a_copy, run_step, set_state, view_of
+from jettison.runtime.recipe import (
+    AWAY,
+    Recipe,
+    RecipeStep,
+    SlotAction,
+    get_state,
+    in_a_copy,
+    run_step,
+    set_state,
+    view_of,
+)
 from jettison.runtime.witness import Check, Rounded, Witness, compare
 
-AWAY: Final = frozenset({"drop", "offload", "pack"})
-"""Kinds of slots that leave a handle in the place of their tensor."""
+UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
+"""Classes of most saved tensors: nothing is inside them."""
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
@@ -38,7 +48,7 @@ class Held:
         self.frame = frame
         # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
         self.tensor = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
-        self.version = version_of(tensor)
+        self.version = 0 if tensor.is_inference() else tensor._version  # `version_of`, without a call for each tensor
 
     def open(self) -> Tensor:
         """The tensor, if nobody has written to it."""
@@ -194,7 +204,7 @@ class Frame:
             raise Diverged(f"more than {len(recipe.slots)} saved tensors") from None
         self.index += 1
         ref = slot.ref
-        inner = plain(tensor)
+        inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
         if (
             inner.shape != ref.size
             or inner.dtype is not ref.dtype
@@ -221,7 +231,7 @@ class Frame:
             return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
-            if storage_of(table[leaf]) != inner.untyped_storage()._cdata:
+            if table[leaf] is not tensor and storage_of(table[leaf]) != inner.untyped_storage()._cdata:
                 raise Diverged(f"saved tensor {self.index - 1} is not parameter {slot.parameter}")
         elif slot.fill is not None:
             self.hold(slot.fill, tensor)

@@ -7,7 +7,7 @@ first run costs about a microsecond a node, and notices any other path through d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ Print = tuple[Any, ...]
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _CAST = "ToCopyBackward0"
+_PLAIN = (int, bool, float, str, type(None))
 # reshape takes one of these under a dispatch mode, as in the first run, and the other without
 _SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 
@@ -43,9 +44,10 @@ class Bounds:
         sequence = node._sequence_nr()
         if sequence < self.start:
             return self.inputs.get(node, "outside")
-        for call, (first, past) in enumerate(self.nested):
-            if first <= sequence < past:
-                return "block", call
+        if self.nested:
+            for call, (first, past) in enumerate(self.nested):
+                if first <= sequence < past:
+                    return "block", call
         return None
 
 
@@ -95,21 +97,20 @@ def graph_print(outputs: Iterable[Any], bounds: Bounds) -> Print:
         for leaf in outputs
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None
     ]
-    at = 0
-    while at < len(order):
-        node = order[at]
-        at += 1
-        name = _SAME.get(node.name(), node.name())
-        leaf = _leaf(name, node)
-        if leaf is not None:
-            described.append((name, bounds.leaves.get(id(leaf), "leaf")))
-            continue
+    for node in order:  # which grows meanwhile
+        name, attributes = _kind(node.__class__)
+        name = name or node.name()
+        if name in (_ACCUMULATE, _CAST):
+            leaf = _leaf(name, node)
+            if leaf is not None:
+                described.append((name, bounds.leaves.get(id(leaf), "leaf")))
+                continue
         outside = bounds.outside(node)
         if outside is not None:
             described.append(outside)
             continue
         edges = tuple([None if n is None else (number(n), i) for n, i in node.next_functions])
-        described.append((name, tuple([_number(getattr(node, a)) for a in _attributes(node.__class__)]), edges))
+        described.append((name, attributes(node) if attributes else (), edges))
     return tuple(described)
 
 
@@ -122,6 +123,15 @@ def _leaf(name: str, node: Node) -> Tensor | None:
 
 
 @cache
+def _kind(kind: Any) -> tuple[str, Callable[[Node], Any] | None]:
+    """Of a class of nodes: their name, "" where each has one of its own, and what reads their numbers."""
+    name = ""
+    if kind.__module__ == "builtins" and kind.__name__ != "CppFunction":  # autograd's own, not a Function of somebody's
+        name = _ACCUMULATE if kind.__name__ == "AccumulateGrad" else _SAME.get(kind.__name__, kind.__name__)
+    names = _attributes(kind)
+    return name, (lambda node: tuple([_number(getattr(node, a)) for a in names])) if names else None
+
+
 def _attributes(kind: Any) -> tuple[str, ...]:
     """Attributes of a node class that hold numbers. Saved tensors are left alone: asking for one would unpack it."""
     names = set(dir(kind))
@@ -135,7 +145,7 @@ def _attributes(kind: Any) -> tuple[str, ...]:
 
 
 def _number(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value.__class__ in _PLAIN:
         return value
     if isinstance(value, tuple | list):
         return tuple(value)

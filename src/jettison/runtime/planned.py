@@ -401,10 +401,7 @@ class PlannedForward:
         if not self._leave(frame):
             self.recordings.diverged(prepared, key, frame.broken)
             return output
-        graph = graph_print(tree_leaves(output), bounds_of(frame.start, frame.nested, self.recordings.owners, leaves))
-        if prepared.graph is None:
-            prepared.graph = graph  # that of the first run, which was compared with the recording
-        elif prepared.graph != graph:
+        if recipe.is_needed and not self._has_graph_of(prepared, frame, output, leaves):
             why = "its autograd graph is another one"
             unseen = self.how is Check.OFF or frame.share > 1
             if unseen and any(slot.kind == "drop" for slot in recipe.slots):
@@ -418,6 +415,14 @@ class PlannedForward:
             self.way.link.leave(tree_leaves(output), frame.handed)
             frame.handed = {}
         return output
+
+    def _has_graph_of(self, prepared: Prepared, frame: ActiveFrame, output: Any, leaves: list[Any]) -> bool:
+        """Whether a run built the graph of the first one, which was compared with the recording call by call."""
+        bounds = bounds_of(frame.start, frame.nested, self.recordings.owners, leaves)
+        graph = graph_print(tree_leaves(output), bounds)
+        if prepared.graph is None:
+            prepared.graph = graph
+        return bool(prepared.graph == graph)
 
     def begin_group(self, *, moves: bool) -> Group | None:
         """For a call, where it or others around it move what they save."""

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.random_states import without_idle_moves
 from jettison.runtime.witness import Spots, spots_of
+
+AWAY: Final = frozenset({"drop", "offload", "pack"})
+"""Kinds of slots that leave a handle in the place of their tensor."""
 
 
 @dataclass(slots=True)
@@ -107,6 +110,11 @@ class Recipe:
     def host_bytes(self) -> int:
         """Bytes that go to the host meanwhile."""
         return sum(move.host_bytes for move in self.moved.values())
+
+    @cached_property
+    def is_needed(self) -> bool:
+        """Whether anything hangs on its being right; not where all that autograd saves stays as it is."""
+        return bool(self.handed) or any(slot.kind in AWAY for slot in self.slots)
 
     @cached_property
     def sees_modes(self) -> bool:

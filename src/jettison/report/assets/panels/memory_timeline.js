@@ -232,13 +232,26 @@
     const signed = (n) => (n > 0 ? `+${J.format.bytes(n)}` : J.format.bytes(n));
     const label = ([module, role]) => [module, role].filter(Boolean).join(", ") || "no stack";
     const differing = changes.filter((row) => row[6] !== "same");
+    const roles = () => {
+      const sums = new Map();
+      for (const row of changes) {
+        const sum = sums.get(row[1]) ?? ["", row[1], 0, 0, 0, 0, ""];
+        for (let i = 2; i < 6; i += 1) sum[i] += row[i];
+        sum[6] = !sum[4] ? "appeared" : !sum[5] ? "vanished" : sum[3] > sum[2] ? "grew" : sum[3] < sum[2] ? "shrank" : "same";
+        sums.set(row[1], sum);
+      }
+      return [...sums.values()].filter((row) => row[3] !== row[2]).sort((a, b) => Math.abs(b[3] - b[2]) - Math.abs(a[3] - a[2]));
+    };
+    const chosen = J.select({ key: "changes", label: "by", options: [{ value: "role", label: "role" }, { value: "both", label: "module and role" }], value: "role" });
     J.figure({
       id: "difference",
       title: `From ${names[0]} to ${names[1]}: what changed at the peak`,
       caption: `${differing.length} of ${changes.length} pairs of module and role differ. Bars to the right are bytes that came, to the left bytes that went.`,
-      draw: () => {
-        if (!differing.length) return el("p", {}, "At the peak both hold the same.");
-        const top = differing.slice(0, 20), short = (text) => (text.length > 44 ? `${text.slice(0, 20)}…${text.slice(-22)}` : text);
+      controls: [chosen],
+      draw: (values) => {
+        const rows = values.changes === "role" ? roles() : differing;
+        if (!rows.length) return el("p", {}, "At the peak both hold the same.");
+        const top = rows.slice(0, 20), short = (text) => (text.length > 44 ? `${text.slice(0, 20)}…${text.slice(-22)}` : text);
         const wide = Math.max(...top.map((row) => short(label(row)).length)) * 6.4 + 14, most = Math.max(...top.map((row) => Math.abs(row[3] - row[2])));
         const came = (row) => row[3] - row[2], ticks = J.byteTicks(most, 3);
         const drawn = J.plot({

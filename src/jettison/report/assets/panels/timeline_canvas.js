@@ -185,7 +185,9 @@ J.timeline.canvas = (canvas, data) => {
       taken.push(x);
       context.fillStyle = paints.soft;
       context.fillRect(x, box.y, 1, box.h);
-      if (Math.abs(x - position(view, data.peak_event, box)) > 120) context.fillText(text.slice(0, 28), x + 3, box.y - 12);
+      const peak = position(view, data.peak_event, box), from = peak > box.x + box.w - 130 ? peak - 130 : peak;
+      const words = text.slice(0, 28), wide = context.measureText(words).width + 8;
+      if (x + wide < from || x > from + 130) context.fillText(words, x + 3, box.y - 12);
     }
   };
   // an allocation within its group: what of the group was born before it, and is still there, lies below it

@@ -1,0 +1,79 @@
+"""One process that answers, one question a line on stdin, and says on stdout how far it is and what came out.
+
+It ends when stdin does, whatever it is doing: with its server, however that ended. It is killed to cancel what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from importlib import import_module
+from typing import Any
+
+from jettison.errors import JettisonError
+from jettison.server.answering import answer
+
+OUT_OF_MEMORY = "memory"
+INTERNAL = "internal"
+REFUSED = "refused"
+
+
+def main(arguments: list[str]) -> None:
+    """``worker FOLDER BYTES``: work there, in so much address space."""
+    folder, most_bytes = arguments
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is not an answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    os.chdir(folder)
+    _bound_memory(int(most_bytes))
+    questions: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(questions,), daemon=True).start()
+
+    def say(**what: object) -> None:
+        lines.write(json.dumps(what) + "\n")
+        lines.flush()
+
+    import_module("jettison.verbs.plan")  # what most questions need is there before the first
+
+    say(ready=True)
+    while True:
+        say(**_answered(questions.get(), lambda text: say(progress=text)))
+
+
+def _read(questions: queue.SimpleQueue[dict[str, Any]]) -> None:
+    for line in sys.stdin.buffer:
+        questions.put(json.loads(line))
+    os._exit(0)  # the server has gone, and nobody waits for what is being worked out
+
+
+def _answered(asked: dict[str, Any], progress: Any) -> dict[str, object]:
+    try:
+        found = answer(asked, progress)
+    except JettisonError as error:
+        return {"problem": REFUSED, "detail": str(error)}
+    except MemoryError:
+        return {"problem": OUT_OF_MEMORY, "detail": ""}
+    except RecursionError:
+        return {"problem": REFUSED, "detail": "the request nests more than can be worked out"}
+    except Exception as error:  # a bug of ours: where it is goes to the server's terminal, not to the client
+        traceback.print_exc()
+        return {"problem": INTERNAL, "detail": type(error).__name__}
+    return {"answer": found.text, "exit_code": found.exit_code}
+
+
+def _bound_memory(most_bytes: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    if sys.platform != "darwin":  # where the limit can be set, and is not heeded
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

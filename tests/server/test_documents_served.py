@@ -1,0 +1,248 @@
+"""What is served is what the command line prints, and what cannot be asked is refused in words."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jettison.cli.main import run
+from jettison.server import Limits
+from support.serving import JSON, PLAN, Served, served
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(Limits(workers=1)) as found:
+        yield found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, int]:
+    code = run([*arguments, "--format", "json"])
+    return capsys.readouterr().out, code
+
+
+def timeless(text: str) -> dict[str, Any]:
+    """A document without how long it took."""
+    document = json.loads(text)
+    document.pop("seconds", None)
+    document.get("solver", {}).pop("seconds", None)
+    return document
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "line", "code"),
+    [
+        ("plan", PLAN, "plan gpt-22b --tp 8 --budget 60GiB", 0),
+        ("plan", {"model": "gpt-22b", "tp": 8, "budget": "20GiB"}, "plan gpt-22b --tp 8 --budget 20GiB", 3),
+        (
+            "plan",
+            {"model": "llama3-8b", "gpu": "h100-80gb", "dp": 8, "zero": 3, "micro_batch": 4, "what_if": True},
+            "plan llama3-8b --gpu h100-80gb --dp 8 --zero 3 --micro-batch 4 --what-if",
+            0,
+        ),
+        (
+            "estimate",
+            {"model": "gpt-22b", "gpu": "a100-80gb", "tp": 8, "sp": False, "recompute": "full", "compile": True},
+            "estimate gpt-22b --gpu a100-80gb --tp 8 --no-sp --recompute full --compile",
+            0,
+        ),
+        ("ledger", {"model": "gpt2", "seq": 128}, "ledger gpt2 --seq 128", 0),
+        ("ledger", {"model": "gpt-22b", "gpu": "a100-80gb"}, "ledger gpt-22b --gpu a100-80gb", 3),
+        (
+            "search",
+            {"model": "gpt2", "gpus": 2, "gpu": "a100-80gb", "global_batch": 2, "recompute": "none,full", "top": 2},
+            "search gpt2 --gpus 2 --gpu a100-80gb --global-batch 2 --recompute none,full --top 2",
+            0,
+        ),
+        (
+            "search",
+            {"model": "gpt-1t", "gpus": 1, "gpu": "a100-80gb", "global_batch": 1, "recompute": "full"},
+            "search gpt-1t --gpus 1 --gpu a100-80gb --global-batch 1 --recompute full",
+            3,
+        ),
+    ],
+)
+def test_a_document_is_the_command_lines(
+    server: Served, capsys: pytest.CaptureFixture[str], verb: str, body: dict[str, Any], line: str, code: int
+) -> None:
+    answer = server.post(verb, body)
+    text, left = printed(capsys, *line.split())
+    assert (answer.status_code, left) == (200, code)
+    assert answer.headers["Jettison-Exit-Code"] == str(code)
+    assert answer.headers["Content-Type"] == "application/json"
+    assert timeless(answer.text) == timeless(text)
+    if verb in ("ledger", "estimate"):
+        assert answer.text == text
+
+
+def test_an_upload_is_what_a_file_would_be(
+    server: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    text, _ = printed(capsys, "plan", "small.json", "--tp", "1", "--budget", "1GiB")
+    answer = server.post("plan", {"config": LLAMA, "name": "small", "budget": "1GiB"})
+    assert timeless(answer.text) == timeless(text)
+    assert answer.json()["model"] == "small.json"
+    assert "torch" not in loaded(server)
+    unnamed = server.post("ledger", {"config": LLAMA}).json()
+    named = server.post("ledger", {"config": LLAMA, "name": "config.json"}).json()
+    assert unnamed["model"] == named["model"] == "uploaded.json"
+
+
+def loaded(server: Served) -> str:
+    """Libraries in the memory of the workers."""
+    if sys.platform != "linux":
+        return ""
+    return "".join(Path(f"/proc/{pid}/maps").read_text() for pid in server.workers())
+
+
+WRONG: list[tuple[str, object, str]] = [
+    ("plan", {"budget": "60GiB"}, "expected exactly one of model, a preset's name, and config"),
+    ("plan", {**PLAN, "config": LLAMA}, "expected exactly one of model, a preset's name, and config"),
+    ("plan", {**PLAN, "model": "/etc/passwd"}, "model: expected one of gpt-22b, "),
+    ("plan", {**PLAN, "model": "os:getcwd"}, "model: expected one of gpt-22b, "),
+    ("plan", {**PLAN, "model": ["gpt-22b"]}, "model: expected one of gpt-22b, "),
+    ("plan", {**PLAN, "gpu": "../../etc/passwd"}, "gpu: expected one of "),
+    ("plan", {**PLAN, "name": "x"}, "name goes with config"),
+    ("plan", {"config": LLAMA, "name": "../x"}, "name goes with config"),
+    ("plan", {"config": [LLAMA]}, "config: expected the object"),
+    ("plan", {"config": {"model_type": "rwkv"}}, "uploaded: got the model_type 'rwkv'; expected one of bert, "),
+    ("plan", {"config": {**LLAMA, "hidden_size": -1}}, "uploaded: "),
+    ("plan", {**PLAN, "budget": "60"}, "60"),
+    ("plan", {"model": "gpt-22b"}, "plan needs to know what to fit into; give --budget or --gpu"),
+    ("plan", {**PLAN, "tp": "8"}, "tp: "),
+    ("plan", {**PLAN, "tp": True}, "tp: "),
+    ("plan", {**PLAN, "tp": 2**41}, "tp: "),
+    ("plan", {**PLAN, "tp": 7}, "7"),
+    ("plan", {**PLAN, "state": "/tmp/x"}, "state: not known; expected some of attention, budget, "),
+    ("plan", {**PLAN, "stage_layers": "t" * 201}, "stage_layers: "),
+    ("plan", {**PLAN, "id": "short"}, "id: expected 8 to 64 letters"),
+    ("ledger", {"model": "gpt2", "compare": "/etc/passwd"}, "compare: not known"),
+    ("estimate", {"model": "gpt2"}, "gpu: "),
+    ("search", {"model": "gpt2", "gpu": "a100-80gb", "gpus": 2}, "global_batch: "),
+    ("search", {"model": "gpt2", "gpu": "a100-80gb", "gpus": 2, "global_batch": 2, "top": 101}, "top: "),
+]
+
+
+@pytest.mark.parametrize(("verb", "body", "sentence"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_what_cannot_be_asked_is_refused_in_words(server: Served, verb: str, body: object, sentence: str) -> None:
+    answer = server.post(verb, body)
+    problem = answer.json()
+    assert (answer.status_code, answer.headers["Content-Type"]) == (422, "application/problem+json")
+    assert problem["status"] == 422
+    assert sentence in problem["detail"]
+    assert "/tmp" not in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "sentence"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON"),
+        (b"\xff\xfe{}", 400, "not JSON"),
+        (b'{"model": NaN}', 400, "NaN is no JSON"),
+        (b'{"tp": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+        (b"[]", 400, "expected a JSON object"),
+        (b"[" * 33 + b"]" * 33, 400, "at most 32 lists and objects"),
+        (b"[" * 200_000, 400, "at most 32 lists and objects"),
+        (b'{"model": "' + b"[{" * 50 + b'\\""}', 422, "model: expected one of"),  # brackets in a text are none
+        (b'{"model": "gpt2", "model": "gpt-22b", "seq": 0}', 422, "0"),
+        (b'{"name": "' + b"x" * 300_000 + b'"}', 413, "at most 262144 bytes"),
+    ],
+    ids=range(11),
+)
+def test_bodies_that_are_none(server: Served, content: bytes, status: int, sentence: str) -> None:
+    answer = httpx.post(f"{server.url}/api/ledger", content=content, headers=JSON, timeout=600)
+    assert answer.status_code == status
+    assert sentence in answer.json()["detail"]
+
+
+def test_the_offer_names_models_gpus_and_limits(server: Served) -> None:
+    offer = server.get("/api").json()
+    assert offer["schema"] == "jettison.serve/1"
+    assert "llama3-8b" in offer["models"]
+    assert "h100-80gb" in offer["gpus"]
+    assert offer["limits"]["workers"] == 1
+    assert offer["limits"]["body_bytes"] == 262144
+
+
+@pytest.mark.parametrize(
+    "path", ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/api/../src", "//etc/passwd", "/docs", "/static/x"]
+)
+def test_no_path_is_a_file(server: Served, path: str) -> None:
+    with httpx.Client() as client:
+        request = client.build_request("GET", server.url)
+        request.url = request.url.copy_with(raw_path=path.encode())
+        answer = client.send(request)
+    assert answer.status_code == 404
+    assert answer.json()["title"] == "not found"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:{port}"}, 200),
+        ({"Host": "LOCALHOST:{port}"}, 200),
+        ({"Host": "rebound.example:{port}"}, 421),
+        ({"Host": "127.0.0.1"}, 421),
+        ({"Host": "127.0.0.1:1"}, 421),
+        ({"Host": ""}, 421),
+        ({"Origin": "http://127.0.0.1:{port}"}, 200),
+        ({"Origin": "http://localhost:{port}", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "https://127.0.0.1:{port}"}, 403),
+        ({"Origin": "http://127.0.0.1:{port}.example"}, 403),
+        ({"Origin": "http://other.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    ],
+    ids=str,
+)
+def test_who_may_ask(server: Served, headers: dict[str, str], status: int) -> None:
+    given = JSON | {name: value.format(port=server.port) for name, value in headers.items()}
+    answer = httpx.post(f"{server.url}/api/ledger", content=b'{"model": "gpt2"}', headers=given, timeout=600)
+    assert answer.status_code == status
+    assert "Access-Control-Allow-Origin" not in answer.headers
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    assert "Server" not in answer.headers
+
+
+def test_what_is_shown_is_text(server: Served) -> None:
+    """Names that look like markup come back inside of JSON, which no browser takes for a page."""
+    script = "<script>alert(1)</script>"
+    answer = server.post("ledger", {"config": {**LLAMA, "model_type": script}})
+    assert answer.status_code == 422
+    assert script in answer.json()["detail"]
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_another_sites_link_may_lead_to_the_page(server: Served) -> None:
+    linked = server.get("/", headers={"Sec-Fetch-Site": "cross-site"})
+    assert linked.status_code == 200
+    assert linked.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert "frame-ancestors 'none'" in linked.headers["Content-Security-Policy"]
+    assert server.get("/api", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert httpx.post(server.url, json={}).status_code == 405

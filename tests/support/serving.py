@@ -1,0 +1,89 @@
+"""A real server in a process of its own, for tests that talk HTTP to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from jettison.server import Limits
+from support.patience import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[2]
+JSON = {"Content-Type": "application/json"}
+PLAN = {"model": "gpt-22b", "tp": 8, "budget": "60GiB"}
+"""A quick one."""
+SEARCH = {"model": "gpt-175b", "gpus": 512, "gpu": "a100-80gb", "global_batch": 1024}
+"""A long one: minutes on one core."""
+
+
+@dataclass(kw_only=True)
+class Served:
+    """A server that runs, and its URL without the slash."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def post(self, verb: str, body: object, **more: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/api/{verb}", json=body, timeout=PATIENCE, **more)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE, **more)
+
+    def workers(self) -> list[int]:
+        """Processes that it has started, by their ids (on Linux)."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; what nobody has waited for yet has, too."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+@contextmanager
+def served(limits: Limits | None = None, *, port: int = 0, page: Path | None = None) -> Iterator[Served]:
+    """Start one, and end it; ``page`` is what it shows."""
+    asked = {"limits": asdict(limits or Limits()), "port": port, "page": None if page is None else str(page)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
+    command = [sys.executable, "-m", "support.serving", json.dumps(asked)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("http://127.0.0.1:"), process.communicate()[1]
+            yield Served(process=process, url=line.strip().rstrip("/"))
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=PATIENCE)
+
+
+def main() -> None:
+    """The server's own process."""
+    from jettison.server import serve_page
+
+    asked = json.loads(sys.argv[1])
+    page = "<!doctype html><title>Served</title>" if asked["page"] is None else Path(asked["page"]).read_text("utf-8")
+    serve_page(page, port=asked["port"], limits=Limits(**asked["limits"]), started=lambda url: print(url, flush=True))
+
+
+if __name__ == "__main__":
+    main()
