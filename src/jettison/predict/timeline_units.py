@@ -100,6 +100,15 @@ def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared:
     return peak
 
 
+def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
+    """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
+    if not (groups and run.recompute.offload):
+        return {}
+    size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+    made = list(_segments(run, groups, size)) if size > 1 else [_unit(run, group) for group in groups]
+    return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
+
+
 def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit] | Iterator[Unit]) -> Iterator[Unit]:
     """With what ZeRO and offloading add to each unit's transients.
 
