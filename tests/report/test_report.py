@@ -136,6 +136,7 @@ def test_a_run_and_the_plan_that_it_followed(tmp_path: Path) -> None:
     (subject,) = report([path]).subjects
     assert report([tmp_path]).subjects == (subject,)
     assert (subject.kind, subject.holds) == (Kind.RUN, True)
+    assert subject.sentences == ("the measured peak is within the budget", "5 steps", "loss from 4.000000 to 0.800000")
     assert {a.what: a.nbytes for a in subject.amounts} == {
         "budget": 9000,
         "predicted peak": 8900,

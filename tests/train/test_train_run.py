@@ -39,6 +39,7 @@ from jettison.train.recipe import (
 )
 from jettison.train.result import TrainResult
 from jettison.train.step_flops import StepWork, peak_flops_per_second, spec_flops
+from jettison.verbs.report import report
 from jettison.verbs.train import train
 from support.patience import PATIENCE
 
@@ -188,8 +189,10 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 def test_a_budget_holds_and_changes_no_bit(tmp_path: Path, smallest: int) -> None:
-    plain = train(gpt(tmp_path / "plain"))
+    plain = train(gpt(tmp_path / "plain", log=LogSection(folder=str(tmp_path / "plain" / "log"), report=False)))
     assert plain.second_step_peaks is not None
+    assert plain.report is None
+    assert not (tmp_path / "plain" / "log" / "report.html").exists()
     middle = (smallest + plain.second_step_peaks.peak_bytes) // 2
     assert smallest < middle < plain.second_step_peaks.peak_bytes
     result = train(gpt(tmp_path / "planned", plan=PlanSection(budget=f"{middle}B")))
@@ -200,6 +203,15 @@ def test_a_budget_holds_and_changes_no_bit(tmp_path: Path, smallest: int) -> Non
     assert peaks.peak_bytes == pytest.approx(predicted, rel=0.02)
     assert result.first_step_peaks is not None
     assert result.first_step_peaks.peak_bytes < peaks.peak_bytes  # the optimizer has no state yet
+    assert result.levels is not None
+    assert {phase.phase: phase.peak_bytes for phase in result.levels.phases} == peaks.phases
+    assert result.report == str(tmp_path / "planned" / "log" / "report.html")
+    assert Path(result.report).read_text(encoding="utf-8").startswith("<!doctype html>")
+    (subject,) = report([tmp_path / "planned" / "log"]).subjects
+    assert subject.holds is True
+    assert {phase.phase: phase.measured_bytes for phase in subject.phases} == peaks.phases
+    assert subject.levels["predicted"].peak_bytes == predicted
+    assert subject.grids
 
 
 def test_a_plan_is_left_beside_the_log_and_can_be_given_again(tmp_path: Path, smallest: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from jettison.ledger.levels import StepLevels
 from jettison.report.proof import Proof
@@ -20,21 +20,13 @@ def proof_subject(proof: Proof, name: str) -> Subject:
         ("measured peak", proof.measured_peak_bytes),
         ("peak of plain autograd", proof.baseline_peak_bytes),
     ]
-    same = f"{proof.gradients_compared} gradients compared to the bit in {proof.steps} steps"
-    facts = [("gradients", f"{'identical' if proof.gradients_identical else 'DIFFERENT'}: {same}")]
-    if proof.prediction_error is not None:
-        facts.append(("predicted peak", f"{proof.prediction_error:+.2%} off the measured one"))
-    facts.append(("measured peak", f"{format_percent(_share(proof))} of plain autograd's"))
-    if proof.left_out is not None:
-        facts.append(("plain copy", proof.left_out))
-    facts += [("device", proof.device), ("plan", proof.plan_hash or "none: a policy was applied")]
     levels = {"predicted": proof.predicted_levels, "measured": proof.measured_levels, "plain": proof.baseline_levels}
     return Subject(
         kind=Kind.PROOF,
         name=name,
         holds=proof.passed,
         sentences=("proven",) if proof.passed else (*proof.failures(), *proof.departures, *proof.differences),
-        facts=tuple(facts),
+        facts=tuple(_proof_facts(proof)),
         amounts=amounts_of(amounts),
         phases=phases_of(levels),
         layers=tuple(
@@ -72,6 +64,18 @@ def proof_subject(proof: Proof, name: str) -> Subject:
         environment=tuple((proof.environment or {"torch": proof.torch_version}).items()),
         command="jettison verify plan.json --out proof.json",
     )
+
+
+def _proof_facts(proof: Proof) -> Iterator[tuple[str, str]]:
+    same = f"{proof.gradients_compared} gradients compared to the bit in {proof.steps} steps"
+    yield "gradients", f"{'identical' if proof.gradients_identical else 'DIFFERENT'}: {same}"
+    if proof.prediction_error is not None:
+        yield "predicted peak", f"{proof.prediction_error:+.2%} off the measured one"
+    yield "measured peak", f"{format_percent(_share(proof))} of plain autograd's"
+    if proof.left_out is not None:
+        yield "plain copy", proof.left_out
+    yield "device", proof.device
+    yield "plan", proof.plan_hash or "none: a policy was applied"
 
 
 def plan_subject(plan: Plan, name: str, environment: dict[str, str]) -> Subject:

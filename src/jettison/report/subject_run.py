@@ -89,7 +89,7 @@ def run_subject(text: str, name: str, *, plans: Sequence[Plan] = ()) -> Subject:
         kind=Kind.RUN,
         name=name,
         holds=_within(amounts),
-        sentences=_sentences(steps, end),
+        sentences=(*_verdict(_within(amounts)), *_sentences(steps, end)),
         facts=tuple(_facts(start, steps, end)),
         amounts=tuple(Amount(what=what, nbytes=nbytes) for what, nbytes in amounts if nbytes is not None),
         phases=_phases(levels, measured),
@@ -140,6 +140,12 @@ def _within(amounts: Sequence[tuple[str, int | None]]) -> bool | None:
     found = dict(amounts)
     budget, peak = found["budget"], found["measured peak"]
     return None if budget is None or peak is None else peak <= budget
+
+
+def _verdict(within: bool | None) -> tuple[str, ...]:
+    if within is None:
+        return ()
+    return ("the measured peak is within the budget" if within else "the measured peak is above the budget",)
 
 
 def _sentences(steps: Sequence[_Step], end: _End) -> tuple[str, ...]:

@@ -198,11 +198,11 @@
           y: J.byteAxis("held by a layer", d3.max(rows, (row) => row.nbytes)),
           marks: [
             kinds.map((which) => Plot.lineY(rows.filter((row) => row.which === which), { x: "layer", y: "nbytes", stroke: SERIES[which].color, strokeDasharray: SERIES[which].dash, strokeWidth: SERIES[which].width })),
-            kinds.map((which) => Plot.dot(rows.filter((row) => row.which === which), { x: "layer", y: "nbytes", symbol: SERIES[which].symbol, r: which === "predicted" ? 7 : 3.6, stroke: SERIES[which].color, fill: which === "predicted" ? "var(--paper)" : SERIES[which].color })),
+            kinds.map((which) => Plot.dot(rows.filter((row) => row.which === which), { x: "layer", y: "nbytes", symbol: SERIES[which].symbol, r: which === "predicted" ? 7 : 3.6, stroke: SERIES[which].color, fill: which === "predicted" ? "var(--paper)" : SERIES[which].color, className: `dots-${which}` })),
             Plot.ruleY([0]),
           ].flat(),
         });
-        const groups = [...svg.querySelectorAll('[aria-label="dot"]')]; // one for each kind, its dots in the order of the rows
+        const groups = kinds.map((which) => svg.querySelector(`.dots-${which}`)); // its dots in the order of the rows
         const dots = kinds.flatMap((which, k) => {
           const mine = rows.filter((row) => row.which === which);
           return [...groups[k].children].map((node, i) => [node, mine[i]]);
