@@ -61,8 +61,10 @@ sums over the tensors that a layer saves, worked out where you see them from for
 wrote. Plans are the planner's, and seconds are predicted by the price model. Move a control, and the numbers, the table
 and the command line that prints them follow.
 
-A view is a link: the address keeps what is chosen. The page asks for nothing and works offline.
+A view is a link: the address keeps what is chosen.
 """
+ALONE: Final = " The page asks for nothing and works offline."
+SERVED: Final = " The page asks this machine alone, and works while `jettison explore --serve` runs."
 
 
 def explorer_page(models: Sequence[str], *, panels: Sequence[Panel] = PANELS, served: bool = False) -> str:
@@ -79,7 +81,7 @@ def explorer_page(models: Sequence[str], *, panels: Sequence[Panel] = PANELS, se
     builders = {name: builder for panel in panels for name, builder in panel.data.items()}
     return page(
         "Activation memory, explored",
-        intro=INTRO,
+        intro=INTRO.rstrip() + (SERVED if served else ALONE),
         scripts=scripts,
         data={name: builder(about) for name, builder in builders.items()},
         served=served,
