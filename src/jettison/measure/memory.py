@@ -59,9 +59,13 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationEvent:
-    """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards."""
+    """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards.
+
+    Storages are numbered as they are met; one that is resized changes more than twice.
+    """
 
     operator: str
+    storage: int
     delta_bytes: int
     live_bytes: int
 
@@ -71,6 +75,7 @@ class _Storage:
     bytes: int
     operator: Any  # or a word for where it came from
     node: int
+    number: int
     weak: Any = None
 
 
@@ -103,9 +108,11 @@ class AllocationCounter(TorchDispatchMode):
         granularity_bytes: int | None = None,
         device: str | None = None,
         record_events: bool = False,
+        record_levels: bool = False,
     ) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
+        self._met = 0
         self._withheld: _Withheld | None = None
         self._workspace = workspace
         usual = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
@@ -118,6 +125,7 @@ class AllocationCounter(TorchDispatchMode):
         self._mark_peak_bytes = 0
         self._marks: list[Mark] = []
         self._events: list[AllocationEvent] | None = [] if record_events else None
+        self._stretches: list[tuple[str, list[int]]] | None = [] if record_levels else None
         self.register(static_tensors)
 
     @property
@@ -140,6 +148,24 @@ class AllocationCounter(TorchDispatchMode):
     def events(self) -> tuple[AllocationEvent, ...]:
         """The event log; empty unless `record_events`."""
         return tuple(self._events or ())
+
+    @property
+    def stretches(self) -> list[tuple[str, list[int]]]:
+        """Levels after every operator, its workspace included, by phase; empty unless `record_levels`."""
+        self._settle()
+        return self._stretches or []
+
+    def phase(self, name: str, *, first: bool = False) -> None:
+        """Levels are of this phase from now on.
+
+        Args:
+            first: those before it are forgotten.
+        """
+        self._settle()
+        if self._stretches is not None:
+            if first:
+                self._stretches.clear()
+            self._stretches.append((name, [self._live_bytes]))
 
     def register(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
@@ -290,7 +316,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
         key = storage._cdata
-        entry = _Storage(0, operator, node)
+        self._met += 1
+        entry = _Storage(0, operator, node, self._met)
         this = weakref.ref(self)
 
         def died(_: object) -> None:
@@ -307,7 +334,12 @@ class AllocationCounter(TorchDispatchMode):
         self._live_bytes += delta_bytes
         if self._events is not None:
             self._events.append(
-                AllocationEvent(operator=str(entry.operator), delta_bytes=delta_bytes, live_bytes=self._live_bytes)
+                AllocationEvent(
+                    operator=str(entry.operator),
+                    storage=entry.number,
+                    delta_bytes=delta_bytes,
+                    live_bytes=self._live_bytes,
+                )
             )
 
     def _engine_accumulation(self, args: tuple[Any, ...], node: int) -> _Withheld | None:
@@ -332,6 +364,8 @@ class AllocationCounter(TorchDispatchMode):
         self._raise_peak(self._live_bytes)
 
     def _raise_peak(self, live_bytes: int) -> None:
+        if self._stretches:
+            self._stretches[-1][1].append(live_bytes)
         if live_bytes > self._peak_bytes:
             self._peak_bytes = live_bytes
         if live_bytes > self._mark_peak_bytes:
