@@ -31,17 +31,15 @@ GPT = {"architecture": "gpt", "layers": 3, "hidden": 64, "heads": 4}
 LLAMA = {"architecture": "llama", "layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2}
 HUB = {**LLAMA, "code": "huggingface"}
 NEWLINE = 10
-TWO: dict[str, dict[str, Any]] = {
-    "llama": {"model": LLAMA, "layout": {"cp": 2}, "share": 0.8},
-    "hub, documents": {"model": HUB, "layout": {"cp": 2}, "document_end": NEWLINE, "policy": "full"},
-}
+TWO: dict[str, dict[str, Any]] = {"llama": {"model": LLAMA, "layout": {"cp": 2}, "share": 0.8}}
 MORE: dict[str, dict[str, Any]] = {
-    "gpt": {"model": GPT, "layout": {"cp": 2}, "share": 0.75},
-    "gpt, documents": {"model": GPT, "layout": {"cp": 2}, "document_end": NEWLINE, "share": 0.75},
-    "hub, documents, zero 3": {"model": HUB, "layout": {"cp": 2, "zero": 3}, "document_end": NEWLINE, "share": 0.75},
-    "hub, eager, zero 2": {"model": {**HUB, "attention": "eager"}, "layout": {"cp": 2, "zero": 2}, "share": 0.75},
-    "gpt2": {"model": {**GPT, "code": "huggingface"}, "layout": {"cp": 2}, "share": 0.8},
-    "dropout": {"model": {**GPT, "dropout": 0.1}, "layout": {"cp": 2}, "share": 0.75},
+    "hub, documents": {"model": HUB, "layout": {"cp": 2}, "document_end": NEWLINE, "policy": "full"},
+    "gpt": {"model": GPT, "layout": {"cp": 2}, "share": 0.85},
+    "gpt, documents": {"model": GPT, "layout": {"cp": 2}, "document_end": NEWLINE, "share": 0.85},
+    "hub, documents, zero 3": {"model": HUB, "layout": {"cp": 2, "zero": 3}, "document_end": NEWLINE, "share": 0.85},
+    "hub, eager, zero 2": {"model": {**HUB, "attention": "eager"}, "layout": {"cp": 2, "zero": 2}, "share": 0.85},
+    "gpt2": {"model": {**GPT, "code": "huggingface"}, "layout": {"cp": 2}, "share": 0.85},
+    "dropout": {"model": {**GPT, "dropout": 0.1}, "layout": {"cp": 2}, "share": 0.85},
     "policy": {"model": LLAMA, "layout": {"cp": 2}, "policy": "full"},
 }
 FOUR: dict[str, dict[str, Any]] = {
