@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from jettison.cli.output import refuse_to_overwrite
 from jettison.cli.parameters import Force, app
+from jettison.errors import UsageError
 from jettison.report.console import hint
 from jettison.units import format_bytes
 
@@ -21,16 +22,26 @@ def explore(
     ] = (),
     /,
     *,
-    out: Annotated[Path, Parameter(help="The page's file.")] = Path("explore.html"),
+    out: Annotated[Path | None, Parameter(help="The page's file: explore.html.")] = None,
     force: Force = False,
     open_page: Annotated[
         bool, Parameter(name="--open", negative="", show_default=False, help="Show it in the browser.")
     ] = False,
+    serve: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Serve it on this machine, with the planner behind it.")
+    ] = False,
+    port: Annotated[int | None, Parameter(help="Of 127.0.0.1, with --serve: a free one.")] = None,
 ) -> None:
     """Write one page of figures that can be moved: what a layer keeps, what layouts and recompute make of it.
 
     The page works offline, from a disk. Without MODEL it is about the published GPTs of 22B to 1T and Llama 3.
     """
+    if serve:
+        _serve(models, out=out, port=port, show=open_page)
+        return
+    if port is not None:
+        raise UsageError(f"got --port {port} without --serve; give both, or neither")
+    out = Path("explore.html") if out is None else out
     refuse_to_overwrite(out, force=force)
     from jettison.verbs.explore import explore as write
 
@@ -38,3 +49,24 @@ def explore(
     hint(f"wrote {out} ({format_bytes(written)})")
     if open_page:
         webbrowser.open(out.resolve().as_uri())
+
+
+def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show: bool) -> None:
+    """Until Ctrl-C; the URL is what is printed.
+
+    Raises:
+        UsageError: a file was named as well, the port cannot be used, or the extra is not installed.
+    """
+    if out is not None:
+        raise UsageError(f"got --out {out} and --serve; a page that is served is no file: leave one away")
+    from jettison.server import Limits, serve_page
+    from jettison.server.explorer import served_explorer
+
+    def started(url: str) -> None:
+        print(url, flush=True)
+        hint("Ctrl-C ends it")
+        if show:
+            webbrowser.open(url)
+
+    limits = Limits()
+    serve_page(served_explorer(models, limits), port=0 if port is None else port, started=started, limits=limits)

@@ -13,15 +13,14 @@ from typing import Any, Final
 from jettison.report.explorer_closed_form import closed_form_data
 from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_front import front_data
-from jettison.report.explorer_models import subjects
+from jettison.report.explorer_models import Subject, subjects
 from jettison.report.explorer_offload import offload_data
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import step_data
 from jettison.report.explorer_time import time_data
 from jettison.report.page import page
 
-Builder = Callable[[Sequence[str]], Any]
-"""From the models that were asked for, none for a choice of its own, to what is JSON-able."""
+Builder = Callable[[Sequence[Subject]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,11 @@ class Panel:
     needs: tuple[str, ...] = ()  # scripts that its own builds on
 
 
-_CLOSED_FORM: Final[Mapping[str, Builder]] = {"closed-form": lambda models: closed_form_data(subjects(models))}
+def _asked(about: Sequence[Subject]) -> list[str]:
+    return [subject.argument for subject in about if subject.asked]
+
+
+_CLOSED_FORM: Final[Mapping[str, Builder]] = {"closed-form": closed_form_data}
 _LAYER: Final = ("kit/ledger.js", "panels/layer.js")
 
 PANELS: Final[tuple[Panel, ...]] = (
@@ -43,22 +46,25 @@ PANELS: Final[tuple[Panel, ...]] = (
     Panel(name="ranks", script="panels/ranks.js", data=_CLOSED_FORM, needs=_LAYER),
     Panel(name="trade", script="panels/trade.js", data=_CLOSED_FORM, needs=_LAYER),
     Panel(name="ladder", script="panels/ladder.js", data=_CLOSED_FORM, needs=_LAYER),
-    Panel(name="time", script="panels/time.js", data={"time": time_data}),
-    Panel(name="step", script="panels/step.js", data={"step": step_data}),
-    Panel(name="front", script="panels/front.js", data={"front": front_data}),
-    Panel(name="segments", script="panels/segments.js", data={"segments": segments_data}),
-    Panel(name="offload", script="panels/offload.js", data={"offload": offload_data}),
-    Panel(name="fit", script="panels/fit.js", data={"fit": fit_data}),
+    Panel(name="time", script="panels/time.js", data={"time": lambda about: time_data(_asked(about))}),
+    Panel(name="step", script="panels/step.js", data={"step": lambda about: step_data(_asked(about))}),
+    Panel(name="front", script="panels/front.js", data={"front": lambda about: front_data(_asked(about))}),
+    Panel(name="segments", script="panels/segments.js", data={"segments": lambda about: segments_data(_asked(about))}),
+    Panel(name="offload", script="panels/offload.js", data={"offload": lambda about: offload_data(_asked(about))}),
+    Panel(name="fit", script="panels/fit.js", data={"fit": lambda about: fit_data(_asked(about))}),
 )
 """In the order of the page."""
 
 INTRO: Final = """
-What a training step keeps for its backward pass, and what it takes to keep less. Every number on this page is the
-ledger's and the planner's. Sums over the tensors of a layer are worked out where you see them, from formulas that the
-same walk over the layer wrote; what rests on a schedule, a budget or a price was worked out for the page. Move a control and the numbers, the table and the command line that prints them follow.
+What a training step keeps for its backward pass, and what it takes to keep less. Bytes on this page are the ledger's:
+sums over the tensors that a layer saves, worked out where you see them from formulas that the same walk over the layer
+wrote. Plans are the planner's, and seconds are predicted by the price model. Move a control, and the numbers, the table
+and the command line that prints them follow.
 
-A view is a link: the address keeps what is chosen. The page asks for nothing and works offline.
+A view is a link: the address keeps what is chosen.
 """
+ALONE: Final = " The page asks for nothing and works offline."
+SERVED: Final = " The page asks this machine alone, and works while `jettison explore --serve` runs."
 
 
 def explorer_page(models: Sequence[str], *, panels: Sequence[Panel] = PANELS, served: bool = False) -> str:
@@ -70,13 +76,13 @@ def explorer_page(models: Sequence[str], *, panels: Sequence[Panel] = PANELS, se
     Raises:
         UsageError: a model that is none of them.
     """
-    subjects(models)  # what is none is refused before anything is worked out
+    about = subjects(models)
     scripts = list(dict.fromkeys(script for panel in panels for script in (*panel.needs, panel.script)))
     builders = {name: builder for panel in panels for name, builder in panel.data.items()}
     return page(
         "Activation memory, explored",
-        intro=INTRO,
+        intro=INTRO.rstrip() + (SERVED if served else ALONE),
         scripts=scripts,
-        data={name: builder(models) for name, builder in builders.items()},
+        data={name: builder(about) for name, builder in builders.items()},
         served=served,
     )

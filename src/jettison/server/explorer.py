@@ -1,0 +1,19 @@
+"""The explorer's page with one panel more: the one that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jettison.report.explorer import PANELS, Panel, explorer_page
+from jettison.server.limits import Limits
+from jettison.server.offer import offer
+
+
+def served_explorer(models: Sequence[str], limits: Limits) -> str:
+    """The page that `jettison explore --serve` shows.
+
+    Raises:
+        UsageError: a model that is none.
+    """
+    ask = Panel(name="ask", script="panels/ask.js", data={"serve": lambda _about: offer(limits)})
+    return explorer_page(models, panels=(ask, *PANELS), served=True)
