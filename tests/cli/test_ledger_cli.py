@@ -549,6 +549,45 @@ def test_plan_with_a_host_budget_that_cannot_be(
     assert len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("hardware", "flags", "message"),
+    [
+        ("memory = 3350\nhost = 0\n", (), "got host = 0; expected a number above 0"),
+        ("memory = 3350\nlink = 450\nnetwork = 50\n", (), "does not state its link to the host"),
+        ("memory = 3350\nhost = 50\n", ("--host-budget", "4096TiB"), "4096TiB"),
+        ("memory = 3350\nhost = 50\n", ("--host-budget", "0B"), "not at least one byte"),
+    ],
+)
+def test_every_verb_says_in_a_line_what_is_wrong_with_a_host(
+    hardware: str,
+    flags: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A link of nothing, none at all, more than a machine has, and nothing."""
+    file = tmp_path / "mine.toml"
+    rates = "[teraflops]\nbf16 = 989\nfp32 = 67\n[gigabytes_per_second]\n"
+    file.write_text(f'memory = "80GiB"\nhost_memory = "1TiB"\n{rates}{hardware}')
+    lines = [
+        "import torch",
+        "class Model(torch.nn.Linear):",
+        "    def forward(self, x): return super().forward(x).sum()",
+        "def make(): return Model(4, 4), torch.ones(2, 4)",
+    ]
+    (tmp_path / "host_model.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = [[verb, "host_model:make", "--budget", "1MiB", *flags] for verb in ("plan", "verify")]
+    if not flags:  # a search takes the host's bytes from the hardware's file
+        asked.append(["search", "gpt2", "--gpus", "2", "--global-batch", "2"])
+    for command in asked:
+        assert run([*command, "--offload", "--gpu", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert len(said.strip().splitlines()) == 1
+
+
 def test_a_link_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "slow.toml"
     file.write_text(

@@ -206,7 +206,8 @@ def test_pinning_that_rounds_up_is_what_counts() -> None:
     assert [whole_pages(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
     assert [power_of_two(n) for n in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
     host = Host(bytes_per_second=1.0, budget_bytes=3 * 2**20, device=torch.device("cuda"))
-    assert host.usable_bytes == 2**21
+    assert host.usable_bytes == 3 * 2**20  # a slab of two, and one of one
+    assert replace(host, budget_bytes=48 * 2**30 + 4096).usable_bytes == 48 * 2**30
     assert replace(host, device=CPU).usable_bytes == 3 * 2**20
     assert replace(host, device=CPU, budget_bytes=5000).usable_bytes == 4096
     assert replace(host, budget_bytes=None).usable_bytes is None

@@ -1,4 +1,4 @@
-"""One slab, laid out ahead; what it takes from the host; and what is said where the host has not so much."""
+"""Slabs, laid out ahead; what they take from the host; and what is said where the host has not so much."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jettison.errors import HostBudgetExceeded, UsageError
 from jettison.runtime import host_memory
-from jettison.runtime.device import Imagined, Slab
-from jettison.runtime.host_pool import ALIGNMENT_BYTES, FirstFit, HostPool, Lifetime, laid_out
+from jettison.runtime.device import Imagined, Slab, power_of_two, whole_pages
+from jettison.runtime.host_pool import ALIGNMENT_BYTES, PARTS, FirstFit, HostPool, Lifetime, laid_out, usable
 
 UNIT = ALIGNMENT_BYTES
 
@@ -90,6 +90,77 @@ def test_a_step_finds_the_places_that_were_laid_out(sizes: list[int]) -> None:
             pool.give(span, None)
     assert device.pinned == [layout.nbytes]
     assert (pool.live_bytes, pool.peak_bytes) == (0, sum(sizes))
+
+
+def nested(sizes: list[int]) -> list[Lifetime]:
+    """What a forward sends, and its backward has back in reverse."""
+    return lives(*((n, i, 2 * len(sizes) - i) for i, n in enumerate(sizes)))
+
+
+def test_slabs_take_little_more_than_what_lies_in_them() -> None:
+    """TRAPS 22: one slab of 33 MiB, or of 48, takes 64."""
+    mib = 1 << 20
+    layout = laid_out(nested([mib] * 33), power_of_two)
+    assert layout.slabs == (32 * mib, mib)
+    assert layout.numbers == (0,) * 32 + (1,)
+    assert laid_out(nested([mib] * 48), power_of_two).slabs == (32 * mib, 16 * mib)
+    assert laid_out(nested([3 * mib] * 16), power_of_two).slabs == (32 * mib, 16 * mib, 4 * mib)  # ten, five, one
+    assert laid_out(nested([48 * mib]), power_of_two).slabs == (48 * mib,)  # one tensor has one slab
+    assert laid_out(nested([mib] * 33), whole_pages).slabs == (33 * mib,)
+    assert laid_out(nested([mib] * 64), power_of_two).slabs == (64 * mib,)
+    assert laid_out([], power_of_two).slabs == ()
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 16), st.integers(0, 20), st.integers(1, 20)), max_size=12))
+def test_slabs_hold_everything_and_take_no_more_than_one(drawn: list[tuple[int, int, int]]) -> None:
+    asked = lives(*((n, a, a + length) for n, a, length in drawn))
+    layout, one = laid_out(asked, power_of_two), laid_out(asked)
+    assert sum(map(power_of_two, layout.slabs)) <= power_of_two(one.nbytes)
+    for i, life in enumerate(asked):
+        assert layout.offsets[i] + life.nbytes <= layout.slabs[layout.numbers[i]]
+        for j, other in enumerate(asked[:i]):
+            if life.begins < other.ends and other.begins < life.ends and layout.numbers[i] == layout.numbers[j]:
+                first, second = sorted(((layout.offsets[i], life.nbytes), (layout.offsets[j], other.nbytes)))
+                assert first[0] + first[1] <= second[0], (i, j)
+
+
+@given(st.lists(st.integers(1, 1 << 16), min_size=1, max_size=12))
+def test_a_step_finds_the_places_in_its_slabs(sizes: list[int]) -> None:
+    layout = laid_out(nested(sizes), power_of_two)
+    device = Rounding()
+    pool = HostPool(device, sum(map(power_of_two, layout.slabs)), left=None)
+    pool.reserve(*layout.slabs)
+    slabs = [room.slab for room in pool._rooms]
+    for _ in range(2):
+        pool.reserve(*layout.slabs)  # are there
+        spans = [pool.take(n) for n in sizes]
+        assert tuple(span.offset for span in spans) == layout.offsets
+        assert [slabs.index(span.slab) for span in spans] == list(layout.numbers)
+        for span in reversed(spans):
+            pool.give(span, None)
+    assert device.pinned == list(layout.slabs)
+    assert pool.real_bytes == sum(map(power_of_two, layout.slabs))
+
+
+@given(st.integers(0, 1 << 40))
+def test_what_a_budget_holds_in_slabs(budget: int) -> None:
+    assert usable(budget, whole_pages) == budget // 4096 * 4096
+    found = usable(budget, power_of_two)
+    assert found <= budget < found + max(1, found * 2 // PARTS + 1)
+
+
+def test_another_forward_takes_as_many_slabs_once_more() -> None:
+    mib = 1 << 20
+    device = Rounding()
+    pool = HostPool(device, 7 * mib, left=None)
+    pool.reserve(2 * mib, mib)
+    taken = [pool.take(mib) for _ in range(4)]
+    assert device.pinned == [2 * mib, mib, 2 * mib, mib]
+    taken += [pool.take(mib) for _ in range(2)]
+    assert pool.take(mib).slab not in [span.slab for span in taken]  # there is room for one alone
+    assert pool.real_bytes == 7 * mib
+    with pytest.raises(HostBudgetExceeded):
+        pool.take(1)
 
 
 def test_more_than_was_planned_takes_one_more_slab() -> None:

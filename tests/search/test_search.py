@@ -224,7 +224,7 @@ def test_the_planner_is_asked_wherever_it_could_win(name: str, gpus: int, batch:
     budget = int(least + share * (most - least))
     rows = brute_force(whole, budget)
     found = search(whole, A100, budget_bytes=budget)
-    assert [f.seconds.step for f in found.ranked[:2]] == best_of_each(rows)[:2]
+    assert [f.seconds.step for f in found.ranked] == best_of_each(rows)[:10]
     assert all(f.needed_bytes <= budget for f in (*found.ranked, *found.front))
     assert any(row.plan == "auto" and row.seconds == found.best.seconds.step for row in rows)
 

@@ -78,18 +78,30 @@ def estimate(
     explain: Annotated[
         bool, Parameter(negative="", show_default=False, help="Where the time goes, and what else could be chosen.")
     ] = False,
+    timeline: Annotated[
+        Path | None, Parameter(help="Write the first two steps there, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    snapshot: Annotated[
+        Path | None, Parameter(help="Write their allocations there as a CUDA memory snapshot: device n is stage n.")
+    ] = None,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
     """What a training step takes: seconds, tokens a second, MFU, and what the time goes into."""
-    refuse_to_overwrite(out, force=force)
+    for path in (out, timeline, snapshot):
+        refuse_to_overwrite(path, force=force)
     from jettison.verbs.estimate import estimate as answer
 
     report = answer(model, request, gpu=gpu, compiled=compiled, explain=explain)
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out)
+    if timeline is not None or snapshot is not None:
+        from jettison.verbs.snapshots import write_step_files
+
+        for line in write_step_files(report, timeline=timeline, snapshot=snapshot):
+            hint(line)
 
 
 @app.command

@@ -262,11 +262,16 @@ def _order_occupancies(
     steps = order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
     if not whole:
         return occupancies(steps)
-    return occupancies(tuple(_apart(steps, virtual_stages, size, whole)), 2 * virtual_stages)
+    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages)
 
 
-def _apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:
-    """With chunks of their own for forwards that keep everything, and for their backwards."""
+def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:
+    """With chunks of their own for forwards that keep everything, and for their backwards.
+
+    Args:
+        chunks: of the device, without these.
+        size: of a `window`; ``whole`` of each keep everything.
+    """
     kept: set[tuple[int, int]] = set()
     forwards = 0
     for step in steps:

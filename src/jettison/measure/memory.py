@@ -59,9 +59,13 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationEvent:
-    """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards."""
+    """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards.
+
+    Storages are numbered as they are met; one that is resized changes more than twice.
+    """
 
     operator: str
+    storage: int
     delta_bytes: int
     live_bytes: int
 
@@ -71,6 +75,7 @@ class _Storage:
     bytes: int
     operator: Any  # or a word for where it came from
     node: int
+    number: int
     weak: Any = None
 
 
@@ -107,6 +112,7 @@ class AllocationCounter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
+        self._met = 0
         self._withheld: _Withheld | None = None
         self._workspace = workspace
         usual = CUDA_GRANULARITY_BYTES if device == "cuda" else 1
@@ -310,7 +316,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
         key = storage._cdata
-        entry = _Storage(0, operator, node)
+        self._met += 1
+        entry = _Storage(0, operator, node, self._met)
         this = weakref.ref(self)
 
         def died(_: object) -> None:
@@ -327,7 +334,12 @@ class AllocationCounter(TorchDispatchMode):
         self._live_bytes += delta_bytes
         if self._events is not None:
             self._events.append(
-                AllocationEvent(operator=str(entry.operator), delta_bytes=delta_bytes, live_bytes=self._live_bytes)
+                AllocationEvent(
+                    operator=str(entry.operator),
+                    storage=entry.number,
+                    delta_bytes=delta_bytes,
+                    live_bytes=self._live_bytes,
+                )
             )
 
     def _engine_accumulation(self, args: tuple[Any, ...], node: int) -> _Withheld | None:

@@ -17,6 +17,7 @@ from jettison.parse_units import parse_bytes
 from jettison.planner.points import PACK
 from jettison.runtime.device import rounding_of
 from jettison.runtime.host_memory import left_on_host
+from jettison.runtime.host_pool import usable
 from jettison.runtime.install import returned
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.actions import parts_to_send
@@ -29,8 +30,8 @@ from jettison.units import format_bytes
 
 SEND: Final = "-send-"
 ALL: Final = "all"
-LESS: Final = 0.8
-"""Of what a choice sends, where pinning that took more of the host than there is."""
+LESS: Final = 0.9
+"""Of what a choice sends at most, where pinning that took more of the host than there is."""
 MOVE_SECONDS: Final = 50e-6
 """Python's part in sending one tensor and having it back (measured without copies, on 2 CPU cores)."""
 
@@ -54,13 +55,7 @@ class Host:
     @property
     def usable_bytes(self) -> int | None:
         """The most that can be asked for without going over the budget once it is rounded up."""
-        if self.budget_bytes is None:
-            return None
-        rounded, low, high = rounding_of(self.device), 0, self.budget_bytes
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if rounded(middle) <= self.budget_bytes else (low, middle - 1)
-        return low
+        return None if self.budget_bytes is None else usable(self.budget_bytes, rounding_of(self.device))
 
     def holds(self, pinned_bytes: int) -> bool:
         """Is there room for so many bytes, rounded up?"""
@@ -136,10 +131,11 @@ def _link_speed(given: Hardware | None, device: torch.device) -> float:
     )
 
 
-def less_on_host(problem: StepProblem, levels: Levels) -> StepProblem:
-    """With less room than a choice took that rounding, or more forwards at a time, made too much."""
-    assert problem.link is not None
-    limit = int(levels.host_bytes * LESS) if levels.host_bytes >= SMALLEST_BYTES else 0
+def less_on_host(problem: StepProblem, levels: Levels, host: Host, pinned_bytes: int) -> StepProblem:
+    """With less room than a choice took that rounding, or more forwards at a time, made too much: so many bytes."""
+    assert problem.link is not None and host.budget_bytes is not None
+    share = min(LESS, host.budget_bytes / pinned_bytes)
+    limit = int(levels.host_bytes * share) if levels.host_bytes >= SMALLEST_BYTES else 0
     return replace(problem, link=replace(problem.link, host_budget_bytes=limit))
 
 

@@ -125,7 +125,9 @@ class _Stages:
             found = self._dry_run(map(choose, problems, asked))
             if self.host is None or self.host.holds(found.step.pinned_bytes):
                 return found
-            problems = [less_on_host(p, s.levels) for p, s in zip(problems, found.solutions, strict=True)]
+            host, pinned_bytes = self.host, found.step.pinned_bytes
+            pairs = zip(problems, found.solutions, strict=True)
+            problems = [less_on_host(p, s.levels, host, pinned_bytes) for p, s in pairs]
 
     def _dry_run(self, found: Iterable[Solution]) -> _Together:
         solutions = tuple(found)

@@ -193,7 +193,8 @@ class Planner:
         """The choice; with less on the host, step by step, where pinning takes more than that may give."""
         found = self.candidate(choose(problem, asked))
         while not self._held(found):
-            problem = less_on_host(problem, found.solution.levels)
+            assert self.host is not None
+            problem = less_on_host(problem, found.solution.levels, self.host, found.step.pinned_bytes)
             found = self.candidate(choose(problem, max(asked, minimum_budget(problem))))
         return found
 

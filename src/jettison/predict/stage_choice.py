@@ -168,7 +168,7 @@ class StageChoice:
 
     def _of_layer(self, part: StageRegion, following: StageRegion | None) -> Points:
         if self._link is None or following is None:
-            return _kept_points(self.timing.prices(part.layer), part.region)
+            return layer_points(self.timing.prices(part.layer), part.region)
         forward, backward = self._passes(following)
         again = sum(self.timing.prices(following.layer).op_seconds(following.region))
         beside = (forward, backward, backward + again, min(forward, backward) / 2)
@@ -294,6 +294,6 @@ class StageChoice:
 
 
 @lru_cache(maxsize=4096)
-def _kept_points(prices: PriceModel, region: Region) -> Points:
+def layer_points(prices: PriceModel, region: Region) -> Points:
     """What a layer can do without a link."""
     return kept_points(pareto_frontier(region.program, prices.op_seconds(region)))

@@ -44,6 +44,7 @@ class StageSeconds:
         chunks: its regions' seconds, transfers within them included.
         sent: of one micro-batch, by chunk: what sending its output, and its gradient, adds to the device's time.
         end: what is left of the reduction of gradients after the last backward, and parameters gathered again.
+        hideable: of it, what a longer last backward could hide.
         optimizer: of its step, clipping included.
         recomputed_flops: of one micro-batch on one rank.
     """
@@ -51,6 +52,7 @@ class StageSeconds:
     chunks: tuple[RegionSeconds, ...]
     sent: tuple[tuple[float, float], ...]
     end: float
+    hideable: float
     optimizer: float
     recomputed_flops: float
 
@@ -194,10 +196,12 @@ class Timing:
         places = [number * layout.pp + index for number in range(len(chunks))]
         blocks = 0.0 if self.execution.hides_stages else sends
         every = [item for items in chunks for item in items]
+        end, hideable = self._end(every)
         return StageSeconds(
             chunks=tuple(seconds),
             sent=tuple((blocks if place < last else 0.0, blocks if place else 0.0) for place in places),
-            end=self._end(every),
+            end=end,
+            hideable=hideable,
             optimizer=self._optimizer(every),
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
         )
@@ -235,6 +239,15 @@ class Timing:
             return NOTHING
         return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
 
+    def hideable(self, items: Sequence[Item]) -> float:
+        """Of a chunk's backward, what it waits for ZeRO's transfers that more work would hide."""
+        layout = self.run.layout
+        if not items or layout.zero < 2 or layout.shards == 1 or not self.execution.hides_data:
+            return 0.0
+        gathers, reduces = layout.zero == 3 and layout.resharded, self.execution.reduces_each
+        waited, _ = self._loads(items[::-1], gathers=gathers, reduces=reduces, forward=False)
+        return waited * (1 - self.hardware.reached.shared)
+
     def _over(self, transfer: float, work: float) -> float:
         """What copying adds to the next region's work, beside which it runs. Copies need no multiprocessors."""
         return max(0.0, transfer - work) if self.execution.hides_offload else transfer
@@ -244,6 +257,11 @@ class Timing:
 
         The first gathering and the last reduction have nothing beside them and are the caller's.
         """
+        waited, every = self._loads(items, gathers=gathers, reduces=reduces, forward=forward)
+        return waited + (every - waited) * self.hardware.reached.shared
+
+    def _loads(self, items: Sequence[Item], *, gathers: bool, reduces: bool, forward: bool) -> tuple[float, float]:
+        """Of these transfers what work does not cover, and all of them."""
         waited = every = 0.0
         for at, item in enumerate(items):
             work = item.seconds.forward.seconds if forward else item.seconds.backward.seconds
@@ -260,22 +278,24 @@ class Timing:
             for times, load in loads:
                 every += times * load
                 waited += times * (max(0.0, load - work) if self.execution.hides_data else load)
-        return waited + (every - waited) * self.hardware.reached.shared
+        return waited, every
 
     # the end of a step ------------------------------------------------------------------------------------------------
 
-    def _end(self, items: Sequence[Item]) -> float:
-        """What is left when backwards are over: gradients are ready region by region, and move one after another."""
+    def _end(self, items: Sequence[Item]) -> tuple[float, float]:
+        """What is left when backwards are over: gradients are ready region by region, and move one after another. And
+        of it, what longer backwards could hide.
+        """
         layout = self.run.layout
         if layout.shards == 1 or not items:
-            return 0.0
+            return 0.0, 0.0
         again = layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
         after = sum(item.count * item.gathered for item in items) if again else 0.0
         if layout.zero >= 2 and self.execution.reduces_each:
-            return items[0].reduced + after
+            return items[0].reduced + after, 0.0
         every = sum(item.count * item.reduced for item in items)
         if not self.execution.hides_data:
-            return every + after
+            return every + after, 0.0
         now = done = 0.0
         for item in reversed(items):
             took, reduced = item.seconds.backward.seconds, item.reduced
@@ -284,7 +304,8 @@ class Timing:
                 now += took
                 done = max(done, now - pending) + reduced
         left = max(0.0, done - now)
-        return left + (every - left) * self.hardware.reached.shared + after
+        shared = self.hardware.reached.shared
+        return left + (every - left) * shared + after, left * (1 - shared)
 
     def _optimizer(self, items: Sequence[Item]) -> float:
         """Bytes of gradients, parameters and state, over the memory bandwidth."""

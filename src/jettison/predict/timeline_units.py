@@ -100,6 +100,15 @@ def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared:
     return peak
 
 
+def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
+    """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
+    if not (groups and run.recompute.offload):
+        return {}
+    size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
+    made = list(_segments(run, groups, size)) if size > 1 else [_unit(run, group) for group in groups]
+    return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
+
+
 def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit] | Iterator[Unit]) -> Iterator[Unit]:
     """With what ZeRO and offloading add to each unit's transients.
 
@@ -159,7 +168,7 @@ def passes_of(part: StageRegion, gradient_dtype: str, *, accumulates: bool = Fal
     """A region's replay under its policy."""
     if part.chosen is None:
         return _named(part.region, part.policy, gradient_dtype, accumulates)
-    return _chosen(part.region, part.chosen.buffers, gradient_dtype, accumulates)
+    return chosen_passes(part.region, part.chosen.buffers, gradient_dtype, accumulates)
 
 
 @lru_cache(maxsize=65536)
@@ -168,5 +177,5 @@ def _named(region: Region, policy: str, gradient_dtype: str, accumulates: bool) 
 
 
 @lru_cache(maxsize=4096)
-def _chosen(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
+def chosen_passes(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
     return replay(region, kept, gradient_dtype, accumulates=accumulates)

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jettison.report.explorer_closed_form import closed_form_data
+from jettison.report.explorer_fit import fit_data
+from jettison.report.explorer_front import front_data
 from jettison.report.explorer_models import Subject, subjects
+from jettison.report.explorer_offload import offload_data
+from jettison.report.explorer_segments import segments_data
+from jettison.report.explorer_step import step_data
+from jettison.report.explorer_time import time_data
 from jettison.report.page import page
 
 Builder = Callable[[Sequence[Subject]], Any]
@@ -27,6 +33,10 @@ class Panel:
     needs: tuple[str, ...] = ()  # scripts that its own builds on
 
 
+def _asked(about: Sequence[Subject]) -> list[str]:
+    return [subject.argument for subject in about if subject.asked]
+
+
 _CLOSED_FORM: Final[Mapping[str, Builder]] = {"closed-form": closed_form_data}
 _LAYER: Final = ("kit/ledger.js", "panels/layer.js")
 
@@ -36,13 +46,20 @@ PANELS: Final[tuple[Panel, ...]] = (
     Panel(name="ranks", script="panels/ranks.js", data=_CLOSED_FORM, needs=_LAYER),
     Panel(name="trade", script="panels/trade.js", data=_CLOSED_FORM, needs=_LAYER),
     Panel(name="ladder", script="panels/ladder.js", data=_CLOSED_FORM, needs=_LAYER),
+    Panel(name="time", script="panels/time.js", data={"time": lambda about: time_data(_asked(about))}),
+    Panel(name="step", script="panels/step.js", data={"step": lambda about: step_data(_asked(about))}),
+    Panel(name="front", script="panels/front.js", data={"front": lambda about: front_data(_asked(about))}),
+    Panel(name="segments", script="panels/segments.js", data={"segments": lambda about: segments_data(_asked(about))}),
+    Panel(name="offload", script="panels/offload.js", data={"offload": lambda about: offload_data(_asked(about))}),
+    Panel(name="fit", script="panels/fit.js", data={"fit": lambda about: fit_data(_asked(about))}),
 )
 """In the order of the page."""
 
 INTRO: Final = """
-What a training step keeps for its backward pass, and what it takes to keep less. Every number on this page is the
-ledger's: sums over the tensors that a layer saves, worked out where you see them from formulas that the same walk over
-the layer wrote. Move a control and the numbers, the table and the command line that prints them follow.
+What a training step keeps for its backward pass, and what it takes to keep less. Bytes on this page are the ledger's:
+sums over the tensors that a layer saves, worked out where you see them from formulas that the same walk over the layer
+wrote. Plans are the planner's, and seconds are predicted by the price model. Move a control, and the numbers, the table
+and the command line that prints them follow.
 
 A view is a link: the address keeps what is chosen.
 """

@@ -1,10 +1,15 @@
-"""Pinned host memory: one slab that is laid out before a step, and who has which part of it.
+"""Pinned host memory: slabs that are laid out before a step, and who has which part of them.
 
 NOTE [ The layout is the first fit ]
 What a step moves is known: sizes, in which order they go, and in which they come back. `laid_out` gives each the lowest
-place that is free when it goes. The pool does the same when the step runs, so that a step which moves what was planned
-finds exactly these places, and the slab is exactly as large as it must be. A step that moves more (another forward
-before the first one's backward) takes one more slab, within the budget.
+place that is free when it goes, in the first slab that has one. The pool does the same when the step runs, so that a
+step which moves what was planned finds exactly these places. A step that moves more (another forward before the first
+one's backward) takes as many slabs once more, within the budget.
+
+NOTE [ Slabs are powers of two ]
+torch's allocator of pinned memory rounds each request up to a power of two. One slab for 33 GiB would take 64; slabs of
+32 and 1 GiB take 33. So the slabs are the binary digits of a multiple of a `PARTS`-th of what one slab would take: the
+smallest multiple in which the first fit finds room for everything, since no tensor lies in two slabs.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from jettison.runtime.device import Device, Event, Slab
 from jettison.runtime.host_memory import left_on_host
 
 ALIGNMENT_BYTES: Final = 512
+PARTS: Final = 64
+"""See NOTE [ Slabs are powers of two ]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +42,20 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where each lies, in the order given, and how many bytes hold all of them."""
+    """Where each lies, in the order given: the number of its slab, and its place there.
 
+    Args:
+        slabs: bytes of each.
+    """
+
+    slabs: tuple[int, ...]
+    numbers: tuple[int, ...]
     offsets: tuple[int, ...]
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs."""
+        return sum(self.slabs)
 
 
 class FirstFit:
@@ -72,19 +89,65 @@ class FirstFit:
         self._taken = [taken for taken in self._taken if taken[0] != begin]
 
 
-def laid_out(lifetimes: Sequence[Lifetime]) -> Layout:
-    """See NOTE [ The layout is the first fit ]. What ends when another begins makes room for it."""
-    offsets = [0] * len(lifetimes)
+def laid_out(lifetimes: Sequence[Lifetime], rounded: Callable[[int], int] = int) -> Layout:
+    """See NOTE [ The layout is the first fit ]. What ends when another begins makes room for it.
+
+    Args:
+        rounded: what pinning so many bytes takes; left out, so many.
+    """
+    one = _placed(lifetimes, None)
+    assert one is not None  # it has no end
+    whole = rounded(one.nbytes)
+    part = max(ALIGNMENT_BYTES, whole // PARTS)
+    for nbytes in range(-(-one.nbytes // part) * part, whole, part):
+        slabs = _digits(nbytes)
+        if sum(map(rounded, slabs)) < whole and (found := _placed(lifetimes, slabs)) is not None:
+            return found
+    return one
+
+
+def usable(budget_bytes: int, rounded: Callable[[int], int]) -> int:
+    """The most that slabs of a `Layout` can have together without taking more than the budget."""
+    total = first = 0
+    left = budget_bytes
+    while (slab := _largest(left, rounded)) and slab * PARTS >= 2 * first:
+        first, total, left = first or slab, total + slab, left - rounded(slab)
+    return total
+
+
+def _largest(budget_bytes: int, rounded: Callable[[int], int]) -> int:
+    """The most that one slab can have."""
+    low, high = 0, budget_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if rounded(middle) <= budget_bytes else (low, middle - 1)
+    return low
+
+
+def _digits(nbytes: int) -> tuple[int, ...]:
+    """The powers of two that add up to a number, largest first."""
+    return tuple(1 << i for i in reversed(range(nbytes.bit_length())) if nbytes >> i & 1)
+
+
+def _placed(lifetimes: Sequence[Lifetime], slabs: tuple[int, ...] | None) -> Layout | None:
+    """The first fit in these slabs; None: there is no room. Without slabs, in one that is as large as it must be."""
+    memories = [FirstFit()] if slabs is None else [FirstFit(nbytes) for nbytes in slabs]
+    numbers, offsets, total = [0] * len(lifetimes), [0] * len(lifetimes), 0
     ends = sorted((life.ends, i) for i, life in enumerate(lifetimes))
-    memory, total = FirstFit(), 0
+    done = 0
     for _, i in sorted((life.begins, i) for i, life in enumerate(lifetimes)):
-        while ends and ends[0][0] <= lifetimes[i].begins:
-            memory.give(offsets[ends.pop(0)[1]])
-        begin = memory.take(lifetimes[i].nbytes)
-        assert begin is not None  # it has no end
-        offsets[i] = begin
+        while done < len(ends) and ends[done][0] <= lifetimes[i].begins:
+            over = ends[done][1]
+            memories[numbers[over]].give(offsets[over])
+            done += 1
+        taken = ((number, memory.take(lifetimes[i].nbytes)) for number, memory in enumerate(memories))
+        number, begin = next((place for place in taken if place[1] is not None), (0, None))
+        if begin is None:
+            return None
+        numbers[i], offsets[i] = number, begin
         total = max(total, begin + -(-lifetimes[i].nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    return Layout(offsets=tuple(offsets), nbytes=total)
+    made = slabs if slabs is not None else (total,) if lifetimes else ()
+    return Layout(slabs=made, numbers=tuple(numbers), offsets=tuple(offsets))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -121,7 +184,7 @@ class HostPool:
         self._left_on_host = left
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._planned_bytes = 0
+        self._planned: tuple[int, ...] = ()
         self._rooms: list[_Room] = []
 
     @property
@@ -129,20 +192,24 @@ class HostPool:
         """Taken from the host."""
         return sum(room.slab.real_bytes for room in self._rooms)
 
-    def reserve(self, nbytes: int) -> None:
-        """Make the slab of a step; one that is there and large enough serves, and one that is not makes room.
+    def reserve(self, *slabs: int) -> None:
+        """Make the slabs of a step; those that are there and large enough serve, and what is not makes room.
 
         Raises:
             HostBudgetExceeded: the host may not give, or has not, so much.
         """
-        self._planned_bytes = max(nbytes, self._planned_bytes)
-        if not nbytes or any(room.slab.nbytes >= nbytes for room in self._rooms):
+        if sum(slabs) >= sum(self._planned):
+            self._planned = slabs
+        there = [room.slab.nbytes for room in self._rooms]
+        if len(slabs) == 1 and any(nbytes >= slabs[0] for nbytes in there):
+            return
+        if tuple(there[: len(slabs)]) == slabs:
             return
         for room in [room for room in self._rooms if room.places.is_empty]:
             for _, _, event in room.reads:
                 self.device.wait(self.device.current_stream(), event)
             self._rooms.remove(room)
-        self._grow(nbytes, nbytes)
+        self._grow(slabs)
 
     def take(self, nbytes: int) -> Span:
         """Room for so many bytes.
@@ -150,15 +217,22 @@ class HostPool:
         Raises:
             HostBudgetExceeded: there is none, and the host may not give, or has not, so much.
         """
+        span = self._find(nbytes)
+        if span is not None:
+            return span
+        aligned = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        wanted = self._planned if max(self._planned, default=0) >= aligned else (aligned,)
+        self._grow(wanted if self._allows(wanted) else (aligned,))
+        span = self._find(nbytes)
+        assert span is not None
+        return span
+
+    def _find(self, nbytes: int) -> Span | None:
         for room in self._rooms:
             offset = room.places.take(nbytes)
             if offset is not None:
                 return self._span(room, offset, nbytes)
-        aligned = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        room = self._grow(aligned, max(aligned, self._planned_bytes))
-        offset = room.places.take(nbytes)
-        assert offset is not None
-        return self._span(room, offset, nbytes)
+        return None
 
     def give(self, span: Span, read_until: Event | None) -> None:
         """A span is free, once the copy that read it last is over."""
@@ -178,21 +252,22 @@ class HostPool:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return Span(room.slab, offset, nbytes, meeting)
 
-    def _grow(self, least: int, wanted: int) -> _Room:
-        nbytes = wanted if self._allows(wanted) else least
-        real_bytes = self.device.rounded(nbytes)
-        if not self._allows(nbytes):
+    def _grow(self, slabs: Sequence[int]) -> None:
+        real_bytes = self._real(slabs)
+        if not self._allows(slabs):
             assert self.budget_bytes is not None
-            raise self._exceeded(nbytes, self.budget_bytes, "the host budget")
+            raise self._exceeded(slabs, self.budget_bytes, "the host budget")
         left = self._left()
         if left is not None and real_bytes > left:
-            raise self._exceeded(nbytes, self.real_bytes + left, "what this machine has for it")
-        room = _Room(slab := self.device.pin(nbytes), FirstFit(slab.nbytes))
-        self._rooms.append(room)
-        return room
+            raise self._exceeded(slabs, self.real_bytes + left, "what this machine has for it")
+        for nbytes in slabs:
+            self._rooms.append(_Room(slab := self.device.pin(nbytes), FirstFit(slab.nbytes)))
 
-    def _allows(self, nbytes: int) -> bool:
-        return self.budget_bytes is None or self.real_bytes + self.device.rounded(nbytes) <= self.budget_bytes
+    def _real(self, slabs: Sequence[int]) -> int:
+        return sum(map(self.device.rounded, slabs))
+
+    def _allows(self, slabs: Sequence[int]) -> bool:
+        return self.budget_bytes is None or self.real_bytes + self._real(slabs) <= self.budget_bytes
 
     def _left(self) -> int | None:
         try:
@@ -202,10 +277,10 @@ class HostPool:
                 raise
             return None  # the system does not say
 
-    def _exceeded(self, nbytes: int, limit_bytes: int, limit_name: str) -> HostBudgetExceeded:
+    def _exceeded(self, slabs: Sequence[int], limit_bytes: int, limit_name: str) -> HostBudgetExceeded:
         return HostBudgetExceeded(
-            needed_bytes=self.live_bytes + nbytes,
-            real_bytes=self.real_bytes + self.device.rounded(nbytes),
+            needed_bytes=self.live_bytes + sum(slabs),
+            real_bytes=self.real_bytes + self._real(slabs),
             limit_bytes=limit_bytes,
             limit_name=limit_name,
         )

@@ -12,6 +12,7 @@ from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import Place, TensorRef
 from jettison.errors import JettisonError
 from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_what_cannot_move
+from jettison.runtime.device import rounding_of
 from jettison.runtime.offload_setup import engine_for, host_layout, imagined_engine, place_of
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.segment import SegmentLink
@@ -83,16 +84,16 @@ def install(
 def _have_engine(
     model: nn.Module, traced: ModelTrace, installed: Sequence[PlannedForward], host_budget_bytes: int | None
 ) -> None:
-    """One engine for all regions, with the slab that a step takes, where anything moves."""
-    layout = host_layout(traced, {region.name: region for region in installed})
+    """One engine for all regions, with the slabs that a step takes, where anything moves."""
+    place = place_of(model)
+    layout = host_layout(traced, {region.name: region for region in installed}, rounding_of(place))
     opaque = any(r.recordings.moves_without_recipe() for r in installed)
     if not layout.nbytes and not opaque:
         return
     engine = installed[0].offload
     if engine is None:
-        place = place_of(model)
         engine = imagined_engine(place) if installed[0].in_dry_run else engine_for(place, host_budget_bytes)
-    engine.pool.reserve(layout.nbytes)
+    engine.pool.reserve(*layout.slabs)
     for region in installed:
         region.offload = engine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,11 +54,14 @@ def place_of(module: nn.Module, values: Iterable[Any] = ()) -> torch.device:
     return min((p for p in places if p.type not in ("cpu", "meta")), key=str, default=torch.device("cpu"))
 
 
-def host_layout(traced: ModelTrace, regions: Mapping[str, PlannedForward]) -> Layout:
+def host_layout(
+    traced: ModelTrace, regions: Mapping[str, PlannedForward], rounded: Callable[[int], int] = int
+) -> Layout:
     """What one forward and its backward have on the host: bytes go in the order of calls, and come back in reverse.
 
     Args:
         regions: by block name, with their recordings; the model's own under no name.
+        rounded: what pinning so many bytes takes.
     """
     sizes: list[int] = []
     last = len(traced.calls) - 1
@@ -67,7 +70,7 @@ def host_layout(traced: ModelTrace, regions: Mapping[str, PlannedForward]) -> La
             sizes += _moved_bytes(regions[call.name], call.signature)
     sizes += _moved_bytes(regions[""], traced.root_signature)
     end = 2 * len(sizes)
-    return laid_out([Lifetime(nbytes=size, begins=i, ends=end - i) for i, size in enumerate(sizes)])
+    return laid_out([Lifetime(nbytes=size, begins=i, ends=end - i) for i, size in enumerate(sizes)], rounded)
 
 
 def _moved_bytes(region: PlannedForward, signature: Any) -> list[int]:

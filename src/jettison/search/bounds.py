@@ -8,7 +8,7 @@ A candidate is left out of a search only where one of these proves that it canno
    is computed again, but each second of it is a second of the same stage's last backward, after which nothing but its
    own weight steps comes: its end moves by as much. With virtual stages backwards of other chunks lie between, and a
    wait may swallow what the reduction gains: there a stage's forward, which takes no less than all that could be
-   computed again of it, comes off its reduction.
+   computed again of it, comes off what of its reduction a longer backward could hide.
 2. Let W be one micro-batch's forward and backward through the whole model under r, w that through its cheapest layer.
    The busiest of p stages works at least as long as their mean: time(S, r) >= n W / p. And the last stage cannot begin
    before the first p - 1 places have done a forward, nor can a step end before they have done a backward after its
@@ -180,13 +180,20 @@ def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
 
 def least_seconds(plain: Estimate) -> float:
     """Of any plan of a setup, from the estimate of none: rule 1."""
-    return plain.step_seconds if plain.run.layout.virtual_stages == 1 else with_ends(plain, plain.replay.ends)
+    if plain.run.layout.virtual_stages == 1:
+        return plain.step_seconds
+    return with_ends(plain, plain.replay.ends, [sum(stage.forward) for stage in plain.stages])
 
 
-def with_ends(plain: Estimate, ends: Sequence[float]) -> float:
-    """The same, where stages are known to end no sooner than so."""
-    reduced = (end + max(0.0, stage.end - sum(stage.forward)) for end, stage in zip(ends, plain.stages, strict=False))
-    return max(reduced) + max(stage.optimizer for stage in plain.stages)
+def with_ends(plain: Estimate, ends: Sequence[float], hiding: Sequence[float]) -> float:
+    """The same, where backwards are known to end no sooner than so on the first stages.
+
+    Args:
+        hiding: seconds of recompute on each stage, behind which the end of its reduction may hide.
+    """
+    stages = plain.stages
+    reduced = (end + s.end - min(s.hideable, most) for end, s, most in zip(ends, stages, hiding, strict=False))
+    return max(reduced) + max(stage.optimizer for stage in stages)
 
 
 def static_bytes(found: Forecast) -> int:

@@ -8,7 +8,7 @@ all other plans, which are worked out where they could still matter.
 What matters: a candidate that could be among the fastest, one for each setup; and one that could be on the front of
 time against memory, which reaches to `REACH` times the fastest step. Both are exact over the plans that have a name. A
 planner takes longer to ask than all other plans together. So it is asked afterwards: for each setup, best bound first,
-whose bound is below the second of those found, which makes the first two exact; and for setups that are listed.
+whose bound is below the last of those that are listed, which makes their places exact with its choices, too.
 What a planner says for more memory need not be faster by this estimate, which is finer than its own.
 
 Of candidates that take equally long the one that needs less memory counts, then the one that comes first in the space.
@@ -43,7 +43,7 @@ PLANNER_BOUNDS: Final = 64
 PLANNERS: Final = 8
 """The same for bounds of a planner's choices, and for these."""
 RUNNERS: Final = 2
-"""Places that are exact with the planner's choices among the plans: the best, and what it is compared with."""
+"""Places that are exact at least: the best, and what it is compared with."""
 _UNBOUNDED: Final = 1 << 62
 
 
@@ -93,14 +93,12 @@ class State:
 
     Args:
         fastest: seconds of the best; infinite until there is one.
-        second: of the last whose place is to be exact with the planner's choices.
-        last: of the last that is listed.
+        last: of the last whose place is to be exact.
         reach: of the front; None: there is no need of one.
         times, peaks: of the front, the fastest first.
     """
 
     fastest: float
-    second: float
     last: float
     reach: float | None
     times: list[float]
@@ -114,7 +112,7 @@ class State:
             named: it is no planner's, whose choice is asked for afterwards.
         """
         shaved = seconds * (1 - SHAVED)
-        if ranks and shaved <= (self.last if named else self.second):
+        if ranks and shaved <= self.last:
             return True
         if self.reach is None or not named or shaved > self.reach * self.fastest:
             return False
@@ -257,21 +255,16 @@ class Hunt:
         self._evaluate(batch, tasks)
 
     def _state(self) -> State:
-        times = [found.seconds.step for found in self.ranked[: max(self.top, self.exact)]]
-        times += [float("inf")] * max(self.top, self.exact)
+        exact = self.top if self.reach is None else max(self.top, RUNNERS)
+        times = [found.seconds.step for found in self.ranked[:exact]]
+        times += [float("inf")] * exact
         return State(
             fastest=times[0],
-            second=times[self.exact - 1],
-            last=times[self.top - 1],
+            last=times[exact - 1],
             reach=self.reach,
             times=[f.seconds.step for f in self.front],
             peaks=[f.needed_bytes for f in self.front],
         )
-
-    @property
-    def exact(self) -> int:
-        """Places that are to be exact with the planner's choices."""
-        return 1 if self.reach is None else RUNNERS
 
     def _wanted(self, node: Node, state: State) -> list[tuple[int, Task]]:
         """What of a node is to be worked out: the number of each plan, and its task."""
@@ -324,10 +317,10 @@ class Hunt:
         rough = [(least, number, False) for least, static, number in self._planners if static <= self._limit(number)]
         heap = sorted(rough)
         while heap:
-            fastest = self._state().second
+            last = self._state().last
             refined, most = heap[0][2], PLANNERS if heap[0][2] else PLANNER_BOUNDS
             numbers: list[int] = []
-            while heap and heap[0][2] == refined and len(numbers) < most and heap[0][0] * (1 - SHAVED) <= fastest:
+            while heap and heap[0][2] == refined and len(numbers) < most and heap[0][0] * (1 - SHAVED) <= last:
                 numbers.append(heapq.heappop(heap)[1])
             if not numbers:
                 break
@@ -338,9 +331,6 @@ class Hunt:
             for number, seconds in zip(numbers, self._planner_bounds(numbers), strict=True):
                 if seconds is not None:
                     heapq.heappush(heap, (seconds, number, True))
-        if self.reach is not None:
-            possible = {number for _, number, _ in heap}
-            self._plan([found.number[0] for found in self.ranked[: self.top] if found.number[0] in possible])
 
     def _planner_bounds(self, numbers: Sequence[int]) -> list[float | None]:
         setups = [self.space.setups[number] for number in numbers]

@@ -1,23 +1,26 @@
 """What a planner's choice must take at least, from what a setup takes without recompute: asking it is dear.
 
 NOTE [ What a planner cannot do ]
-In the state of the pipeline that holds most, a stage has too many bytes by so many. Each layer can let go of some, for
-seconds: for a region, the least that must run again for the bytes that stay, op by op, is the hull of `solve.frontier`,
-with the seconds that the planner takes, too. Layers that may let go of any part of any byte, the cheapest bytes first,
-take no longer than those that choose: that is r_i, seconds of recompute in one micro-batch's backward on stage i. Where
-ZeRO moves weights and gradients beside backwards, what it waited for without recompute comes off: it may hide behind
-r_i.
+In the state of the pipeline that rises highest, a stage has too many bytes by so many. The last layer of the chunk
+whose backward comes next does one of the few things that a planner chooses from; with it go seconds, the bytes that it
+lets go of, and how far its backward rises above what is held. The other layers let go of bytes for seconds, too: for
+a region, the least that must run again for the bytes that stay, op by op, is the hull of `solve.frontier`, with the
+seconds that the planner takes. Layers that may let go of any part of any byte, the cheapest bytes first, take no longer
+than those that choose: the least of that over what the one layer does is r_i, seconds of recompute in one micro-batch's
+backward on stage i. Where
+ZeRO moves weights and gradients beside backwards, what more work would hide of the waiting without recompute comes off.
 
 One virtual stage: the schedule is played with each stage's backward longer by r_i. With several it is not known among
 which chunks a planner would share r_i. Then, for each device: its first backward waits for a micro-batch's forward
 through all places and its backward through all that lie behind, until which the device has done only the forwards that
 its order puts before; all else of its work comes later, r_i of each micro-batch included; and after its last backward
-come those of the places before it.
+come those of the places before it. What a planner computes again beyond r_i moves the device's end by as much for each
+micro-batch once this is later than without recompute, and hides no more of the reduction than it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, takewhile
 
@@ -25,10 +28,14 @@ from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
 from jettison.cost.pipeline import schedule_seconds
 from jettison.formula.region import Region
-from jettison.ledger.schedule import ScheduledPass, Work, order
+from jettison.ledger.schedule import Occupancy, ScheduledPass, Work, order
+from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import StageSeconds, Timing
+from jettison.predict.stages import NONE, Chunk, kept_by
 from jettison.predict.time import Estimate
+from jettison.predict.timeline_units import chosen_passes
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
@@ -36,6 +43,10 @@ from jettison.spec.run import Gradients
 
 Segments = tuple[tuple[int, float], ...]
 """Bytes that a layer can let go of and the seconds that they cost, the cheapest first."""
+Way = tuple[int, int, float]
+"""Of what a layer may do: how far its backward rises, bytes that it lets go of, and the seconds."""
+Above = tuple[int, tuple[Way, ...]]
+"""Of a chunk's backward: how far it rises at least, and what its last layer may do, if there is one."""
 ALL_POINTS = 1 << 20
 
 
@@ -47,23 +58,36 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     """
     run = plain.run
     timing = Timing(run=run, hardware=timed.hardware, execution=execution_of(run))
-    items = timing.items([group for stage in plain.stages for chunk in stage.groups for group in chunk])
+    chunks = {id(chunk): timing.items(chunk) for stage in plain.stages for chunk in stage.groups}
+    items = [item for each in chunks.values() for item in each]
     hulls = {item.region: _segments(item.prices, item.region) for item in items if item.in_layer}
-    backward = {item.region: item.seconds.backward.seconds for item in items}
-    again = []
-    for stage, seconds in zip(plain.stages, timed.stages, strict=True):
-        repeated = _recompute(stage, limit_bytes, hulls)
+    waits = {each: timing.hideable(own) for each, own in chunks.items()}
+    again, hiding = [], []
+    known: dict[int, Above] = {}
+    for stage in plain.stages:
+        repeated = _recompute(timing, stage, limit_bytes, hulls, known)
         if repeated is None:
             return None
-        alone = sum(len(g.names) * backward[g.part.region] for chunk in stage.groups for g in chunk)
-        waited = seconds.total.backward.seconds - alone
-        again.append(max(0.0, repeated - waited))
-    layout = run.layout
-    if layout.virtual_stages == 1:
-        ends = _played(timed, again)
-    else:
-        ends = (max(_in_line(timed, i, again[i]) for i in range(layout.pp)),)
-    return max(least_seconds(timed), with_ends(timed, ends))
+        again.append(max(0.0, repeated - sum(waits[id(chunk)] for chunk in stage.groups)))
+        hiding.append(repeated)
+    if run.layout.virtual_stages == 1:
+        return max(least_seconds(timed), with_ends(timed, _played(timed, again), hiding))
+    lines = [_in_line(timed, i, again[i]) for i in range(run.layout.pp)]
+    first = with_ends(timed, [max(ends for _, ends in lines)], [sum(timed.stages[0].forward)])
+    own = [_interleaved(timed, i, lines[i][0], again[i], hiding[i]) for i in range(run.layout.pp)]
+    return max(least_seconds(timed), first, max(own) + max(stage.optimizer for stage in timed.stages))
+
+
+def _interleaved(timed: Estimate, device: int, line: float, again: float, hiding: float) -> float:
+    """The end of a device and of its reduction; see the second paragraph of NOTE [ What a planner cannot do ].
+
+    Args:
+        line: the end of its last backward as `_in_line` has it, with ``again`` in each micro-batch.
+        hiding: what of ``again`` there is with what hides behind waits.
+    """
+    stage, end, count = timed.stages[device], timed.replay.ends[device], timed.run.micro_batches
+    more = max(0.0, end - line) / count  # so much more again, and it is the line that decides
+    return max(end, line) + stage.end - min(stage.hideable, hiding + more)
 
 
 def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
@@ -77,8 +101,8 @@ def _played(timed: Estimate, again: list[float]) -> tuple[float, ...]:
     return schedule_seconds(layout.schedule, timed.run.micro_batches, forward, backward, weights).ends
 
 
-def _in_line(timed: Estimate, device: int, again: float) -> float:
-    """The end of an interleaved schedule's first device, by what one device waits for and what it has to do."""
+def _in_line(timed: Estimate, device: int, again: float) -> tuple[float, float]:
+    """The end of a device of an interleaved schedule, and of the first device, by what one waits for and has to do."""
     run, stages = timed.run, timed.stages
     pp, chunks = run.layout.pp, run.layout.virtual_stages
     warm_up = _warm_up(device, pp, min(run.micro_batches, 3 * pp), chunks)
@@ -87,7 +111,7 @@ def _in_line(timed: Estimate, device: int, again: float) -> float:
     start = sum(sum(stage.forward) for stage in stages) + behind
     own = stages[device]
     rest = run.micro_batches * (sum(own.forward) + sum(own.backward) + again) - sum(own.forward[c] for c in warm_up)
-    return start + rest + sum(stage.backward[0] for stage in stages[:device])
+    return start + rest, start + rest + sum(stage.backward[0] for stage in stages[:device])
 
 
 def _at(stages: tuple[StageSeconds, ...], place: int) -> StageSeconds:
@@ -105,27 +129,93 @@ def _warm_up(device: int, stages: int, micro_batches: int, chunks: int) -> tuple
     return tuple(step.chunk for step in takewhile(is_forward, steps))
 
 
-def _recompute(stage: Stage, limit_bytes: int, hulls: Mapping[Region, Segments]) -> float | None:
-    """r_i; None where everything that layers can let go of is not enough."""
+def _recompute(
+    timing: Timing, stage: Stage, limit_bytes: int, hulls: Mapping[Region, Segments], known: dict[int, Above]
+) -> float | None:
+    """r_i; None where everything that layers can let go of is not enough.
+
+    Args:
+        known: `_above` of chunks, by the objects that they are.
+    """
     load = stage.load
     there = load.gradients is Gradients.UPFRONT or load.micro_batches > 1
     base = load.fixed + load.state + (load.gradient_bytes if there else 0) - limit_bytes
-    held = [load.held(chunk) for chunk in range(len(load.chunks))]
-    states = [[f + w for f, w in zip(o.forward, o.weight, strict=True)] for o in load.occupancies]
+    held = [load.held(chunk) + load.sent for chunk in range(len(load.chunks))]
+    for groups, chunk_units in zip(stage.groups, load.chunks, strict=True):
+        if id(groups) not in known:
+            known[id(groups)] = _above(timing, groups, chunk_units, there)
+    above = [known[id(groups)] for groups in stage.groups]
+    least = [max(lowest, min((rise for rise, _, _ in ways), default=0)) for lowest, ways in above]
 
-    def excess(alive: list[int]) -> int:
-        return base + sum(n * (nbytes + load.sent) for n, nbytes in zip(alive, held, strict=True))
+    def level(o: Occupancy) -> int:
+        return least[_at_work(o)] + sum((f + w) * n for f, w, n in zip(o.forward, o.weight, held, strict=True))
 
-    alive = max(states, key=excess)
-    missing = excess(alive)
-    offers = []
-    for count, groups in zip(alive, stage.groups, strict=True):
-        for group in groups:
-            if count and group.part.is_layer:
+    worst = max(load.occupancies, key=level)
+    chunk, alive = _at_work(worst), [f + w for f, w in zip(worst.forward, worst.weight, strict=True)]
+    excess = base + sum(n * nbytes for n, nbytes in zip(alive, held, strict=True))
+    offers = sorted(_offers(stage, alive, hulls, without=chunk))
+    lowest, ways = above[chunk]
+    if not ways:
+        return _cheapest(offers, excess + lowest)
+    found = [
+        (seconds, _cheapest(offers, excess + max(lowest, rise) - alive[chunk] * released))
+        for rise, released, seconds in ways
+    ]
+    return min((seconds + rest for seconds, rest in found if rest is not None), default=None)
+
+
+def _at_work(state: Occupancy) -> int:
+    return 0 if state.step is None else state.step.chunk
+
+
+def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bool) -> Above:
+    """How far a chunk's backward rises above what is held before it.
+
+    Args:
+        there: gradients are, already.
+    """
+    statics = [group.part.static for group in groups]
+    gathered = 2 * max((s.gathered for s in statics), default=0) if timing.run.layout.resharded else 0
+    level = lowest = 0
+    for group, unit in zip(reversed(groups), reversed(chunk_units), strict=True):
+        if group.part.is_layer:
+            # of a chunk's last region nothing waits to be reduced, see `timeline_units`
+            beside = level + gathered + (max(s.reduced for s in statics) if group is not groups[-1] else 0)
+            ways = _ways(timing.prices(group.part.layer), group.part.region, timing.run.precision.gradient, there)
+            return lowest, tuple((beside + rise, released, seconds) for rise, released, seconds in ways)
+        lowest = max(lowest, level + (unit.adding_peak if there else unit.backward_peak))
+        level += len(group.names) * ((unit.pending if there else unit.gradient) - unit.resident)
+    return lowest, ()
+
+
+@lru_cache(maxsize=1024)
+def _ways(prices: PriceModel, region: Region, gradient_dtype: str, there: bool) -> tuple[Way, ...]:
+    """What a planner chooses from, without the transients of ZeRO."""
+    everything = chosen_passes(region, kept_by(region, NONE), gradient_dtype, False).resident
+    found = []
+    for point in layer_points(prices, region):
+        passes = chosen_passes(region, point.stays, gradient_dtype, there)
+        found.append((passes.backward_peak, everything - passes.resident, point.seconds))
+    return tuple(found)
+
+
+def _offers(
+    stage: Stage, alive: Sequence[int], hulls: Mapping[Region, Segments], *, without: int
+) -> Iterator[tuple[float, int]]:
+    """Seconds a byte, and so many bytes, of all layers but the last one of a chunk."""
+    for number, (count, groups) in enumerate(zip(alive, stage.groups, strict=True)):
+        chosen = number == without
+        for group in reversed([group for group in groups if group.part.is_layer]):
+            layers, chosen = len(group.names) - chosen, False
+            if count and layers:
                 for nbytes, seconds in hulls[group.part.region]:
-                    offers.append((seconds / (nbytes * count), nbytes * count * len(group.names)))
+                    yield seconds / (nbytes * count), nbytes * count * layers
+
+
+def _cheapest(offers: Sequence[tuple[float, int]], missing: int) -> float | None:
+    """Seconds for so many bytes, any part of each offer; None where all of them are not enough."""
     total = 0.0
-    for price, nbytes in sorted(offers):
+    for price, nbytes in offers:
         if missing <= 0:
             break
         total += price * min(nbytes, missing)

@@ -30,7 +30,7 @@
   const gib = (n) => (Math.abs(n) >= 99.5 * 2 ** 30 ? (n / 2 ** 30).toFixed(0) : (n / 2 ** 30).toFixed(1));
 
   const draw = (values, { width }) => {
-    const cells = cellsOf(values), narrow = width < 620, left = narrow ? 84 : 120, top = narrow ? 84 : 40, high = narrow ? 42 : 40;
+    const cells = cellsOf(values), narrow = width < 620, left = narrow ? 84 : 120, top = narrow ? 96 : 40, high = narrow ? 42 : 40;
     const wide = (width - left) / data.gpus.length, height = top + data.models.length * high + 4;
     const node = J.el("svg:svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Models by GPUs" });
     data.gpus.forEach((gpu, g) => {

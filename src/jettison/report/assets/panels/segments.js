@@ -69,10 +69,13 @@
       80: "one segment: all activations are there again at once",
     };
     const table = J.table({
-      columns: ["every N layers", "claimed memory", "held", "in the open segment", "claimed overhead", "FLOPs of a step", "what is wrong"],
-      rows: data.claims.rows.map(([n, bytes, overhead]) => [String(n), gb(bytes) ?? "", gb(rows[n - 1][1]), gb(rows[n - 1][2]), J.format.percent(overhead, 0), J.format.percent(rows[n - 1][4]), wrong[n]]),
+      columns: ["every N", "claimed", "held", "open segment", "claimed FLOPs", "FLOPs"],
+      rows: data.claims.rows.map(([n, bytes, overhead]) => [String(n), gb(bytes) ?? "–", gb(rows[n - 1][1]), gb(rows[n - 1][2]), `+ ${J.format.percent(overhead, 0)}`, `+ ${J.format.percent(rows[n - 1][4])}`]),
     });
-    return J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "An explainer's interval table beside the ledger" }, table);
+    return J.el("div", {},
+      J.el("p", { class: "caption" }, "An explainer's table of intervals, and the ledger's numbers:"),
+      J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "An explainer's interval table beside the ledger" }, table),
+      data.claims.rows.map(([n]) => J.el("p", { class: "caption" }, `N = ${n}: ${wrong[n]}.`)));
   }
 
   const table = (values) => {

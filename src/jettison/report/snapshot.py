@@ -1,0 +1,197 @@
+"""Memory snapshots for people and programs: what is there at the peak, and how two of them differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+
+from jettison.report.packed_timeline import packed_timeline
+from jettison.report.page import page
+from jettison.report.parts import exact, facts_table, titled
+from jettison.traces.difference import Difference, compare_timelines
+from jettison.traces.snapshot import DeviceSnapshot, Snapshot
+from jettison.traces.timeline import MemoryTimeline, by_module_and_role, by_role
+from jettison.units import format_bytes, format_percent
+
+MOST_ROWS: Final = 25
+PANELS: Final = ("panels/timeline_data.js", "panels/timeline_canvas.js", "panels/memory_timeline.js")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReport:
+    """One snapshot, or two held against each other: the busiest device of each."""
+
+    snapshot: Snapshot
+    other: Snapshot | None = None
+
+    @property
+    def difference(self) -> Difference | None:
+        """From the first to the second."""
+        if self.other is None:
+            return None
+        return compare_snapshots(self.snapshot, self.other)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        found: dict[str, Any] = {
+            "schema": "jettison.snapshot/1",
+            "name": self.snapshot.name,
+            "devices": [_device(device) for device in self.snapshot.devices],
+        }
+        difference = self.difference
+        if self.other is not None and difference is not None:
+            found["other"] = {"name": self.other.name, "devices": [_device(device) for device in self.other.devices]}
+            found["changes"] = [_change_fields(difference, at) for at in range(len(difference.changes))]
+        return found
+
+    def table(self) -> RenderableType:
+        """For a terminal."""
+        difference = self.difference
+        if difference is not None and self.other is not None:
+            return _difference_table(difference, self.snapshot.name, self.other.name)
+        return snapshot_table(self.snapshot)
+
+    def html(self) -> str:
+        """One HTML file."""
+        both = (self.snapshot,) if self.other is None else (self.snapshot, self.other)
+        timelines = [(f"{one.name}, {d.timeline.title}", d.timeline) for one in both for d in one.devices]
+        return timelines_page(
+            " against ".join(one.name for one in both),
+            timelines,
+            self.difference,
+            names=tuple(one.name for one in both),
+        )
+
+
+def compare_snapshots(before: Snapshot, after: Snapshot) -> Difference:
+    """What the busiest device of each has at its peak, by module and role."""
+    return compare_timelines(before.busiest.timeline, after.busiest.timeline)
+
+
+def snapshot_page(snapshot: Snapshot, other: Snapshot | None = None) -> str:
+    """One HTML file of a snapshot, or of two held against each other."""
+    return SnapshotReport(snapshot=snapshot, other=other).html()
+
+
+def timelines_page(
+    title: str,
+    timelines: list[tuple[str, MemoryTimeline]],
+    difference: Difference | None = None,
+    *,
+    names: tuple[str, ...] = (),
+) -> str:
+    """A page of timelines by name; where there are two sides, with how they differ."""
+    changes = [] if difference is None else difference.changes
+    data = {
+        "timelines": [packed_timeline(timeline) | {"name": name} for name, timeline in timelines],
+        "names": list(names),
+        "changes": [
+            [c.module, c.role, c.before_bytes, c.after_bytes, c.before_count, c.after_count, c.verdict] for c in changes
+        ],
+    }
+    return page(f"Memory over time: {title}", intro=_INTRO, scripts=PANELS, data=data, styles=("panels/timeline.css",))
+
+
+_INTRO = (
+    "Bytes that are allocated after each event, stacked by what they are for. Each column is the highest moment that "
+    "it covers; the thin line is the lowest. Point at an allocation, or walk with the keys, to see what it is and how "
+    "long it lives."
+)
+
+
+def snapshot_table(snapshot: Snapshot) -> RenderableType:
+    """Facts of the busiest device, and what is there at its peak."""
+    device = snapshot.busiest
+    timeline = device.timeline
+    shares = timeline.shares(timeline.peak_event)
+    facts = [
+        ("snapshot", f"{snapshot.name}, device {device.index}{_beside(snapshot)}"),
+        ("events", f"{len(timeline.allocation):,} of {len(timeline.nbytes):,} allocations"),
+        ("peak", exact(timeline.peak_bytes)),
+        ("at the end", f"{exact(timeline.end_bytes)} of {format_bytes(device.reserved_bytes)} in segments"),
+    ]
+    if not device.complete:
+        facts.append(("note", "the oldest events are missing: what was there before them has no stack, and no birth"))
+    facts += [("out of memory", mark.text) for mark in timeline.marks if mark.text.startswith("out of memory")]
+    roles = titled("At the peak, by role", ("role",), ("bytes", "share"))
+    for role, nbytes in by_role(shares).items():
+        roles.add_row(role, format_bytes(nbytes), format_percent(nbytes / max(1, timeline.peak_bytes)))
+    rows = titled("At the peak, by module and role", ("module", "role"), ("bytes", "share", "allocations"))
+    found = by_module_and_role(shares)
+    for (module, role), (nbytes, count) in list(found.items())[:MOST_ROWS]:
+        share = format_percent(nbytes / max(1, timeline.peak_bytes))
+        rows.add_row(module, role, format_bytes(nbytes), share, f"{count:,}")
+    if len(found) > MOST_ROWS:
+        rest = [value for _, value in list(found.items())[MOST_ROWS:]]
+        nbytes, count = sum(n for n, _ in rest), sum(c for _, c in rest)
+        rows.add_row(f"{len(rest)} more", "", format_bytes(nbytes), "", f"{count:,}")
+    return Group(facts_table(facts), roles, rows)
+
+
+def _beside(snapshot: Snapshot) -> str:
+    return f", the fullest of {len(snapshot.devices)}" if len(snapshot.devices) > 1 else ""
+
+
+def _device(device: DeviceSnapshot) -> dict[str, Any]:
+    timeline = device.timeline
+    shares = timeline.shares(timeline.peak_event)
+    return {
+        "device": device.index,
+        "events": len(timeline.allocation),
+        "allocations": len(timeline.nbytes),
+        "complete": device.complete,
+        "peak_bytes": timeline.peak_bytes,
+        "peak_event": timeline.peak_event,
+        "end_bytes": timeline.end_bytes,
+        "reserved_bytes": device.reserved_bytes,
+        "segments": len(device.segments),
+        "peak_roles": by_role(shares),
+        "peak": [
+            {"module": module, "role": role, "bytes": nbytes, "count": count}
+            for (module, role), (nbytes, count) in by_module_and_role(shares).items()
+        ],
+    }
+
+
+def _change_fields(difference: Difference, at: int) -> dict[str, Any]:
+    change = difference.changes[at]
+    return {
+        "module": change.module,
+        "role": change.role,
+        "before_bytes": change.before_bytes,
+        "after_bytes": change.after_bytes,
+        "before_count": change.before_count,
+        "after_count": change.after_count,
+        "change": change.verdict,
+    }
+
+
+def _difference_table(difference: Difference, before: str, after: str) -> RenderableType:
+    change = difference.after_peak_bytes - difference.before_peak_bytes
+    facts = [
+        (f"peak of {before}", exact(difference.before_peak_bytes)),
+        (f"peak of {after}", f"{exact(difference.after_peak_bytes)}: {_signed(change)}"),
+    ]
+    roles = titled("At the peak of each, by role", ("role",), ("before", "after", "change"))
+    for role, (old, new) in difference.by_role().items():
+        roles.add_row(role, format_bytes(old), format_bytes(new), _signed(new - old))
+    table = titled("At the peak of each, by module and role", ("module", "role"), ("before", "after", "change"))
+    table.add_column("")
+    differing = [c for c in difference.changes if c.verdict != "same"]
+    for c in differing[:MOST_ROWS]:
+        sides = (format_bytes(c.before_bytes), format_bytes(c.after_bytes), _signed(c.change_bytes))
+        table.add_row(c.module, c.role, *sides, c.verdict)
+    if len(differing) > MOST_ROWS:
+        rest = differing[MOST_ROWS:]
+        table.add_row(f"{len(rest)} more", "", "", "", _signed(sum(c.change_bytes for c in rest)), "")
+    same = len(difference.changes) - len(differing)
+    if same:
+        table.add_section()
+        table.add_row(f"{same} the same", "", "", "", "", "")
+    return Group(facts_table(facts), roles, table)
+
+
+def _signed(nbytes: int) -> str:
+    return f"+{format_bytes(nbytes)}" if nbytes > 0 else format_bytes(nbytes)

@@ -1,0 +1,1 @@
+"""What a step looks like over time, predicted or recorded: timelines, CUDA memory snapshots and Chrome traces."""

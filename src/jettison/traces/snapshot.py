@@ -1,0 +1,238 @@
+"""CUDA memory snapshots: what `torch.cuda.memory._dump_snapshot` writes, read without torch.
+
+The structure is that of torch 2.11 to 2.13: a dictionary with ``segments`` (what the caching allocator holds, cut
+into blocks) and ``device_traces`` (by device, events in order; the oldest may have been overwritten). Older files are
+the list of segments alone. Bytes are those that were asked for, as events have them; `torch.cuda.memory_allocated`
+rounds each allocation up to 512. An allocation is freed at ``free_requested``, where that function stops counting it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.traces.frames import label_of_frames
+from jettison.traces.plain_pickle import load_plain
+from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
+
+MOST_EVENTS: Final = 20_000_000
+"""Events and blocks of a snapshot, together."""
+_BORN = ("alloc",)
+_DIED = ("free_requested", "free", "free_completed")
+_ALLOCATED = ("active_allocated", "active_pending_free_request")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """One piece of memory that the caching allocator has from the driver."""
+
+    address: int
+    total_bytes: int
+    allocated_bytes: int
+    stream: int
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSnapshot:
+    """One device. ``complete``: nothing was freed whose allocation is not in the trace."""
+
+    index: int
+    timeline: MemoryTimeline
+    segments: tuple[Segment, ...]
+    complete: bool
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of all segments, at the end."""
+        return sum(segment.total_bytes for segment in self.segments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What a file says."""
+
+    name: str
+    devices: tuple[DeviceSnapshot, ...]
+
+    @property
+    def busiest(self) -> DeviceSnapshot:
+        """The device that allocates most at its peak; the first of equals."""
+        return max(self.devices, key=lambda device: device.timeline.peak_bytes)
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot.
+
+    Raises:
+        UsageError: it is no snapshot, or holds more than data.
+    """
+    return snapshot_of(load_plain(path), path.name)
+
+
+def snapshot_of(content: object, name: str) -> Snapshot:
+    """The same of what was in the file.
+
+    Raises:
+        UsageError: it has another structure.
+    """
+    if isinstance(content, list):
+        content = {"segments": content, "device_traces": []}
+    reader = _Reader(name)
+    found = reader.dictionary(content, "the file")
+    segments = [reader.dictionary(s, "a segment") for s in reader.listed(found.get("segments"), "segments")]
+    traces = [reader.listed(t, "device_traces") for t in reader.listed(found.get("device_traces", []), "device_traces")]
+    reader.count(sum(map(len, traces)))
+    own: dict[int, list[Mapping[str, Any]]] = {}
+    for segment in segments:
+        own.setdefault(reader.whole(segment, "device", 0), []).append(segment)
+        reader.count(len(reader.listed(segment.get("blocks"), "blocks")))
+    used = {index for index, trace in enumerate(traces) if trace} | set(own)
+    devices = tuple(
+        reader.device(index, traces[index] if index < len(traces) else [], own.get(index, []))
+        for index in sorted(used or {0})
+    )
+    return Snapshot(name=name, devices=devices)
+
+
+class _Reader:
+    """Takes plain values apart, and says where they are not what they should be."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.counted = name, 0
+
+    def wrong(self, what: str) -> UsageError:
+        return UsageError(f"{self.name} is no CUDA memory snapshot: {what}; expected what _dump_snapshot writes")
+
+    def dictionary(self, value: object, what: str) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            raise self.wrong(f"{what} is {_kind(value)}, not a dictionary")
+        return value
+
+    def listed(self, value: object, what: str) -> list[Any]:
+        if not isinstance(value, list):
+            raise self.wrong(f"{what} is {_kind(value)}, not a list")
+        return value
+
+    def whole(self, entry: Mapping[str, Any], key: str, default: int | None = None) -> int:
+        value = entry.get(key, default)
+        if type(value) is not int or value < 0:
+            raise self.wrong(f"{key!r} of an entry is {_kind(value)}, not a number of 0 or more")
+        return value
+
+    def count(self, more: int) -> None:
+        self.counted += more
+        if self.counted > MOST_EVENTS:
+            raise self.wrong(f"it has more than {MOST_EVENTS:,} events and blocks")
+
+    def device(self, index: int, trace: list[Any], segments: list[Mapping[str, Any]]) -> DeviceSnapshot:
+        events = [self.dictionary(entry, "an event") for entry in trace]
+        return _device(self, index, events, segments)
+
+    def label(self, entry: Mapping[str, Any], known: dict[object, Label]) -> Label:
+        frames = entry.get("frames", [])
+        if id(frames) not in known:  # the frames live as long as the file's content does
+            pairs = []
+            for frame in self.listed(frames, "frames")[:256]:
+                place = self.dictionary(frame, "a frame")
+                pairs.append((str(place.get("name", ""))[:400], str(place.get("filename", ""))[:400], _line(place)))
+            key = tuple(pairs)
+            if key not in known:
+                known[key] = label_of_frames(key)
+            known[id(frames)] = known[key]
+        return known[id(frames)]
+
+
+def _line(frame: Mapping[str, Any]) -> int:
+    line = frame.get("line", 0)
+    return line if type(line) is int else 0
+
+
+def _kind(value: object) -> str:
+    return "missing" if value is None else repr(value)[:40] if isinstance(value, int | str) else type(value).__name__
+
+
+def _blocks(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    """Address, bytes and entry of each allocated block."""
+    for segment in segments:
+        at = reader.whole(segment, "address", 0)
+        for entry in segment["blocks"]:
+            block = reader.dictionary(entry, "a block")
+            size = reader.whole(block, "size")
+            if block.get("state") in _ALLOCATED:
+                yield reader.whole(block, "address", at), reader.whole(block, "requested_size", size) or size, block
+            at += size
+
+
+def _device(
+    reader: _Reader, index: int, events: list[Mapping[str, Any]], segments: list[Mapping[str, Any]]
+) -> DeviceSnapshot:
+    """What was freed and not allocated in the trace, or is there at the end and was not, was there before it."""
+    writer = TimelineWriter(f"device {index}")
+    known: dict[object, Label] = {}
+    live: dict[int, int] = {}
+    early = _unseen(reader, events)
+    complete = not early
+    for address, size, entry in early:
+        live[address] = writer.already(size, reader.label(entry, known))
+    born = {reader.whole(e, "addr", 0) for e in events if e.get("action") in _BORN}
+    for address, size, block in _blocks(reader, segments):
+        if address not in born and address not in live:
+            live[address] = writer.already(size, reader.label(block, known))
+    last = 0
+    for event in events:
+        action = event.get("action")
+        time_ns = reader.whole(event, "time_us", last // 1000) * 1000
+        last = time_ns
+        if action in _BORN:
+            address = reader.whole(event, "addr")
+            if address in live:  # its end was not recorded
+                writer.free(live.pop(address), time_ns)
+            live[address] = writer.allocate(reader.whole(event, "size"), reader.label(event, known), time_ns)
+        elif action in _DIED:
+            gone = live.pop(reader.whole(event, "addr"), None)
+            if gone is not None:
+                writer.free(gone, time_ns)
+        elif action == "oom":
+            writer.mark(f"out of memory: {reader.whole(event, 'size')} bytes were asked for")
+        elif action == "user_defined":
+            writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
+    return DeviceSnapshot(
+        index=index, timeline=writer.timeline(), segments=tuple(_segments(reader, segments)), complete=complete
+    )
+
+
+def _unseen(reader: _Reader, events: list[Mapping[str, Any]]) -> list[tuple[int, int, Mapping[str, Any]]]:
+    """Of what was freed although its birth is not in the trace: address, bytes, and the event that freed it."""
+    found: list[tuple[int, int, Mapping[str, Any]]] = []
+    live: set[int] = set()
+    dying: set[int] = set()
+    for event in events:
+        action = event.get("action")
+        if action in _BORN:
+            address = reader.whole(event, "addr")
+            live.add(address)
+            dying.discard(address)
+        elif action in _DIED:
+            address = reader.whole(event, "addr")
+            if address not in live and address not in dying:
+                found.append((address, reader.whole(event, "size"), {"frames": []}))
+            live.discard(address)
+            (dying.discard if action == "free_completed" else dying.add)(address)
+    return [next(group) for _, group in groupby(sorted(found, key=lambda f: f[0]), key=lambda f: f[0])]
+
+
+def _segments(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[Segment]:
+    for segment in segments:
+        blocks = segment["blocks"]
+        yield Segment(
+            address=reader.whole(segment, "address", 0),
+            total_bytes=reader.whole(segment, "total_size"),
+            allocated_bytes=sum(b["size"] for b in blocks if b.get("state") in _ALLOCATED),
+            stream=reader.whole(segment, "stream", 0),
+            blocks=len(blocks),
+        )

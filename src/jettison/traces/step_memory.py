@@ -1,0 +1,262 @@
+"""The bytes of a described step, pass by pass, as a timeline of allocations.
+
+NOTE [ A step replayed ]
+`ledger.timeline` prices the fullest states of a schedule. Here the same units are played in the schedule's whole
+order, each pass from what is really there: residents of micro-batches in flight, gradients that earlier backwards
+made. A unit's peak above that is one allocation that lasts as long as its slice. So the highest moment is the
+ledger's wherever its fullest state comes up with all gradients there, which it does in every schedule with more
+micro-batches than fit in flight, and wherever gradients are there from the start. Elsewhere (GPipe, or as many
+micro-batches as stages, with gradients one by one) the fullest state comes up once, before there are gradients, and
+the replay stays below the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from jettison.ledger.schedule import ScheduledPass, Work, apart, window
+from jettison.ledger.timeline import Unit
+from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.stages import Chunk, StageRegion, kept_by
+from jettison.spec.run import Gradients, Run
+from jettison.traces.pipeline_seconds import Kind, PassSlices, Slice
+from jettison.traces.timeline import Label, MemoryTimeline, TimelineWriter
+
+PARAMETERS, GRADIENTS, STATE, SENT, WORKING = "parameters", "gradients", "optimizer state", "stage output", "transient"
+SAVED = "saved for backward"
+STEPS = 2
+"""The first, in which the optimizer makes its state, and one like all that follow."""
+
+
+def stage_memory(
+    memory: Forecast, index: int, passes: Sequence[PassSlices], *, step_ns: int, by_tensor: bool = False
+) -> MemoryTimeline:
+    """A stage's allocations over the first two steps. See NOTE [ A step replayed ].
+
+    Args:
+        passes: of the stage, as `step_slices` has them.
+        by_tensor: what is saved for backward one tensor at a time, under the ledger's words.
+    """
+    stage = memory.stages[index]
+    player = _Player(run=memory.run, stage=stage, by_tensor=by_tensor, writer=TimelineWriter(f"stage {index}"))
+    player.begin()
+    for number in range(STEPS):
+        player.step(passes, number, number * step_ns, (number + 1) * step_ns)
+    return player.writer.timeline()
+
+
+@dataclass(kw_only=True)
+class _Player:
+    run: Run
+    stage: Stage
+    by_tensor: bool
+    writer: TimelineWriter
+    held: dict[tuple[int, int], dict[str, list[int]]] = field(default_factory=dict)  # by micro-batch and chunk, by unit
+    output: dict[tuple[int, int], int] = field(default_factory=dict)
+    gradients: dict[int, dict[str, int]] = field(default_factory=dict)  # by chunk, by unit
+    state: list[int] = field(default_factory=list)
+    pieces: dict[tuple[int, str], tuple[tuple[Label, int], ...]] = field(default_factory=dict)
+
+    @property
+    def upfront(self) -> bool:
+        return self.stage.load.gradients is Gradients.UPFRONT
+
+    def begin(self) -> None:
+        """What is there before the first step."""
+        load = self.stage.load
+        parts = [part for chunk in self.stage.parts for part in chunk]
+        for name, nbytes in _spread(load.fixed, [(part.name, part.static.parameters) for part in parts]):
+            self.writer.already(nbytes, Label(module=name, role=PARAMETERS))
+        if self.upfront:
+            for unit, name in self._own_units():
+                if unit.gradient:
+                    self.writer.already(unit.gradient, Label(module=name, role=GRADIENTS))
+
+    def _own_units(self) -> Iterator[tuple[Unit, str]]:
+        for chunk in self.stage.load.chunks[: len(self.stage.groups)]:
+            yield from ((unit, name) for unit in chunk for name in unit.names)
+
+    def step(self, passes: Sequence[PassSlices], number: int, begin_ns: int, end_ns: int) -> None:
+        """One optimizer step."""
+        self.writer.mark(f"step {number}")
+        chunks = iter(_chunks(self.run, self.stage, [p.step for p in passes if p.step is not None]))
+        for played in passes:
+            if played.step is not None:
+                self._pass(played, next(chunks), begin_ns)
+        optimizer = next(s for s in reversed(passes[-1].slices) if s.kind is Kind.OPTIMIZER)
+        self._optimizer(begin_ns + optimizer.begin_ns, begin_ns + optimizer.end_ns)
+        for made in self.gradients.values():
+            for gradient in made.values():
+                self.writer.free(gradient, end_ns)
+        self.gradients.clear()
+
+    def _optimizer(self, begin_ns: int, end_ns: int) -> None:
+        self.writer.mark("optimizer")
+        load = self.stage.load
+        if not self.state:
+            parts = [part for chunk in self.stage.parts for part in chunk]
+            for name, nbytes in _spread(load.state, [(part.name, part.static.state) for part in parts]):
+                self.state.append(self.writer.allocate(nbytes, Label(module=name, role=STATE), begin_ns))
+        if load.optimizer_transient:
+            label = Label(module="", role=WORKING, site="optimizer")
+            self.writer.free(self.writer.allocate(load.optimizer_transient, label, begin_ns), end_ns)
+
+    def _pass(self, played: PassSlices, chunk: int, offset_ns: int) -> None:
+        step = played.step
+        assert step is not None
+        key, load = (step.micro_batch, chunk), self.stage.load
+        units = [(unit, name) for unit in load.chunks[chunk] for name in unit.names]
+        spans = _spans(units, played)
+        times = {name: (offset_ns + begin, offset_ns + end) for name, (begin, end) in spans.items()}
+        site = f"{_WORDS[step.work]} of micro-batch {step.micro_batch}"
+        if step.work is Work.FORWARD:
+            if load.sent:
+                label = Label(module="", role=SENT, site=site)
+                self.output[key] = self.writer.allocate(load.sent, label, offset_ns + played.begin_ns)
+            self.held[key] = {name: self._forward(unit, name, chunk, site, times[name]) for unit, name in units}
+            return
+        own = chunk % len(self.stage.groups)
+        fresh = not self.upfront and own not in self.gradients
+        made: dict[str, int] = {}
+        kept: dict[str, list[int]] = self.held.pop(key)
+        last = step.work is Work.WEIGHT or self.run.layout.schedule != "zero-bubble" or self.run.layout.pp == 1
+        for unit, name in reversed(units):
+            gradient = self._backward(unit, name, kept[name], fresh, site, times[name])
+            if gradient is not None:
+                made[name] = gradient
+        end_ns = offset_ns + played.end_ns
+        if fresh and last:
+            self.gradients[own] = made
+        elif made:  # tied weights' shares have been added, or the other half makes them again
+            for number in made.values():
+                self.writer.free(number, end_ns)
+        if last:
+            if key in self.output:
+                self.writer.free(self.output.pop(key), end_ns)
+        else:  # a first half lets go of nothing for good
+            self.held[key] = {n: self._again(u, n, chunk, site, end_ns) for u, n in units}
+
+    def _forward(self, unit: Unit, name: str, chunk: int, site: str, times: tuple[int, int]) -> list[int]:
+        begin_ns, end_ns = times
+        kept = self._again(unit, name, chunk, site, begin_ns)
+        self._transient(unit.forward_peak - unit.resident, name, site, begin_ns, end_ns)
+        return kept
+
+    def _again(self, unit: Unit, name: str, chunk: int, site: str, time_ns: int) -> list[int]:
+        """What a unit holds, allocated; it is there before anything else of its slice."""
+        key = chunk, name
+        if key not in self.pieces:
+            self.pieces[key] = tuple(self._saved(unit, name, chunk))
+        allocate = self.writer.allocate
+        return [
+            allocate(size, Label(module=label.module, role=label.role, site=site), time_ns)
+            for label, size in self.pieces[key]
+        ]
+
+    def _saved(self, unit: Unit, name: str, chunk: int) -> Iterator[tuple[Label, int]]:
+        if not unit.resident:
+            return
+        part = self._part(name, chunk) if self.by_tensor else None
+        found = [] if part is None else _tensors(part, name, self.run, whole=chunk >= len(self.stage.groups))
+        if sum(nbytes for _, nbytes in found) == unit.resident:
+            yield from found
+        else:
+            yield Label(module=name, role=SAVED), unit.resident
+
+    def _part(self, name: str, chunk: int) -> StageRegion | None:
+        return _named(self.stage.groups[chunk % len(self.stage.groups)], name)
+
+    def _backward(
+        self, unit: Unit, name: str, kept: list[int], fresh: bool, site: str, times: tuple[int, int]
+    ) -> int | None:
+        """A unit's backward; its gradient, or what of it waits for a tied weight's other use."""
+        begin_ns, end_ns = times
+        rise, left = (unit.backward_peak, unit.gradient) if fresh else (unit.adding_peak, unit.pending)
+        early = rise >= left > 0
+        label = Label(module=name, role=GRADIENTS, site=site)
+        made = self.writer.allocate(left, label, begin_ns) if early else None
+        self._transient(rise - left if early else rise, name, site, begin_ns, end_ns)
+        for number in kept:
+            self.writer.free(number, end_ns)
+        return self.writer.allocate(left, label, end_ns) if left and not early else made
+
+    def _transient(self, nbytes: int, name: str, site: str, begin_ns: int, end_ns: int) -> None:
+        if nbytes > 0:
+            label = Label(module=name, role=WORKING, site=site)
+            self.writer.free(self.writer.allocate(nbytes, label, begin_ns), end_ns)
+
+
+_WORDS = {Work.FORWARD: "forward", Work.BACKWARD: "backward", Work.WEIGHT: "weight half"}
+
+
+def _chunks(run: Run, stage: Stage, steps: Sequence[ScheduledPass]) -> list[int]:
+    """The chunk of each pass, with those that keep everything apart."""
+    layout, own = run.layout, len(stage.groups)
+    if not run.recompute.whole:
+        return [step.chunk for step in steps]
+    size = window(
+        layout.schedule,
+        stage=stage.index,
+        stages=layout.pp,
+        micro_batches=run.micro_batches if layout.pp > 1 else 1,
+        virtual_stages=layout.virtual_stages,
+    )
+    return [step.chunk for step in apart(steps, own, size, min(run.recompute.whole, size))]
+
+
+def _spread(total: int, parts: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """A total over the parts that make it up, and what none of them has."""
+    found = [(name, nbytes) for name, nbytes in parts if nbytes]
+    rest = total - sum(nbytes for _, nbytes in found)
+    if rest < 0:
+        return [("", total)]
+    return [*found, ("", rest)] if rest else found
+
+
+def _spans(units: Sequence[tuple[Unit, str]], played: PassSlices) -> dict[str, tuple[int, int]]:
+    """When each unit of a pass is at work: from its first slice to its last. A unit may be several regions."""
+    begins: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    owner = _owners(units, _names(played.slices))
+    for one in played.slices:
+        if one.kind is not Kind.TRANSFER:
+            unit = owner[one.name]
+            begins.setdefault(unit, one.begin_ns)
+            ends[unit] = one.end_ns
+    return {name: (begins[name], ends[name]) for _, name in units}
+
+
+def _names(slices: Sequence[Slice]) -> list[str]:
+    """Of regions, in the order of the forward."""
+    names = list(dict.fromkeys(one.name for one in slices if one.kind is not Kind.TRANSFER))
+    return names if slices and slices[0].kind is Kind.FORWARD else names[::-1]
+
+
+def _owners(units: Sequence[tuple[Unit, str]], regions: Sequence[str]) -> dict[str, str]:
+    """The unit of each region: a segment is called "FIRST to LAST"."""
+    found: dict[str, str] = {}
+    at = 0
+    for _, name in units:
+        last = name.rpartition(" to ")[2]
+        while True:
+            found[regions[at]] = name
+            at += 1
+            if regions[at - 1] == last:
+                break
+    return found
+
+
+def _named(chunk: Chunk, name: str) -> StageRegion | None:
+    return next((group.part for group in chunk if name in group.names), None)
+
+
+def _tensors(part: StageRegion, name: str, run: Run, *, whole: bool) -> list[tuple[Label, int]]:
+    """What a region keeps, one storage at a time."""
+    kept = kept_by(part.region, "none") if whole else part.kept
+    found: dict[str, tuple[Label, int]] = {}
+    for entry in part.region.entries(name, kept):
+        module = ".".join(filter(None, (entry.layer, entry.path)))
+        nbytes = entry.local_storage_bytes(run.layout.mesh_sizes)
+        found.setdefault(entry.storage, (Label(module=module, role=entry.role), nbytes))
+    return list(found.values())

@@ -1,0 +1,195 @@
+"""Allocations of one device over time, whoever recorded or predicted them.
+
+An allocation is born at an event and dies at another; what has no birth was there before the first event, what has no
+death is there after the last. Bytes between two events are sums of integers, so that a peak is exact.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Label:
+    """What an allocation is for.
+
+    Args:
+        module: path of the module, or the file and line that asked for it; "" where that is not known.
+        role: the ledger's word ("linear input"), or what the stack says ("forward", "optimizer").
+        site: more of it, innermost first.
+    """
+
+    module: str
+    role: str
+    site: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """Something that happens before event ``event``: a phase begins, memory runs out."""
+
+    event: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one label has at a moment."""
+
+    label: Label
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryTimeline:
+    """Events in order; by event the allocation and whether it is born, by allocation its bytes and its label."""
+
+    title: str
+    nbytes: Ints
+    label_of: Ints
+    labels: tuple[Label, ...]
+    allocation: Ints
+    is_birth: NDArray[np.bool_]
+    time_ns: Ints
+    marks: tuple[Mark, ...] = ()
+
+    @cached_property
+    def born(self) -> Ints:
+        """By allocation, its event; -1 where it was there before."""
+        born = np.full(len(self.nbytes), -1, np.int64)
+        events = np.nonzero(self.is_birth)[0]
+        born[self.allocation[events]] = events
+        return born
+
+    @cached_property
+    def died(self) -> Ints:
+        """By allocation, its event; the number of events where it stays."""
+        died = np.full(len(self.nbytes), len(self.allocation), np.int64)
+        events = np.nonzero(~self.is_birth)[0]
+        died[self.allocation[events]] = events
+        return died
+
+    @property
+    def start_bytes(self) -> int:
+        """Allocated before the first event."""
+        return int(self.nbytes[self.born < 0].sum())
+
+    @cached_property
+    def live_bytes(self) -> Ints:
+        """Allocated after each event."""
+        sizes = self.nbytes[self.allocation]
+        return self.start_bytes + np.cumsum(np.where(self.is_birth, sizes, -sizes))
+
+    @property
+    def peak_event(self) -> int:
+        """The first event after which most is allocated; -1 where that was before all of them."""
+        if not len(self.live_bytes) or self.start_bytes >= self.live_bytes.max():
+            return -1
+        return int(self.live_bytes.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at one moment."""
+        return self.start_bytes if self.peak_event < 0 else int(self.live_bytes[self.peak_event])
+
+    @property
+    def end_bytes(self) -> int:
+        """Allocated after the last event."""
+        return int(self.live_bytes[-1]) if len(self.live_bytes) else self.start_bytes
+
+    def alive(self, event: int) -> Ints:
+        """Allocations that are there after an event."""
+        return np.nonzero((self.born <= event) & (self.died > event))[0]
+
+    def shares(self, event: int) -> tuple[Share, ...]:
+        """What is there after an event by label, the largest first."""
+        found = self.alive(event)
+        labels = self.label_of[found]
+        nbytes = np.zeros(len(self.labels), np.int64)
+        np.add.at(nbytes, labels, self.nbytes[found])
+        counts = np.bincount(labels, minlength=len(self.labels))
+        shares = [
+            Share(label=self.labels[at], nbytes=int(nbytes[at]), count=int(counts[at])) for at in np.nonzero(counts)[0]
+        ]
+        return tuple(sorted(shares, key=lambda share: (-share.nbytes, share.label.module, share.label.role)))
+
+
+def by_module_and_role(shares: Sequence[Share]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(module, role) to bytes and count: sites together, the largest first."""
+    found: defaultdict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for share in shares:
+        key = share.label.module, share.label.role
+        nbytes, count = found[key]
+        found[key] = nbytes + share.nbytes, count + share.count
+    return dict(sorted(found.items(), key=lambda item: (-item[1][0], item[0])))
+
+
+def by_role(shares: Sequence[Share]) -> dict[str, int]:
+    """Role to bytes, the largest first."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for share in shares:
+        found[share.label.role] += share.nbytes
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+class TimelineWriter:
+    """Puts a timeline together, event by event."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._labels: dict[Label, int] = {}
+        self._nbytes: list[int] = []
+        self._label_of: list[int] = []
+        self._events: list[int] = []  # an allocation; ~allocation where it dies
+        self._times: list[int] = []
+        self._marks: list[Mark] = []
+
+    @property
+    def events(self) -> int:
+        """So far."""
+        return len(self._events)
+
+    def already(self, nbytes: int, label: Label) -> int:
+        """An allocation that was there before the first event; its number."""
+        self._nbytes.append(nbytes)
+        self._label_of.append(self._labels.setdefault(label, len(self._labels)))
+        return len(self._nbytes) - 1
+
+    def allocate(self, nbytes: int, label: Label, time_ns: int) -> int:
+        """An allocation; its number."""
+        number = self.already(nbytes, label)
+        self._events.append(number)
+        self._times.append(time_ns)
+        return number
+
+    def free(self, number: int, time_ns: int) -> None:
+        """It is gone."""
+        self._events.append(~number)
+        self._times.append(time_ns)
+
+    def mark(self, text: str) -> None:
+        """Before the next event."""
+        self._marks.append(Mark(event=len(self._events), text=text))
+
+    def timeline(self) -> MemoryTimeline:
+        """What was written."""
+        events = np.array(self._events, np.int64)
+        return MemoryTimeline(
+            title=self.title,
+            nbytes=np.array(self._nbytes, np.int64),
+            label_of=np.array(self._label_of, np.int64),
+            labels=tuple(self._labels),
+            allocation=np.where(events < 0, ~events, events),
+            is_birth=events >= 0,
+            time_ns=np.array(self._times, np.int64),
+            marks=tuple(self._marks),
+        )

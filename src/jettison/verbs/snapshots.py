@@ -1,0 +1,55 @@
+"""CUDA memory snapshots: read, held against each other, and written of a described step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jettison.errors import UsageError
+from jettison.report.estimate import EstimateReport
+from jettison.report.snapshot import SnapshotReport
+from jettison.traces.chrome import chrome_json, step_trace
+from jettison.traces.snapshot import read_snapshot
+from jettison.traces.snapshot_file import write_snapshot
+
+
+def is_snapshot(path: Path) -> bool:
+    """Does a file begin as a pickle does?"""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(2)
+    except OSError:
+        return False
+    return len(begin) == 2 and begin[0] == 0x80 and begin[1] <= 5
+
+
+def snapshot_report(files: Sequence[Path]) -> SnapshotReport:
+    """What a snapshot says, or how a second one differs from it.
+
+    Raises:
+        UsageError: more than two files, or one that is no snapshot.
+    """
+    if not 1 <= len(files) <= 2:
+        raise UsageError(f"got {len(files)} snapshots; expected one, or two to compare")
+    read = [read_snapshot(path) for path in files]
+    return SnapshotReport(snapshot=read[0], other=read[1] if len(read) == 2 else None)
+
+
+def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot: Path | None) -> Iterator[str]:
+    """Write an estimated run's first two steps, and say what was written.
+
+    Args:
+        timeline: for a Chrome trace.
+        snapshot: for a CUDA memory snapshot; device n is pipeline stage n.
+
+    Raises:
+        UsageError: so many micro-batches that nobody could look at them.
+    """
+    if timeline is not None:
+        made = step_trace(report.model, report.memory, report.found)
+        timeline.write_text(chrome_json(made), encoding="utf-8")
+        yield f"wrote {timeline}: open it at ui.perfetto.dev or chrome://tracing"
+    if snapshot is not None:
+        made = step_trace(report.model, report.memory, report.found, by_tensor=True)
+        write_snapshot(snapshot, list(made.memory))
+        yield f"wrote {snapshot}: jettison report {snapshot} reads it, and pytorch's memory_viz"

@@ -1,0 +1,161 @@
+"""Snapshots as tables, JSON and a page; the page in a real browser."""
+
+import base64
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jettison.cli.main import run
+from jettison.report.packed_timeline import packed_timeline, varints
+from jettison.report.snapshot import SnapshotReport, snapshot_page, snapshot_table, timelines_page
+from jettison.traces.snapshot import read_snapshot, snapshot_of
+from support.browser import Open, axe_violations, no_sideways_scroll
+from support.snapshot_cases import random_timeline, small_snapshot
+
+
+def unpacked(data: bytes) -> list[int]:
+    found, value, shift = [], 0, 0
+    for byte in data:
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            found.append(value)
+            value = shift = 0
+    return found
+
+
+@given(st.lists(st.integers(0, 2**63 - 1)))
+def test_varints(values: list[int]) -> None:
+    assert unpacked(varints(np.array(values, np.int64))) == values
+
+
+def test_a_packed_timeline_holds_all_of_it() -> None:
+    timeline = random_timeline(400, most_live=50)
+    packed = packed_timeline(timeline)
+    order, time, size, label = (unpacked(base64.b64decode(packed[k])) for k in ("order", "time", "size_of", "label_of"))
+    following = packed["before"]
+    for event, back in enumerate(order):
+        assert (back == 0) == timeline.is_birth[event]
+        assert timeline.allocation[event] == (following if back == 0 else following - back)
+        following += back == 0
+    assert (packed["start_ns"] + np.cumsum(time) == timeline.time_ns).all()
+    assert [packed["sizes"][n] for n in size] == timeline.nbytes.tolist()
+    assert [packed["labels"][n][1] for n in label] == [timeline.labels[n].role for n in timeline.label_of]
+    assert len(json.dumps(packed)) < 16 * len(order) + 64 * len(packed["labels"]) + 16 * len(packed["sizes"])
+
+
+def text_of(report: Any) -> str:
+    console = Console(width=140, file=StringIO())
+    console.print(report)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_tables_and_documents() -> None:
+    small = snapshot_of(small_snapshot(), "small")
+    text = text_of(snapshot_table(small))
+    assert "5.49 KiB (5620B)" in text
+    assert "oldest events are missing" in text
+    document = SnapshotReport(snapshot=small).document()
+    assert document["schema"] == "jettison.snapshot/1"
+    assert document["devices"][0]["peak_bytes"] == 5620
+    assert sum(row["bytes"] for row in document["devices"][0]["peak"]) == 5620
+    other = snapshot_of(small_snapshot()["segments"], "later")
+    both = SnapshotReport(snapshot=small, other=other)
+    assert sum(c["after_bytes"] - c["before_bytes"] for c in both.document()["changes"]) == 5108 - 5620
+    assert "vanished" in text_of(both.table())
+    json.dumps(both.document(), allow_nan=False)
+
+
+def test_estimate_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, snapshot = tmp_path / "t.json", tmp_path / "s.pickle"
+    request = ["estimate", "gpt-22b", "--gpu", "a100-80gb", "--tp", "8", "--pp", "2", "--micro-batches", "4"]
+    assert run([*request, "--timeline", str(trace), "--snapshot", str(snapshot), "--format", "json"]) == 0
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert "ui.perfetto.dev" in said.err
+    assert json.loads(trace.read_text())["otherData"]["step_seconds"] == document["step_seconds"]
+    devices = read_snapshot(snapshot).devices
+    assert len(devices) == 2
+    assert max(device.timeline.peak_bytes for device in devices) == document["peak_bytes"]
+    assert run([*request, "--timeline", str(trace)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+@pytest.mark.browser
+def test_the_page_in_a_browser(tmp_path: Path, open_page: Open) -> None:
+    timeline = random_timeline(6000, most_live=300)
+    path = tmp_path / "page.html"
+    path.write_text(timelines_page("by chance", [("first", timeline)]), encoding="utf-8")
+    opened = open_page(path)
+    page = opened.page
+    assert page.evaluate("document.querySelector('canvas.main').dataset.draws") != "0"
+    peak = page.locator(".timeline summary").inner_text()
+    assert f"({timeline.peak_bytes}B)" in peak
+    found = page.evaluate(
+        """() => {
+          const data = J.timeline.read(J.data("timelines")[0]), groups = data.grouped(([, role]) => role, 99);
+          const out = new Float64Array(groups.count), checks = [];
+          for (let e = -1; e < data.events; e += 97) checks.push([e, data.after(e), d3.sum(groups.levels(e, out))]);
+          const ranges = [[0, data.events], [3, 70], [64, 128], [63, 4097], [5000, 5001], [1, 12000]];
+          return [checks, ranges.map(([a, b]) => [a, b, data.total[data.most(a, b)], data.total[data.least(a, b)]]),
+            [...data.total].length, data.rows(data.peak_event).length];
+        }"""
+    )
+    checks, ranges, events, rows = found
+    assert events == len(timeline.live_bytes) == 12_000
+    for event, after, summed in checks:
+        assert after == summed == (timeline.start_bytes if event < 0 else timeline.live_bytes[event])
+    for a, b, most, least in ranges:
+        assert (most, least) == (timeline.live_bytes[a:b].max(), timeline.live_bytes[a:b].min())
+    assert rows == len({(s.label.module, s.label.role) for s in timeline.shares(timeline.peak_event)})
+    canvas = page.locator("canvas.main")
+    canvas.focus()
+    for key in ("p", "+", "ArrowRight", ".", "ArrowUp", "ArrowUp"):
+        page.keyboard.press(key)
+    assert "from event" in page.locator(".read").inner_text()
+    box = canvas.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.6)
+    assert "role" in page.locator(".read").inner_text()
+    assert not axe_violations(opened)
+    assert no_sideways_scroll(opened, 390)
+
+
+@pytest.mark.browser
+def test_many_events_pan_smoothly(tmp_path: Path, open_page: Open) -> None:
+    """How smoothly a million do is for the benchmark; here, that a drawing's work does not grow with the events."""
+    path = tmp_path / "page.html"
+    path.write_text(timelines_page("many", [("many", random_timeline(60_000, most_live=900))]), encoding="utf-8")
+    opened = open_page(path, width=1440)
+    spent = opened.page.evaluate(
+        """async () => {
+          const canvas = document.querySelector("canvas.main"), times = [];
+          for (let i = 0; i < 30; i += 1) {
+            canvas.dispatchEvent(new KeyboardEvent("keydown", { key: i % 2 ? "ArrowLeft" : "+" }));
+            await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            times.push(Number(canvas.dataset.ms));
+          }
+          return Math.min(...times);
+        }"""
+    )
+    assert spent < 50
+
+
+@pytest.mark.browser
+def test_two_snapshots_on_a_page(tmp_path: Path, open_page: Open) -> None:
+    path = tmp_path / "page.html"
+    small = snapshot_of(small_snapshot(), "<b>small</b>")
+    path.write_text(snapshot_page(small, snapshot_of(small_snapshot()["segments"], "later")), encoding="utf-8")
+    opened = open_page(path)
+    assert opened.page.locator("#difference").count() == 1
+    assert opened.page.locator("canvas.main").count() == 2
+    assert "<b>small</b>" in opened.page.locator("h1").inner_text()
+    assert not axe_violations(opened)

@@ -1,0 +1,149 @@
+"""A described step over time: slices tile it, allocations peak where the ledger says."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from jettison.errors import UsageError
+from jettison.predict.run_request import RunRequest
+from jettison.report.estimate import EstimateReport
+from jettison.traces.chrome import ALLOCATED, DEVICE, FROM_HOST, ROLES, TO_HOST, chrome_events, chrome_json, step_trace
+from jettison.traces.pipeline_seconds import Kind, nanoseconds, step_slices
+from jettison.traces.step_memory import stage_memory
+from jettison.verbs.estimate import estimate
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("gpt-22b", {"tp": 8}),
+    "accumulating": ("llama3-8b", {"kernels": "pytorch", "micro_batches": 3}),
+    "tied": ("gpt-22b", {"tp": 8, "kernels": "pytorch", "micro_batches": 2}),
+    "segments": ("gpt-22b", {"tp": 8, "recompute": "every:5", "micro_batches": 2}),
+    "1f1b": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 16, "kernels": "pytorch"}),
+    "interleaved": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 16, "virtual_stages": 3, "recompute": "selective"}),
+    "zero bubble": ("llama3-8b", {"tp": 2, "pp": 4, "micro_batches": 12, "schedule": "zero-bubble"}),
+    "offload": ("llama3-8b", {"pp": 4, "micro_batches": 8, "recompute": "full", "offload": True}),
+    "zero 3": ("llama3-8b", {"dp": 8, "zero": 3, "micro_batches": 2, "recompute": "full"}),
+    "whole": ("gpt-175b", {"tp": 8, "pp": 8, "micro_batches": 32, "recompute": "full", "whole_micro_batches": "2"}),
+    "auto": ("llama3-8b", {"dp": 8, "zero": 3, "recompute": "auto", "micro_batch": 4, "offload": True}),
+}
+
+
+def made(name: str) -> EstimateReport:
+    model, flags = RUNS[name]
+    return estimate(model, RunRequest(**flags), gpu="h100-80gb")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_slices_tile_the_step(name: str) -> None:
+    report = made(name)
+    passes = step_slices(report.memory, report.found)
+    for own in passes:
+        at = 0
+        for one in (one for played in own for one in played.slices):
+            assert one.begin_ns == at
+            assert one.end_ns >= at
+            at = one.end_ns
+        assert at == nanoseconds(report.found.step_seconds)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_slices_add_up_to_the_estimate(name: str) -> None:
+    report = made(name)
+    found, index = report.found, report.found.busiest
+    spent: defaultdict[Kind, int] = defaultdict(int)
+    count = 0
+    for one in (one for played in step_slices(report.memory, found)[index] for one in played.slices):
+        spent[one.kind] += one.end_ns - one.begin_ns
+        count += 1
+    near = {"abs": 2e-9 * count}
+    busy = sum(spent[kind] for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.TRANSFER))
+    assert busy / 1e9 == pytest.approx(found.replay.busy[index], **near)
+    assert spent[Kind.RECOMPUTE] / 1e9 == pytest.approx(found.breakdown.recompute, **near)
+    assert spent[Kind.OPTIMIZER] / 1e9 == pytest.approx(found.stages[index].optimizer, **near)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_highest_allocation_is_the_ledgers_peak(name: str) -> None:
+    report = made(name)
+    trace = step_trace(name, report.memory, report.found)
+    for stage, timeline in zip(report.memory.stages, trace.memory, strict=True):
+        assert timeline.peak_bytes == stage.peak.nbytes
+        optimizer = timeline.marks[1]
+        assert optimizer.text == "optimizer"
+        before = max(timeline.start_bytes, int(timeline.live_bytes[: optimizer.event].max()))
+        rows = stage.timeline(first_step=True)
+        assert before == max(m.nbytes for m in rows if m.phase not in ("optimizer", "after the step"))
+
+
+def test_where_the_fullest_state_comes_once_the_replay_is_below_the_ledger_by_gradients() -> None:
+    """GPipe, gradients one by one: all micro-batches are in flight only before there are gradients."""
+    flags = {"tp": 8, "pp": 8, "micro_batches": 16, "schedule": "gpipe", "kernels": "pytorch"}
+    report = estimate("gpt-175b", RunRequest(**flags), gpu="h100-80gb")
+    trace = step_trace("gpipe", report.memory, report.found)
+    for stage, timeline in zip(report.memory.stages, trace.memory, strict=True):
+        below = stage.peak.nbytes - timeline.peak_bytes
+        assert 0 < below <= stage.load.gradient_bytes
+
+
+@pytest.mark.parametrize("name", ["1f1b", "offload", "auto"])
+def test_tensor_by_tensor_is_the_same_bytes(name: str) -> None:
+    report = made(name)
+    passes, step_ns = step_slices(report.memory, report.found), nanoseconds(report.found.step_seconds)
+    for stage in report.memory.stages[:2]:
+        coarse = stage_memory(report.memory, stage.index, passes[stage.index], step_ns=step_ns)
+        fine = stage_memory(report.memory, stage.index, passes[stage.index], step_ns=step_ns, by_tensor=True)
+        assert fine.peak_bytes == coarse.peak_bytes
+        assert fine.end_bytes == coarse.end_bytes
+        if name == "1f1b":
+            roles = {label.role for label in fine.labels}
+            assert {"softmax output", "linear input", "norm statistics"} <= roles
+            layers = range(12 * stage.index, 12 * stage.index + 12)
+            modules = {label.module for label in fine.labels if label.role == "softmax output"}
+            assert modules == {f"layers.{layer}.attention" for layer in layers}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "offload", "zero bubble"])
+def test_a_chrome_trace(name: str) -> None:
+    report = made(name)
+    trace = step_trace(name, report.memory, report.found)
+    document = json.loads(chrome_json(trace))
+    events = document["traceEvents"]
+    assert document["otherData"]["step_seconds"] == report.found.step_seconds
+    for stage in report.memory.stages:
+        own = [e for e in events if e["pid"] == stage.index]
+        counters = [e for e in own if e["ph"] == "C" and e["name"] == ALLOCATED]
+        assert max(e["args"]["bytes"] for e in counters) == stage.peak.nbytes
+        roles = [sum(e["args"].values()) for e in own if e["ph"] == "C" and e["name"] == ROLES]
+        assert roles == [e["args"]["bytes"] for e in counters]
+        assert [e["ts"] for e in counters] == sorted(e["ts"] for e in counters)
+        slices = [e for e in own if e["ph"] == "X" and e["tid"] == DEVICE]
+        assert sum(e["dur"] for e in slices if e["cat"] == "step") == pytest.approx(2e6 * report.found.step_seconds)
+        work = [e for e in slices if e["cat"] not in ("step", "pass")]
+        assert sum(e["dur"] for e in work) == pytest.approx(2e6 * report.found.step_seconds)
+        copies = [e for e in own if e["ph"] == "X" and e["tid"] in (TO_HOST, FROM_HOST)]
+        assert bool(copies) == (name == "offload")
+        for way in (TO_HOST, FROM_HOST):  # one copy at a time
+            rows = [e for e in copies if e["tid"] == way]
+            assert all(b["ts"] >= a["ts"] + a["dur"] - 1e-3 for a, b in pairwise(rows))
+        if copies:
+            sent = [sum(e["args"]["bytes"] for e in copies if e["tid"] == way) for way in (TO_HOST, FROM_HOST)]
+            assert sent[0] == sent[1] > 0
+
+
+def test_arrows_go_from_each_pass_to_the_one_that_needs_it() -> None:
+    report = made("1f1b")
+    events = list(chrome_events(step_trace("1f1b", report.memory, report.found)))
+    begins = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(begins) == 2 * 2 * 16 * 7  # steps, directions, micro-batches, borders
+    assert all(abs(ends[i]["pid"] - begins[i]["pid"]) == 1 for i in begins)
+    assert all(ends[i]["ts"] >= begins[i]["ts"] for i in begins)
+
+
+def test_too_many_micro_batches_are_refused() -> None:
+    report = estimate("gpt-175b", RunRequest(tp=8, pp=8, micro_batches=8000), gpu="h100-80gb")
+    with pytest.raises(UsageError, match="8000 micro-batches"):
+        step_slices(report.memory, report.found)
