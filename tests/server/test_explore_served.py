@@ -39,7 +39,6 @@ def test_the_explorer_is_served(open_page: Open) -> None:
     [
         ("--port 8000", "got --port 8000 without --serve"),
         ("--serve --out x.html", "got --out x.html and --serve"),
-        ("--serve --port 99999", "got --port 99999; expected 1 to 65535"),
         ("gpt-9000 --serve", "gpt-9000"),
     ],
 )
