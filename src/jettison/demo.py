@@ -32,6 +32,7 @@ from jettison.report.tables import plan_table, proof_table
 from jettison.solve.plan import Plan
 from jettison.train.data import standard_library_text
 from jettison.units import format_bytes, format_percent
+from jettison.verbs.report import report
 from jettison.verbs.verify import verify
 
 PREDICTION_WITHIN = 0.02
@@ -60,6 +61,11 @@ class DemoResult:
     plan: Plan
     proof: Proof
     out: Path
+
+    @property
+    def report(self) -> Path:
+        """The page that shows the proof."""
+        return self.out / "report.html"
 
     def failures(self) -> tuple[str, ...]:
         """What was not shown."""
@@ -97,14 +103,14 @@ class DemoResult:
             f"step time: {self.proof.step_time_ratio:.2f}× the plain one",
             "",
         ]
-        files = Text(f"wrote {self.out / 'plan.json'} and {self.out / 'proof.json'}")
+        files = Text(f"wrote {self.out / 'plan.json'}, {self.out / 'proof.json'} and the report {self.report}")
         return Group(*map(Text, lines), plan_table(self.plan), Text(""), proof_table(self.proof), files)
 
 
 def run_demo(
     out: Path, *, steps: int = 20, size: DemoSize | None = None, rounds: int = 6, progress: Progress = silent
 ) -> DemoResult:
-    """Train twice, prove, and write ``plan.json`` and ``proof.json`` into ``out`` (both are replaced).
+    """Train twice, prove, and write ``plan.json``, ``proof.json`` and ``report.html`` into ``out`` (they are replaced).
 
     Raises:
         UsageError: ``steps`` is not at least 1, or ``out`` cannot be a folder.
@@ -134,7 +140,7 @@ def run_demo(
     applied.remove()
     (out / "plan.json").write_text(applied.plan.to_json(), encoding="utf-8")
     (out / "proof.json").write_text(proof.to_json(), encoding="utf-8")
-    return DemoResult(
+    result = DemoResult(
         losses_plain=tuple(loss.item() for loss in losses[0]),
         losses_planned=tuple(loss.item() for loss in losses[1]),
         losses_identical=all(map(same_bits, *losses)),
@@ -142,6 +148,8 @@ def run_demo(
         proof=proof,
         out=out,
     )
+    result.report.write_text(report([out / "proof.json"]).html(), encoding="utf-8")
+    return result
 
 
 def build(size: DemoSize) -> nn.Module:

@@ -568,3 +568,17 @@ def test_a_link_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "does not state its link to the host" in capsys.readouterr().err
     assert run([*EIGHT_B, "--gpu", str(file), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["offload"] is False
+
+
+def test_a_sequence_beyond_the_learned_positions_needs_more_of_them(capsys):
+    """At 8,192 tokens a layer of GPT-3 keeps what equation 1 says; the table of positions grows with them."""
+    flags = ("gpt-175b", "--seq", 8192, "--dropout", 0.1)
+    code, _, err = call(capsys, *flags)
+    assert code == 2
+    assert "2048 positions" in err
+    longer = document(capsys, *flags, "--positions", 8192)
+    layer = next(row["bytes"] for row in longer["layers"] if row["layer"] == "layers.0")
+    assert layer == 8192 * 12288 * 34 + 5 * 96 * 8192**2 + 16 * 8192
+    usual = document(capsys, "gpt-175b")
+    assert longer["parameters"] - usual["parameters"] == (8192 - 2048) * 12288
+    assert call(capsys, "llama3-8b", "--positions", 8192)[0] == 2

@@ -70,15 +70,14 @@ def test_a_request_is_watched_and_cancelled() -> None:
     """One that is worked on, one that waits, and one whose client goes away; then the worker is free for the next."""
     with served(Limits(workers=1, waiting=1)) as server, ThreadPoolExecutor(2) as beside:
         where = "/api/requests/long-search-1"
-        assert server.get(where).status_code == 404
+        assert server.get(where).json()["state"] == "unknown"
         long = beside.submit(server.post, "search", {**SEARCH, "id": "long-search-1"})
         until(lambda: server.get(where).json().get("progress"))
         standing = server.get(where).json()
         assert standing["state"] == "working"
         assert standing["seconds"] > 0
         behind = beside.submit(server.post, "plan", {**PLAN, "id": "waits-behind"})
-        until(lambda: server.get("/api/requests/waits-behind").status_code == 200)
-        assert server.get("/api/requests/waits-behind").json()["state"] == "waiting"
+        until(lambda: server.get("/api/requests/waits-behind").json()["state"] == "waiting")
         assert server.post("plan", PLAN).status_code == 429
         assert server.post("plan", {**PLAN, "id": "waits-behind"}).json()["title"] == "id in use"
         for ident, asked in (("waits-behind", behind), ("long-search-1", long)):
@@ -96,8 +95,8 @@ def test_a_request_is_watched_and_cancelled() -> None:
 
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(request(server, "search", json.dumps({**SEARCH, "id": "goes-away"}).encode()))
-            until(lambda: server.get("/api/requests/goes-away").status_code == 200)
-        until(lambda: server.get("/api/requests/goes-away").status_code == 404)
+            until(lambda: server.get("/api/requests/goes-away").json()["state"] == "working")
+        until(lambda: server.get("/api/requests/goes-away").json()["state"] == "unknown")
         assert server.post("plan", PLAN).status_code == 200
 
 
@@ -239,11 +238,10 @@ def test_a_signal_ends_all_at_once(number: signal.Signals) -> None:
     with served(Limits(workers=1)) as server, ThreadPoolExecutor(2) as beside:
         (worker,) = server.workers()
         folder = Path(f"/proc/{worker}/cwd").resolve()
-        asked = [
-            beside.submit(server.post, "search", {**SEARCH, "id": "busy-search"}),
-            beside.submit(server.post, "plan", {**PLAN, "id": "waiting-plan"}),
-        ]
-        until(lambda: all(server.get(f"/api/requests/{i}").status_code == 200 for i in ("busy-search", "waiting-plan")))
+        asked = [beside.submit(server.post, "search", {**SEARCH, "id": "busy-search"})]
+        until(lambda: server.get("/api/requests/busy-search").json()["state"] == "working")
+        asked.append(beside.submit(server.post, "plan", {**PLAN, "id": "waiting-plan"}))
+        until(lambda: server.get("/api/requests/waiting-plan").json()["state"] == "waiting")
         begin = time.monotonic()
         server.process.send_signal(number)
         answers = [future.result(PATIENCE) for future in asked]

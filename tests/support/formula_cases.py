@@ -188,12 +188,17 @@ def model_of(case: FormulaCase) -> nn.Module:
 
 @cache
 def traced(case: FormulaCase) -> Ledger:
-    """The ledger of the real model, its layers called ``layers.0`` onwards and all else `ROOT`."""
+    """The ledger of the real model, in the layers of `written`."""
     ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
     batch = {"input_ids": ids, "labels": ids.clone()}
     if case.padding:
         batch["attention_mask"] = (torch.arange(case.sequence) < case.sequence - 5).long().expand(ids.shape).clone()
-    trace = trace_model(model_of(case), batch)
+    return traced_call(model_of(case), batch)
+
+
+def traced_call(model: nn.Module, batch: Mapping[str, Any]) -> Ledger:
+    """The ledger of a model, its layers called ``layers.0`` onwards and all else `ROOT`."""
+    trace = trace_model(model, batch)
     found = ledger_of(trace)
     names = {ROOT_LAYER: ROOT, **{call.name: f"layers.{i}" for i, call in enumerate(trace.calls)}}
     entries = tuple(replace(entry, layer=names[entry.layer]) for entry in found)

@@ -59,9 +59,9 @@ def gone(pid: int) -> bool:
 
 
 @contextmanager
-def served(limits: Limits | None = None, *, port: int = 0, page: Path | None = None) -> Iterator[Served]:
-    """Start one, and end it; ``page`` is what it shows."""
-    asked = {"limits": asdict(limits or Limits()), "port": port, "page": None if page is None else str(page)}
+def served(limits: Limits | None = None, *, port: int = 0) -> Iterator[Served]:
+    """Start one with the page that asks, and end it."""
+    asked = {"limits": asdict(limits or Limits()), "port": port}
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
     command = [sys.executable, "-m", "support.serving", json.dumps(asked)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
@@ -78,11 +78,14 @@ def served(limits: Limits | None = None, *, port: int = 0, page: Path | None = N
 
 def main() -> None:
     """The server's own process."""
-    from jettison.server import serve_page
+    from jettison.report.page import page
+    from jettison.server import offer, serve_page
 
     asked = json.loads(sys.argv[1])
-    page = "<!doctype html><title>Served</title>" if asked["page"] is None else Path(asked["page"]).read_text("utf-8")
-    serve_page(page, port=asked["port"], limits=Limits(**asked["limits"]), started=lambda url: print(url, flush=True))
+    limits = Limits(**asked["limits"])
+    data = {"serve": offer(limits)}
+    shown = page("Ask", intro="Of this machine.", scripts=["panels/ask.js"], data=data, served=True)
+    serve_page(shown, port=asked["port"], limits=limits, started=lambda url: print(url, flush=True))
 
 
 if __name__ == "__main__":

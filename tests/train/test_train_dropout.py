@@ -26,6 +26,7 @@ TWO: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "tp": {"tp": 2},
     "tp without sp": {"tp": 2, "sp": False},
+    "cp": {"cp": 2},
     "gpipe": {"pp": 2, "schedule": "gpipe"},
     "1f1b": {"pp": 2},
     "zero-bubble": {"pp": 2, "schedule": "zero-bubble"},

@@ -163,7 +163,15 @@ def test_a_run_cannot_be_changed() -> None:
     assert isinstance(recipe, TrainRecipe) and isinstance(recipe.model, ModelSection)
 
 
-RECIPES = {"one-process": 1, "two-ranks": 2, "four-ranks": 4, "one-gpu": 1, "one-node": 8, "cluster": 32}
+RECIPES = {
+    "one-process": 1,
+    "two-ranks": 2,
+    "two-ranks-context": 2,
+    "four-ranks": 4,
+    "one-gpu": 1,
+    "one-node": 8,
+    "cluster": 32,
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -26,6 +26,7 @@ def test_the_whole_story(tmp_path):
     assert result.plan.minimum_budget_bytes < result.plan.budget_bytes
     assert Plan.from_json((tmp_path / "demo" / "plan.json").read_text()) == result.plan
     assert Proof.from_json((tmp_path / "demo" / "proof.json").read_text()) == result.proof
+    assert result.report.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert any("step 3 of 3" in text for text in said)
     console = Console(width=140)
     with console.capture() as captured:

@@ -55,6 +55,16 @@ def test_a_budget_is_planned_proven_and_taken_off_again():
     assert all(entry.predicted_bytes == entry.plain_bytes for entry in plain.layers), "everything is kept"
     assert sum(e.observed_bytes for e in proof.layers) < sum(e.observed_bytes for e in plain.layers)
     assert "forward" not in vars(model.model.layers[0])
+    predicted, measured, plainly = proof.predicted_levels, proof.measured_levels, proof.baseline_levels
+    assert measured.peak_bytes == proof.measured_peak_bytes
+    assert plainly.peak_bytes == proof.baseline_peak_bytes
+    assert predicted.peak_bytes == proof.predicted_peak_bytes
+    assert [phase.phase for phase in measured.phases] == ["forward", "backward", "optimizer"]
+    for phase in ("forward", "backward"):
+        assert abs(predicted.peak_of(phase) - measured.peak_of(phase)) < 0.02 * measured.peak_of(phase)
+    shown = {tensor.digest for tensor in proof.tensors}
+    assert {entry.digest for entry in proof.layers if entry.layer != OUTSIDE_LAYER} == shown
+    assert proof.environment["torch"] == proof.torch_version
 
 
 @pytest.mark.parametrize("policy", ["full", "selective-op", "every:2"])

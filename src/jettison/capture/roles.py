@@ -32,7 +32,7 @@ _SAVES_ITS_RESULT = (
     "nll_loss_forward",
     "cumsum",
 )
-_ATTENTION = "_scaled_dot_product"
+_ATTENTION = ("_scaled_dot_product", "jettison.causal_rows")
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _CHOICES = ("topk", "sort", "argsort", "argmax", "nonzero")
 _PRODUCTS = ("bmm", "baddbmm", "mm", "addmm")

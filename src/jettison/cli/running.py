@@ -27,7 +27,7 @@ def demo(*, out: Path = Path("out/demo"), steps: int = 20) -> None:
     """Train a small Llama on the standard library's source, plainly and under a budget, and compare.
 
     Args:
-        out: Folder for plan.json and proof.json, which are replaced.
+        out: Folder for plan.json, proof.json and report.html, which are replaced.
         steps: Training steps on each side.
     """
     from jettison.demo import run_demo

@@ -67,6 +67,14 @@ def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardw
     return 2 * min(ring, moved / bandwidth(ranks, hardware) + tree)
 
 
+def ring_bytes(kind: str, nbytes: int, ranks: int) -> int:
+    """What each rank sends in a ring: all chunks but one, and for an all-reduce, which is a reduce-scatter and an
+    all-gather, twice. ``nbytes`` is the whole tensor's, gathered or reduced.
+    """
+    once = -(-nbytes // ranks) * (ranks - 1)
+    return 2 * once if kind == "all_reduce" else once
+
+
 def point_seconds(nbytes: float, layout: Layout, hardware: Hardware) -> float:
     """Of sending to the next pipeline stage."""
     ranks = group(layout, "pp", hardware.node)

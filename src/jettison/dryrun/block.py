@@ -140,6 +140,7 @@ def chain_bytes(trace: ModelTrace, call: int) -> tuple[int, int]:
 def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) -> tuple[int, int, Any]:
     """One forward and backward of a model; peak bytes of each, and the output if the training loop holds it."""
     counter.reset_peak()
+    counter.phase("forward", first=True)
     with torch.enable_grad():
         output = call_model(model, trace.batch)
         loss = loss_of(output, trace.loss_fn)
@@ -147,6 +148,7 @@ def run_step(trace: ModelTrace, model: nn.Module, counter: AllocationCounter) ->
         output = None
     torch.clear_autocast_cache()
     forward = counter.peak_bytes
+    counter.phase("backward")
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), roughly(model):
         loss.backward()
     return forward, counter.peak_bytes, output

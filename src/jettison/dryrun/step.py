@@ -24,6 +24,7 @@ from jettison.capture.recording import RegionTrace
 from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_memory_of_their_own
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
+from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
 from jettison.runtime.install import install
 from jettison.runtime.offload import OffloadEngine, Transfer
@@ -45,6 +46,7 @@ class StepPeaks:
     host_bytes: int = 0  # on the host at a time, before pinning rounds them up
     pinned_bytes: int = 0  # what is taken from the host for them
     transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
+    levels: StepLevels | None = None  # over the step
 
     @property
     def phase(self) -> str:
@@ -228,13 +230,14 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
     optimizer = dry_step.optimizer
     device = parts[0].trace.device_type
     with _ready(parts, dry_step) as engines:
-        with AllocationCounter(dry_step.alive(), workspace=workspace, device=device) as counter:
+        with AllocationCounter(dry_step.alive(), workspace=workspace, device=device, record_levels=True) as counter:
             static = counter.live_bytes
             for engine in engines:
                 engine.transfers.clear()
             forward, backward, held = dry_step.passes(counter)
             counter.reset_peak()
             if optimizer is not None:
+                counter.phase("optimizer")
                 optimizer.step()
             last = counter.peak_bytes if optimizer is not None else 0
             del held
@@ -242,6 +245,7 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         pinned_bytes = sum(engine.pool.real_bytes for engine in engines)
         transfers = tuple(transfer for engine in engines for transfer in engine.transfers)
     beside = parts[0].trace.loop.elsewhere_bytes
+    levels = StepLevels.of(counter.stretches, beside_bytes=beside)
     return StepPeaks(
         peak_bytes=max(forward, backward, last) + beside,
         static_bytes=static + beside,
@@ -251,6 +255,7 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         host_bytes=host_bytes,
         pinned_bytes=pinned_bytes,
         transfers=transfers,
+        levels=levels,
     )
 
 

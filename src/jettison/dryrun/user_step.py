@@ -300,6 +300,7 @@ class UserStep:
             for model in self.all:
                 model.zero_grad(set_to_none=not self.gradients_held)
         counter.register(largest)
+        counter.phase("forward and backward", first=True)
         result = self.step(*self.copies, opaque_copy(self.batches[-1]))
         torch.clear_autocast_cache()
         return counter.peak_bytes, counter.peak_bytes, result

@@ -112,16 +112,16 @@ def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
     for part in (part for chunk in stage.parts for part in chunk if part.name in held):
         key = part.region, part.kept
         if key not in of_region:
-            of_region[key] = _region_roles(part, mesh)
+            of_region[key] = region_roles(part, mesh, part.kept)
         total.update(of_region[key])
     return _shares(total.most_common())
 
 
-def _region_roles(part: StageRegion, mesh: dict[str, int]) -> Counter[str]:
-    """A storage that several ops save has the role that the first of them gives it, and its largest size."""
+def region_roles(part: StageRegion, mesh: dict[str, int], kept: frozenset[int]) -> Counter[str]:
+    """Bytes of what stays of a region. A storage that several ops save has the role of the first, its largest size."""
     roles: dict[str, str] = {}
     sizes: defaultdict[str, int] = defaultdict(int)
-    for entry in part.region.entries(part.name, part.kept):
+    for entry in part.region.entries(part.name, kept):
         roles.setdefault(entry.storage, entry.role)
         sizes[entry.storage] = max(sizes[entry.storage], entry.local_storage_bytes(mesh))
     found: Counter[str] = Counter()

@@ -138,16 +138,16 @@ def enter(w: Writer, x: Value) -> tuple[Value, Value]:
     The operator g of arXiv 2205.05198 §4.2.2: all-gather along s, whose backward is a reduce-scatter. Without sequence
     parallelism it is f: nothing, whose backward is an all-reduce.
     """
-    layout = w.run.layout
+    layout, step = w.run.layout, len(w.tape.steps)
     if w.tp == 1:
         return x, x
     if not layout.sp:
-        w.tape.collectives.append(Collective("all_reduce", "tp", x.nbytes, backward=True))
+        w.tape.collectives.append(Collective("all_reduce", "tp", x.nbytes, backward=True, step=step))
         return x, x
     whole = w.tape.collective("all_gather_into_tensor", "tp", x, w.inside(), backward="reduce_scatter_tensor")
     if layout.gathered_inputs:
         return whole, whole
-    w.tape.collectives.append(Collective("all_gather_into_tensor", "tp", whole.nbytes, backward=True))
+    w.tape.collectives.append(Collective("all_gather_into_tensor", "tp", whole.nbytes, backward=True, step=step))
     return whole, x
 
 

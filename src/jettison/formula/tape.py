@@ -70,12 +70,16 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A transfer between the ranks of one axis. ``nbytes`` is the whole tensor's, the gathered or reduced one."""
+    """A transfer between the ranks of one axis. ``nbytes`` is the whole tensor's, the gathered or reduced one.
+
+    ``step``: how many steps stand before the place in the forward where it, or what it is the backward of, belongs.
+    """
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all
     axis: str
     nbytes: int
     backward: bool
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +253,12 @@ class Tape:
         """Redistribute a value over an axis; ``backward`` is the collective of its gradient. No-op on an axis of 1."""
         if self.mesh.get(axis, 1) == 1:
             return value
+        step = len(self.steps)
         result = self.op(f"c10d.{kind}", [value], places=places)
         larger = max(value.nbytes, result.nbytes)
-        self.collectives.append(Collective(kind, axis, larger, backward=False))
+        self.collectives.append(Collective(kind, axis, larger, backward=False, step=step))
         if backward is not None and value.grad:
-            self.collectives.append(Collective(backward, axis, larger, backward=True))
+            self.collectives.append(Collective(backward, axis, larger, backward=True, step=step))
         return result
 
     @contextmanager

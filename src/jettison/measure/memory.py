@@ -108,6 +108,7 @@ class AllocationCounter(TorchDispatchMode):
         granularity_bytes: int | None = None,
         device: str | None = None,
         record_events: bool = False,
+        record_levels: bool = False,
     ) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
@@ -124,6 +125,7 @@ class AllocationCounter(TorchDispatchMode):
         self._mark_peak_bytes = 0
         self._marks: list[Mark] = []
         self._events: list[AllocationEvent] | None = [] if record_events else None
+        self._stretches: list[tuple[str, list[int]]] | None = [] if record_levels else None
         self.register(static_tensors)
 
     @property
@@ -146,6 +148,24 @@ class AllocationCounter(TorchDispatchMode):
     def events(self) -> tuple[AllocationEvent, ...]:
         """The event log; empty unless `record_events`."""
         return tuple(self._events or ())
+
+    @property
+    def stretches(self) -> list[tuple[str, list[int]]]:
+        """Levels after every operator, its workspace included, by phase; empty unless `record_levels`."""
+        self._settle()
+        return self._stretches or []
+
+    def phase(self, name: str, *, first: bool = False) -> None:
+        """Levels are of this phase from now on.
+
+        Args:
+            first: those before it are forgotten.
+        """
+        self._settle()
+        if self._stretches is not None:
+            if first:
+                self._stretches.clear()
+            self._stretches.append((name, [self._live_bytes]))
 
     def register(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
@@ -344,6 +364,8 @@ class AllocationCounter(TorchDispatchMode):
         self._raise_peak(self._live_bytes)
 
     def _raise_peak(self, live_bytes: int) -> None:
+        if self._stretches:
+            self._stretches[-1][1].append(live_bytes)
         if live_bytes > self._peak_bytes:
             self._peak_bytes = live_bytes
         if live_bytes > self._mark_peak_bytes:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import unique_bytes
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
 
 ALLOCATION_EVENT = "[memory]"
+_MARK = "jettison.step."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class PeakReport:
     source: Literal["profiler", "cuda"]
     reserved_bytes: int | None = None
     requested_bytes: int | None = None
+    levels: StepLevels | None = None  # over the marked phases of the step
 
     @property
     def step_bytes(self) -> int:
@@ -44,7 +48,30 @@ class PeakReport:
         return asdict(self)
 
 
-def measured_peak(step: Callable[[], object], *, static_tensors: Iterable[Tensor]) -> PeakReport:
+@dataclass(kw_only=True)
+class PhaseMarks:
+    """Says to `measured_peak` which phase a step is in. ``device`` is set by it where the step runs on CUDA."""
+
+    device: torch.device | None = None
+    peaks: list[tuple[str, int]] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the step."""
+        if self.device is None:
+            with record_function(_MARK + name):
+                yield
+            return
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        yield
+        torch.cuda.synchronize(self.device)
+        self.peaks.append((name, torch.cuda.max_memory_allocated(self.device)))
+
+
+def measured_peak(
+    step: Callable[[], object], *, static_tensors: Iterable[Tensor], marks: PhaseMarks | None = None
+) -> PeakReport:
     """Run `step` once and report its peak of allocated bytes.
 
     On the CPU: the profiler's allocation events, replayed in time order from the bytes of the distinct storages of
@@ -58,29 +85,51 @@ def measured_peak(step: Callable[[], object], *, static_tensors: Iterable[Tensor
         raise ValueError(f"static_tensors lie on several CUDA devices, {names}: measure one at a time")
     gc.collect()
     if devices:
-        return _cuda_peak(step, devices.pop())
+        return _cuda_peak(step, devices.pop(), marks or PhaseMarks())
     return _cpu_peak(step, unique_bytes(tensors))
 
 
 def allocation_deltas(step: Callable[[], object]) -> list[int]:
     """Bytes allocated (positive) and freed (negative) on the CPU while `step` runs, in time order."""
+    return [nbytes for _, nbytes in _profiled(step)[0]]
+
+
+def _profiled(step: Callable[[], object]) -> tuple[list[tuple[int, int]], list[tuple[int, str]]]:
+    """(time, bytes) of what is allocated and freed on the CPU, and (time, name) of where phases begin."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
-    results = profiler.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == ALLOCATION_EVENT]
-    events.sort(key=lambda event: event.start_ns())
-    return [int(event.nbytes()) for event in events if event.device_type() == torch.autograd.DeviceType.CPU]
+    changes, begins = [], []
+    for event in profiler.profiler.kineto_results.events():
+        name = event.name()
+        if name == ALLOCATION_EVENT:
+            if event.device_type() == torch.autograd.DeviceType.CPU:
+                changes.append((event.start_ns(), int(event.nbytes())))
+        elif name.startswith(_MARK):
+            begins.append((event.start_ns(), name.removeprefix(_MARK)))
+    return sorted(changes, key=lambda change: change[0]), sorted(begins)
 
 
 def _cpu_peak(step: Callable[[], object], static_bytes: int) -> PeakReport:
+    changes, begins = _profiled(step)
     live_bytes = peak_bytes = static_bytes
-    for delta_bytes in allocation_deltas(step):
+    stretches: list[tuple[str, list[int]]] = [("before", [])]
+    for time, delta_bytes in changes:
+        while begins and begins[0][0] <= time:
+            stretches.append((begins.pop(0)[1], [live_bytes]))
         live_bytes += delta_bytes
         peak_bytes = max(peak_bytes, live_bytes)
-    return PeakReport(peak_bytes=peak_bytes, static_bytes=static_bytes, after_bytes=live_bytes, source="profiler")
+        stretches[-1][1].append(live_bytes)
+    return PeakReport(
+        peak_bytes=peak_bytes,
+        static_bytes=static_bytes,
+        after_bytes=live_bytes,
+        source="profiler",
+        levels=StepLevels.of(stretches[1:]),
+    )
 
 
-def _cuda_peak(step: Callable[[], object], device: torch.device) -> PeakReport:
+def _cuda_peak(step: Callable[[], object], device: torch.device, marks: PhaseMarks) -> PeakReport:
+    marks.device = device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     static_bytes = torch.cuda.memory_allocated(device)
@@ -89,10 +138,11 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> PeakReport:
     torch.cuda.synchronize(device)
     statistics = torch.cuda.memory_stats(device)
     return PeakReport(
-        peak_bytes=torch.cuda.max_memory_allocated(device),
+        peak_bytes=max(torch.cuda.max_memory_allocated(device), *(peak for _, peak in marks.peaks), 0),
         static_bytes=static_bytes,
         after_bytes=torch.cuda.memory_allocated(device),
         source="cuda",
         reserved_bytes=torch.cuda.max_memory_reserved(device),
         requested_bytes=int(statistics.get("requested_bytes.all.peak", 0)) or None,
+        levels=StepLevels.of((name, [peak]) for name, peak in marks.peaks),
     )

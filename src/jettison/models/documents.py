@@ -23,13 +23,30 @@ def positions_within(documents_bs: Tensor) -> Tensor:
     return places - torch.where(begins, places, 0).cummax(1).values
 
 
-def document_mask(documents_bs: Tensor, dtype: torch.dtype) -> Tensor:
+def document_mask(documents_bs: Tensor, dtype: torch.dtype, positions_n: Tensor | None = None) -> Tensor:
     """0 where a token may look, itself and what stands before it in its document; else minus infinity: b × 1 × s × s.
 
     Added to scores: kernels that take a mask of bits make one of these from it, each layer its own.
+
+    Args:
+        positions_n: of the tokens whose rows are wanted, b × 1 × n × s; all of them where left out.
     """
-    seen = (documents_bs.unsqueeze(2) == documents_bs.unsqueeze(1)).tril().unsqueeze(1)
+    if positions_n is None:
+        seen = (documents_bs.unsqueeze(2) == documents_bs.unsqueeze(1)).tril().unsqueeze(1)
+    else:
+        alike = documents_bs[:, positions_n].unsqueeze(2) == documents_bs.unsqueeze(1)
+        seen = (alike & _not_after(positions_n, documents_bs.shape[1])).unsqueeze(1)
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def causal_rows_mask(positions_n: Tensor, s: int, dtype: torch.dtype) -> Tensor:
+    """Rows, at these positions, of a causal mask of s keys: n × s."""
+    seen = _not_after(positions_n, s)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def _not_after(positions_n: Tensor, s: int) -> Tensor:
+    return torch.arange(s, device=positions_n.device) <= positions_n.unsqueeze(1)
 
 
 def product_dtype(like: Tensor) -> torch.dtype:

@@ -6,12 +6,14 @@ sbh(34 + 5as/h) bytes for backward, and the statistics of two norms. `Llama` is 
 2302.13971, grouped heads of 2305.13245): RMSNorm, rotary positions, SwiGLU, fused attention, b × s × h.
 
 s sequence · b micro-batch · h hidden · a heads · k key-value heads · d head dim · f feed-forward width · V vocabulary.
-Both infer from their tensors how many heads they have at hand, so that a rank may hold some of them. Both keep
-documents that share a row apart where they are told their numbers (`document_numbers`).
+Both infer from their tensors how many heads they have at hand, so that a rank may hold some of them, and may be given
+some tokens of a sequence with their positions, where `core` meets the keys of the others. Both keep documents that
+share a row apart where they are told their numbers (`document_numbers`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.errors import UsageError
-from jettison.models.documents import document_mask, positions_within, product_dtype
+from jettison.models.documents import causal_rows_mask, document_mask, positions_within, product_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +71,7 @@ class GptAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden)
         self.dropout = Dropout(config.dropout)
         self.out = nn.Linear(config.hidden, config.hidden)
+        self.core: Callable[..., Tensor] = written_out
 
     def forward(self, x_sbh: Tensor, mask: Tensor) -> Tensor:
         """What the block adds to the residual stream, before dropout; the mask is s × s, or b × 1 × s × s."""
@@ -78,9 +81,13 @@ class GptAttention(nn.Module):
         q, k, v = (part.view(s, -1, d).transpose(0, 1) for part in heads.chunk(3, dim=-1))
         if mask.dim() == 4:
             mask = mask.expand(-1, q.shape[0] // b, -1, -1).flatten(0, 1)  # once for each head
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # keeps q and k, not the mask
-        probabilities = self.dropout(scores.softmax(dim=-1))
-        return self.out(torch.bmm(probabilities, v).transpose(0, 1).reshape(s, b, -1))
+        return self.out(self.core(q, k, v, mask, self.dropout).transpose(0, 1).reshape(s, b, -1))
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: Callable[[Tensor], Tensor]) -> Tensor:
+    """Attention's core with scores and probabilities as tensors; all are (b a) × s × d."""
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)  # keeps q and k, not the mask
+    return torch.bmm(dropout(scores.softmax(dim=-1)), v)
 
 
 class GptMlp(nn.Module):
@@ -129,10 +136,16 @@ class Gpt(nn.Module):
         _initialise(self)
         self.head.weight = self.tokens.weight
 
-    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None, documents_bs: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids_bs: Tensor,
+        labels_bs: Tensor | None = None,
+        documents_bs: Tensor | None = None,
+        part: Part | None = None,
+    ) -> Tensor:
         """Logits, s × b × V; or the mean loss, given for every position the token that follows it."""
-        beside = gpt_beside(ids_bs.shape[1], self.norm.weight, documents_bs)
-        places = gpt_places(ids_bs, documents_bs)
+        beside = gpt_beside(ids_bs.shape[1], self.norm.weight, documents_bs, part)
+        places = gpt_places(ids_bs, documents_bs, part)
         x_sbh = self.dropout(self.tokens(ids_bs.t().contiguous()) + self.positions(places))
         for layer in self.layers:
             x_sbh = layer(x_sbh, *beside)
@@ -173,6 +186,7 @@ class LlamaAttention(nn.Module):
         self.key = nn.Linear(h, config.kv_heads * d, bias=False)
         self.value = nn.Linear(h, config.kv_heads * d, bias=False)
         self.out = nn.Linear(config.heads * d, h, bias=False)
+        self.core: Callable[..., Tensor] = fused
 
     def forward(self, x_bsh: Tensor, rotary: tuple[Tensor, Tensor], mask_b1ss: Tensor | None = None) -> Tensor:
         """What the block adds to the residual stream; without a mask attention is causal."""
@@ -181,12 +195,16 @@ class LlamaAttention(nn.Module):
             layer(x_bsh).view(b, s, -1, self.head_dim).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if mask_b1ss is None:
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:  # kernels that take a mask know no groups
-            k, v = (_for_each_head(part, q.shape[1]) for part in (k, v))
-            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_b1ss)
+        out = self.core(q, k, v, mask_b1ss)
         return self.out(out.transpose(1, 2).reshape(b, s, -1))
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, mask_b1ss: Tensor | None = None) -> Tensor:
+    """Attention's core as one kernel; all are b × heads × s × d."""
+    if mask_b1ss is None:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    k, v = (_for_each_head(part, q.shape[1]) for part in (k, v))  # kernels that take a mask know no groups
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_b1ss)
 
 
 class LlamaMlp(nn.Module):
@@ -231,32 +249,52 @@ class Llama(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         _initialise(self)
 
-    def forward(self, ids_bs: Tensor, labels_bs: Tensor | None = None, documents_bs: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids_bs: Tensor,
+        labels_bs: Tensor | None = None,
+        documents_bs: Tensor | None = None,
+        part: Part | None = None,
+    ) -> Tensor:
         """Logits, b × s × V; or the mean loss, given for every position the token that follows it."""
         x_bsh = self.tokens(ids_bs)
-        beside = llama_beside(ids_bs.shape[1], self.config, x_bsh, documents_bs)
+        beside = llama_beside(ids_bs.shape[1], self.config, x_bsh, documents_bs, part)
         for layer in self.layers:
             x_bsh = layer(x_bsh, *beside)
         logits_bsv = self.head(self.norm(x_bsh))
         return logits_bsv if labels_bs is None else mean_loss(logits_bsv, labels_bs)
 
 
-def gpt_beside(s: int, like: Tensor, documents_bs: Tensor | None) -> tuple[Tensor]:
+Part = tuple[Tensor, int]
+"""Positions of the tokens at hand, n numbers, and the length s of the sequence of which they are a part. Documents are
+then told of all of it, b × s.
+"""
+
+
+def gpt_beside(s: int, like: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> tuple[Tensor]:
     """What every layer of a `Gpt` is called with beside its stream."""
-    return (causal_mask(s, like) if documents_bs is None else document_mask(documents_bs, product_dtype(like)),)
+    if documents_bs is not None:
+        return (document_mask(documents_bs, product_dtype(like), None if part is None else part[0]),)
+    return (causal_mask(s, like) if part is None else causal_rows_mask(*part, like.dtype),)
 
 
-def gpt_places(ids_bs: Tensor, documents_bs: Tensor | None) -> Tensor:
+def gpt_places(ids_bs: Tensor, documents_bs: Tensor | None, part: Part | None = None) -> Tensor:
     """Positions of a `Gpt`'s tokens, s × 1; counted in each document, s × b."""
     if documents_bs is None:
-        return torch.arange(ids_bs.shape[1], device=ids_bs.device).unsqueeze(1)
-    return positions_within(documents_bs).t().contiguous()
+        places = torch.arange(ids_bs.shape[1], device=ids_bs.device) if part is None else part[0]
+        return places.unsqueeze(1)
+    places = positions_within(documents_bs)
+    return (places if part is None else places[:, part[0]]).t().contiguous()
 
 
-def llama_beside(s: int, config: LlamaConfig, like: Tensor, documents_bs: Tensor | None) -> tuple[Any, ...]:
+def llama_beside(
+    s: int, config: LlamaConfig, like: Tensor, documents_bs: Tensor | None, part: Part | None = None
+) -> tuple[Any, ...]:
     """What every layer of a `Llama` is called with beside its stream. Its positions are relative."""
-    rotary = rotary_tables(s, config, like)
-    return (rotary,) if documents_bs is None else (rotary, document_mask(documents_bs, product_dtype(like)))
+    rotary = rotary_tables(s, config, like, None if part is None else part[0])
+    if documents_bs is None:
+        return (rotary,)
+    return (rotary, document_mask(documents_bs, product_dtype(like), None if part is None else part[0]))
 
 
 def causal_mask(s: int, like: Tensor) -> Tensor:
@@ -264,11 +302,14 @@ def causal_mask(s: int, like: Tensor) -> Tensor:
     return torch.full((s, s), float("-inf"), dtype=like.dtype, device=like.device).triu(1)
 
 
-def rotary_tables(s: int, config: LlamaConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (arXiv 2104.09864), s × d."""
+def rotary_tables(
+    s: int, config: LlamaConfig, like: Tensor, positions_s: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (arXiv 2104.09864), s × d: of the first s positions, or of these."""
     d = config.head_dim
     rates = config.rope_base ** (-torch.arange(0, d, 2, device=like.device, dtype=torch.float32) / d)
-    angles = torch.outer(torch.arange(s, device=like.device, dtype=torch.float32), rates).repeat(1, 2)
+    places = torch.arange(s, device=like.device, dtype=torch.float32) if positions_s is None else positions_s.float()
+    angles = torch.outer(places, rates).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 

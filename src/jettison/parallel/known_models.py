@@ -256,7 +256,7 @@ class _Planner:
                 self.visit(child, _join(path, name))
         elif next(module.parameters(), None) is not None:
             raise UnsupportedModule(
-                f"no tensor-parallel plan is known for {path or 'the model'}, a {_class_of(module)}; known are "
+                f"no tensor-parallel plan is known for {path or 'the model'}, a {class_of(module)}; known are "
                 f"{', '.join(sorted(name.rpartition('.')[2] for name in (*HEADS, *STACKS, *LAYERS)))}. Give a plan of "
                 "your own: apply_tensor_parallel(..., plan={path: style})"
             )
@@ -267,7 +267,7 @@ class _Planner:
             for name in module._parameters:
                 if path not in self.plan and module._parameters[name] is not None:
                     raise UnsupportedModule(
-                        f"{_join(path, name)} is a parameter that a {_class_of(module)} of this form is not known to "
+                        f"{_join(path, name)} is a parameter that a {class_of(module)} of this form is not known to "
                         "have; give a plan of your own: apply_tensor_parallel(..., plan={path: style})"
                     )
 
@@ -330,7 +330,7 @@ class _Planner:
         self, parent: nn.Module, path: str, name: str, *, heads: int | None = None, gathers: int | None = None
     ) -> None:
         norm = _child(parent, name, path)
-        if _class_of(norm) not in NORMS:
+        if class_of(norm) not in NORMS:
             raise _unexpected(norm, _join(path, name), "one of " + ", ".join(sorted(NORMS)))
         for parameter in norm.parameters():
             if heads is not None and parameter.numel() != heads:
@@ -345,12 +345,12 @@ class _Planner:
         self.plan[_join(path, name)] = style
 
 
-def _class_of(module: nn.Module) -> str:
+def class_of(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _form(module: nn.Module, forms: Mapping[str, _Form]) -> _Form | None:
-    return forms.get(_class_of(module))
+    return forms.get(class_of(module))
 
 
 def _known(module: nn.Module, forms: Mapping[str, _Form], path: str) -> _Form:
@@ -364,7 +364,7 @@ def _child(parent: nn.Module, name: str, path: str) -> nn.Module:
     child = getattr(parent, name, None)
     if not isinstance(child, nn.Module):
         raise UnsupportedModule(
-            f"{path or 'the model'}, a {_class_of(parent)}, has no module {name!r}, which its class is known to have; "
+            f"{path or 'the model'}, a {class_of(parent)}, has no module {name!r}, which its class is known to have; "
             "give a plan of your own: apply_tensor_parallel(..., plan={path: style})"
         )
     return child
@@ -372,7 +372,7 @@ def _child(parent: nn.Module, name: str, path: str) -> nn.Module:
 
 def _unexpected(module: nn.Module, path: str, expected: str) -> UnsupportedModule:
     return UnsupportedModule(
-        f"{path or 'the model'} is a {_class_of(module)}; expected {expected}. Give a plan of your own: "
+        f"{path or 'the model'} is a {class_of(module)}; expected {expected}. Give a plan of your own: "
         "apply_tensor_parallel(..., plan={path: style})"
     )
 

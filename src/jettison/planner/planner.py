@@ -19,13 +19,23 @@ from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
 from jettison.planner.options import Options, options_of, step_of
+from jettison.planner.plan_tensors import plan_tensors
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
 from jettison.solve.moves import minimum_budget
-from jettison.solve.plan import LayerPlan, Plan, PolicyWord, Predicted, SolverReport, policy_word, recompute_flops
+from jettison.solve.plan import (
+    LayerPlan,
+    Plan,
+    PlanTensor,
+    PolicyWord,
+    Predicted,
+    SolverReport,
+    policy_word,
+    recompute_flops,
+)
 from jettison.solve.policy import CheckpointPolicy, Full
 from jettison.solve.problem import RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine
@@ -118,6 +128,11 @@ class Planner:
     def problem(self) -> StepProblem:
         """What the solver is given."""
         return self.options.problem
+
+    @functools.cached_property
+    def tensors(self) -> tuple[PlanTensor, ...]:
+        """What there is to decide about, in words."""
+        return plan_tensors(self.trace)
 
     @property
     def baseline(self) -> StepPeaks:
@@ -253,6 +268,8 @@ class Planner:
             model=fingerprint(trace),
             torch_version=torch.__version__,
             gradients_held=trace.loop.gradients_held,
+            tensors=self.tensors,
+            levels=found.step.levels,
         )
 
 

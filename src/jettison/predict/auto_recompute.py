@@ -54,7 +54,18 @@ class AutoForecast:
         return (self.seconds + self.plain_seconds) * self.forecast.run.micro_batches
 
 
-def choose(run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None) -> AutoForecast:
+Stages = dict[tuple[object, ...], StageChoice]
+"""What stages can do, by `_key`: the same at every budget."""
+
+
+def choose(
+    run: Run,
+    budget_bytes: int,
+    hardware: Hardware,
+    *,
+    host_budget_bytes: int | None = None,
+    stages: Stages | None = None,
+) -> AutoForecast:
     """The fastest choice of every stage that keeps each rank at or below ``budget_bytes``.
 
     Where ``run.recompute.offload`` says so, layers may also send what they save to the host and fetch it back.
@@ -62,6 +73,7 @@ def choose(run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes
     Args:
         hardware: whose prices decide.
         host_budget_bytes: of one rank, for what is offloaded; left out, what the hardware's file says.
+        stages: where the same run was asked for at other budgets, on the same hardware: what was found out for them.
 
     Raises:
         Infeasible: some stage fits no choice; the error carries a budget that all stages fit.
@@ -71,6 +83,7 @@ def choose(run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes
     offload = run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
     plain = forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
+    shared: Stages = {} if stages is None else stages
     chosen: dict[str, Staying | None] = {}
     known: dict[tuple[object, ...], tuple[int, Answer | None]] = {}
     answers = []
@@ -78,8 +91,9 @@ def choose(run: Run, budget_bytes: int, hardware: Hardware, *, host_budget_bytes
     for stage in plain.stages:
         key = _key(stage)
         if key not in known:
-            choice = StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host)
-            known[key] = choice.solve(budget_bytes)
+            if key not in shared:
+                shared[key] = StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host)
+            known[key] = shared[key].solve(budget_bytes)
         fewest, answer = known[key]
         smallest = max(smallest, fewest)
         if answer is None:

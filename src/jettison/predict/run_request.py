@@ -91,6 +91,7 @@ class RunRequest(CommonRequest):
         offload: Send what stays of each layer to the host until its backward.
         whole_micro_batches: Of the micro-batches that a stage has in flight, so many keep everything, or most, which
             is as many as fit: 0.
+        positions: Rows of learned positions, for sequences that are longer than the model was made for.
     """
 
     micro_batch: int | None = None
@@ -108,6 +109,7 @@ class RunRequest(CommonRequest):
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
+    positions: int | None = None
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
@@ -177,6 +179,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     """
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
+    if request.positions is not None:
+        model = _with_positions(model, request.positions)
     layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
@@ -202,6 +206,14 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         tp_comm_overlap=_or(request.tp_comm_overlap, False),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
+
+
+def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
+    """The same model made for longer or shorter sequences."""
+    if not model.learned_positions:
+        raise UsageError(f"got --positions {positions}; {model.name} has no learned positions: leave it away")
+    extra = model.position_rows - model.max_positions if model.position_rows else 0
+    return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
 
 
 def _layout(request: RunRequest, depth: int) -> Layout:

@@ -93,15 +93,20 @@ class StageChoice:
 
     def solve(self, budget_bytes: int) -> tuple[int, Answer | None]:
         """The fewest bytes that the stage is known to fit, and the fastest answer that fits."""
-        lowest = least_of(self._walks)
-        least = self._least(lowest)
+        lowest, least = self._lowest, self._least
         found = [least, *refine(self._ask, budget_bytes, lowest)]
         if all(one.needs > budget_bytes for one in found):
             return least.needs, None  # the answer that any budget leads to
         best = fastest(found, budget_bytes)
         return min(least.needs, best.needs), best
 
-    def _least(self, lowest: int) -> Answer:
+    @cached_property
+    def _lowest(self) -> int:
+        """A budget below which the problem, as the solver sees it, has no answer."""
+        return least_of(self._walks)
+
+    @cached_property
+    def _least(self) -> Answer:
         """The answer with the lower peak by the timeline of two, the same whatever the budget.
 
         Without a link it is that of the fewest bytes that stay; with one, fewer bytes that stay are more on their way.
@@ -122,7 +127,7 @@ class StageChoice:
         )
         if self._link is None:
             return fewest
-        lean = replace(self._ask(lowest), gap=1.0)
+        lean = replace(self._ask(self._lowest), gap=1.0)
         return min(fewest, lean, key=lambda one: (one.needs, one.added_seconds))
 
     def _ask(self, asked: int) -> Answer:

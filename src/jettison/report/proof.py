@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from jettison.errors import UsageError
+from jettison.ledger.levels import StepLevels
+from jettison.solve.plan import PlanTensor
 from jettison.units import format_bytes
 
 SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
@@ -19,7 +21,8 @@ SCHEMA: Literal["jettison.proof/1"] = "jettison.proof/1"
 class LayerProof:
     """One layer between forward and backward: bytes that plain autograd saves, that the plan said, that were held.
 
-    A layer that could not be recorded is not ``counted``: its bytes are 0 on all sides, and unknown.
+    A layer that could not be recorded is not ``counted``: its bytes are 0 on all sides, and unknown. ``kept`` and, of
+    these, ``offloaded`` and ``packed`` are buffers of the program with this digest, as in a plan.
     """
 
     layer: str
@@ -28,6 +31,10 @@ class LayerProof:
     predicted_bytes: int
     observed_bytes: int
     counted: bool = True
+    digest: str = ""
+    kept: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
+    packed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +49,9 @@ class Proof:
     ``repeats`` how often its gradients were made again from one state, and ``departures`` names the tensors whose
     values in backward were not those of the forward, first ones first. ``left_out`` is None where Jettison's own plan
     is proven.
+
+    ``tensors`` say in words what the layers' buffers are. ``predicted_levels`` are bytes over the plan's dry run,
+    ``measured_levels`` and ``baseline_levels`` over the steps whose peaks these are; None where nobody looked.
     """
 
     gradients_identical: bool
@@ -69,6 +79,11 @@ class Proof:
     repeats: int = 0
     repeats_identical: bool = True
     departures: tuple[str, ...] = ()
+    tensors: tuple[PlanTensor, ...] = ()
+    predicted_levels: StepLevels | None = None
+    measured_levels: StepLevels | None = None
+    baseline_levels: StepLevels | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -83,7 +98,7 @@ class Proof:
     @property
     def prediction_error(self) -> float | None:
         """How far the predicted peak is above the measured one, as a fraction of it; negative where it is below."""
-        if self.predicted_peak_bytes is None:
+        if self.predicted_peak_bytes is None or self.measured_peak_bytes == 0:
             return None
         return (self.predicted_peak_bytes - self.measured_peak_bytes) / self.measured_peak_bytes
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from jettison.errors import UsageError
 from jettison.server.limits import Limits
+from jettison.server.offer import offer
 
 
 def serve_page(page: str, *, port: int, started: Callable[[str], None], limits: Limits | None = None) -> None:
@@ -24,4 +25,4 @@ def serve_page(page: str, *, port: int, started: Callable[[str], None], limits: 
     run(page, port=port, limits=Limits() if limits is None else limits, started=started)
 
 
-__all__ = ["Limits", "serve_page"]
+__all__ = ["Limits", "offer", "serve_page"]

@@ -19,25 +19,13 @@ from starlette.routing import Route
 from jettison.server.answering import Answer
 from jettison.server.guard import HEADERS
 from jettison.server.limits import Limits
+from jettison.server.offer import offer
 from jettison.server.pool import Job, Pool, cancelled
 from jettison.server.problems import MEDIA_TYPE, Problem
 from jettison.server.questions import VERBS, Verb, question
-from jettison.spec.hardware import hardware_names
-from jettison.spec.presets import PRESETS
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">')
-
-
-def offer(limits: Limits) -> dict[str, Any]:
-    """What can be asked here: for the page, and for programs."""
-    return {
-        "schema": "jettison.serve/1",
-        "verbs": list(VERBS),
-        "models": list(PRESETS),
-        "gpus": list(hardware_names()),
-        "limits": {name: getattr(limits, name) for name in limits.__slots__},
-    }
 
 
 def application(page: str, pool: Pool, limits: Limits) -> Starlette:
@@ -51,10 +39,7 @@ def application(page: str, pool: Pool, limits: Limits) -> Starlette:
         return JSONResponse(offer(limits))
 
     async def standing(request: Request) -> Response:
-        found = pool.standing(request.path_params["ident"])
-        if found is None:
-            raise Problem(404, "not found", "no such request is being worked on")
-        return JSONResponse(found)
+        return JSONResponse(pool.standing(request.path_params["ident"]))
 
     async def cancel(request: Request) -> Response:
         if not pool.cancel(request.path_params["ident"]):

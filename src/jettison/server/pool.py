@@ -124,11 +124,11 @@ class Pool:
         job.finish(cancelled())
         return True
 
-    def standing(self, ident: str) -> dict[str, Any] | None:
-        """Where a question stands; None where there is none."""
+    def standing(self, ident: str) -> dict[str, Any]:
+        """Where a question stands. Of one that is answered, or has not come yet, nothing is known."""
         job = self.jobs.get(ident)
         if job is None:
-            return None
+            return {"state": "unknown", "ahead": 0, "progress": "", "seconds": 0.0}
         if job.began is None:
             ahead = self._waiting.index(job) if job in self._waiting else 0
             seconds = time.monotonic() - job.accepted

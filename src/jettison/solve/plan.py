@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from jettison.errors import PlanMismatch, UsageError
+from jettison.ledger.levels import StepLevels
 from jettison.ledger.program import Program, Source
 
 if TYPE_CHECKING:
@@ -116,11 +117,30 @@ class SolverReport:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanTensor:
+    """One saved tensor of the programs with this digest, in words: ``buffer`` is what `LayerPlan` speaks of.
+
+    ``free``: others hold it anyway (an input that several layers read), so that no layer decides about it.
+    """
+
+    digest: str
+    buffer: int
+    path: str
+    op: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    free: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A feasible plan. ``segments`` are (first layer, last layer) by name, both inside the segment.
 
-    ``root`` is the policy of everything around the layers; its layer name is empty.
+    ``root`` is the policy of everything around the layers; its layer name is empty. ``tensors`` and ``levels``, bytes
+    over the dry-run step, are there to be looked at: no decision hangs on them, nor the hash.
     """
 
     budget_bytes: int
@@ -133,6 +153,8 @@ class Plan:
     model: str  # the model's fingerprint
     torch_version: str = ""  # the one under which the programs were recorded
     gradients_held: bool = False  # gradients are counted from the start of the forward on
+    tensors: tuple[PlanTensor, ...] = field(default=(), compare=False, repr=False)
+    levels: StepLevels | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.predicted.peak_bytes > self.budget_bytes:
@@ -155,9 +177,10 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _decisions(self) -> dict[str, Any]:
-        """Everything but what was timed."""
+        """Everything but what was timed, and what only shows."""
         fields = asdict(self)
-        del fields["solver"]
+        for shown in ("solver", "tensors", "levels"):
+            del fields[shown]
         # plans from before there was a choice have no word for it
         if not self.gradients_held:
             del fields["gradients_held"]

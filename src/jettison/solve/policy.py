@@ -259,26 +259,40 @@ def _demand(program: Program, kept: frozenset[int], *, transfers: bool) -> tuple
     missing: set[int] = set()
     needed: set[int] = set()
     for slot_buffer in program.needed_buffers():
-        stack, local, broken = [(slot_buffer, slot_buffer)], set(), False
+        stack: list[_Way] = [(slot_buffer, None)]
+        local, broken = set(), False
         while stack:
-            b, least = stack.pop()
+            way = stack.pop()
+            b = way[0]
             if b in local:
                 continue
             local.add(b)
             buffer = program.buffers[b]
             if b in kept or buffer.free:
                 continue
-            if buffer.keepable and buffer.nbytes < program.buffers[least].nbytes:
-                least = b
             op = program.ops[buffer.producer] if buffer.producer is not None else None
             if op is None or op.anchor is not None or (not transfers and op.name.startswith(_TRANSFERS)):
-                missing.add(b if buffer.keepable else least)
+                missing.add(b if buffer.keepable else _smallest(program, way))
                 broken = True
                 continue
-            stack.extend((read, least) for read in op.inputs)
+            stack.extend((read, way) for read in op.inputs)
         if not broken:
             needed |= local
     return needed, missing
+
+
+_Way = tuple[int, "_Way | None"]
+"""A buffer, and the way from the slot that led to it."""
+
+
+def _smallest(program: Program, way: _Way) -> int:
+    """Of what can be kept on the way to a slot; the slot's own buffer if nothing is smaller."""
+    passed = [way[0]]
+    while (before := way[1]) is not None:
+        way = before
+        passed.append(way[0])
+    slot, *rest = reversed(passed)
+    return min([slot, *(b for b in rest if program.buffers[b].keepable)], key=lambda b: program.buffers[b].nbytes)
 
 
 def _readers(program: Program) -> dict[int, list[Op]]:

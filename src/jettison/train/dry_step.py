@@ -111,6 +111,7 @@ class LoopStep:
         @contextmanager
         def phase(name: str) -> Iterator[None]:
             counter.reset_peak()
+            counter.phase(name, first=not peaks)
             yield
             torch.clear_autocast_cache()  # leaving autocast does it, but for the one that the recording was made under
             peaks[name] = max(counter.peak_bytes, peaks.get(name, 0))

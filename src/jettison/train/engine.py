@@ -116,7 +116,12 @@ class WholeModel:
 
     def calls(self, rows: Tensor, micro_batches: int) -> Iterator[RankModule]:
         """One part."""
-        yield RankModule(model=self._built.model, batch=self._built.call(rows), loss_fn=self._built.loss_fn)
+        yield RankModule(
+            model=self._built.model,
+            batch=self._built.call(rows),
+            loss_fn=self._built.loss_fn,
+            agreeing=self._places.agreeing,
+        )
 
     def start(self, micro_batches: int) -> None:
         """Have DistributedDataParallel average, where it is to."""
@@ -167,7 +172,8 @@ class WholeModel:
                 del output
         finally:
             forget_forwards(self.parts[0])
-        return torch.stack(losses)
+        found, context = torch.stack(losses), self._places.context
+        return found if context is None else context.mean(found)
 
     def clear(self, optimizer: torch.optim.Optimizer) -> None:
         """Gradients stay where they are places in a bucket: others would be made beside the bucket, and copied."""

@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from jettison.ledger.levels import StepLevels
+from jettison.measure.environment import environment
 from jettison.parse_units import parse_seconds
 from jettison.progress import Progress, silent
 from jettison.train.checkpoint import SaveFailed
@@ -102,6 +104,7 @@ class _Seen:
     skipped: int = 0
     evaluated: Evaluated | None = None
     eval_peak_bytes: int | None = None  # of the first one
+    levels: StepLevels | None = None  # over this rank's second step, or its first
 
 
 class _Run:
@@ -335,6 +338,8 @@ class _Run:
         if peaks is not None:
             number = min(self.session.step - self.first_step, 3)
             self.seen.peaks[number] = peaks
+            if number <= 2:
+                self.seen.levels = self.session.meter.levels
 
     def _about(self) -> dict[str, Any]:
         session = self.session
@@ -351,6 +356,7 @@ class _Run:
             "plans": [] if planned is None else [plan.hash for plan in planned.plans],
             "predicted_peak_bytes": None if planned is None else planned.predicted_peak_bytes,
             "torch": torch.__version__,
+            "environment": environment(),
         }
 
     def _write(self, event: str, **values: Any) -> None:
@@ -390,6 +396,7 @@ class _Run:
             budget=session.recipe.plan.budget,
             log=self.session.recipe.log.folder,
             checkpoint=session.recipe.checkpoint.folder,
+            levels=self.seen.levels,
         )
 
 

@@ -104,15 +104,16 @@ class BatchSection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutSection:
-    """How the model is spread; the product of dp, tp and pp is the number of ranks.
+    """How the model is spread; the product of dp, cp, tp and pp is the number of ranks.
 
     Args:
-        dp: data-parallel ranks: what tp and pp leave.
+        dp: data-parallel ranks: what cp, tp and pp leave.
         zero: 0: every data-parallel rank has all parameters; 2: FSDP2 that keeps them gathered between forward and
             backward; 3: FSDP2 that gathers them again.
-        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp. Fewer make HSDP: dp / shards
-            replicas, each spread over so many ranks, such as those of one node.
+        shards: with zero 2 or 3, ranks among which parameters are spread: all of dp x cp. Fewer make HSDP: dp x cp /
+            shards replicas, each spread over so many ranks, such as those of one node.
         sp: sequence parallelism beside tensor parallelism: on where tp is above 1.
+        cp: context parallelism: ranks among which every sequence is spread, attention included. Not with pp.
         schedule: gpipe, 1f1b (interleaved with virtual stages) or zero-bubble.
         stage_layers: layers of each stage of each device, in the order of the model; left out, evenly.
     """
@@ -124,13 +125,18 @@ class LayoutSection:
     shards: int | None = None
     tp: int = 1
     sp: bool | None = None
+    cp: int = 1
     pp: int = 1
     virtual_stages: int = 1
     schedule: Literal["gpipe", "1f1b", "zero-bubble"] = "1f1b"
     stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        positive(self, "dp", "shards", "tp", "pp", "virtual_stages")
+        positive(self, "dp", "shards", "tp", "cp", "pp", "virtual_stages")
+        if self.cp > 1 and self.pp > 1:
+            raise UsageError(
+                f"got cp {self.cp} with pp {self.pp}; context parallelism and pipelines do not go together"
+            )
         if self.shards is not None and self.zero == 0:
             raise UsageError(f"got shards {self.shards} with zero 0, which spreads nothing; expected zero 2 or 3")
 
@@ -138,20 +144,21 @@ class LayoutSection:
         """The layout on this many ranks.
 
         Raises:
-            UsageError: they are not dp x tp x pp, or the choices contradict each other.
+            UsageError: they are not dp x cp x tp x pp, or the choices contradict each other.
         """
-        inner = self.tp * self.pp
+        inner = self.cp * self.tp * self.pp
         dp = max(1, ranks // inner) if self.dp is None else self.dp
         if dp * inner != ranks:
             raise UsageError(
-                f"layout: dp x tp x pp = {dp} x {self.tp} x {self.pp} = {dp * inner}, but {_counted(ranks)}; "
-                "start as many with torchrun --nproc-per-node, or change the layout"
+                f"layout: {self._product(dp)} = {dp * inner}, but {_counted(ranks)}; start as many "
+                "with torchrun --nproc-per-node, or change the layout"
             )
         return Layout(
             dp=dp,
             zero=self.zero,
             tp=self.tp,
             sp=self.tp > 1 if self.sp is None else self.sp,
+            cp=self.cp,
             pp=self.pp,
             virtual_stages=self.virtual_stages,
             stage_layers=self.stage_layers,
@@ -159,17 +166,26 @@ class LayoutSection:
         )
 
     def spread(self, dp: int) -> tuple[int, int]:
-        """Over so many data-parallel ranks: how many replicas there are, and over how many ranks each is spread.
+        """Over so many data-parallel ranks, each of which are cp ranks: how many replicas there are, and over how many
+        ranks each is spread.
 
         Raises:
             UsageError: the shards do not divide them.
         """
+        ranks = dp * self.cp
         if not self.zero:
-            return dp, 1
-        shards = dp if self.shards is None else self.shards
-        if dp % shards:
-            raise UsageError(f"layout.shards: got {shards}, which does not divide the {dp} data-parallel ranks")
-        return dp // shards, shards
+            return ranks, 1
+        shards = ranks if self.shards is None else self.shards
+        if ranks % shards:
+            kind = "data-parallel" if self.cp == 1 else "data-parallel times context-parallel"
+            raise UsageError(f"layout.shards: got {shards}, which does not divide the {ranks} {kind} ranks")
+        return ranks // shards, shards
+
+    def _product(self, dp: int) -> str:
+        """dp x tp x pp, with its numbers; with cp where there is some."""
+        sizes = {"dp": dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
+        return f"{' x '.join(named)} = {' x '.join(map(str, named.values()))}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import AllocationCounter, unique_bytes
 from jettison.measure.peak import ALLOCATION_EVENT
 
@@ -56,6 +57,12 @@ class MemoryMeter:
         self._storages = storages
         self._phases: dict[str, int] | None = None
         self._counter: _Counter | None = None
+        self._stretches: list[tuple[str, list[int]]] = []
+
+    @property
+    def levels(self) -> StepLevels | None:
+        """Bytes over the last step that was measured; of a GPU the peaks of its phases alone."""
+        return StepLevels.of(self._stretches)
 
     @property
     def measuring(self) -> bool:
@@ -67,6 +74,8 @@ class MemoryMeter:
         """One step; the function that it gives has the peaks once the step is over, None where it was not measured."""
         found: dict[str, int] | None = {} if self.measuring else None
         self._phases = found
+        if found is not None:
+            self._stretches = []
         with self._watching():
             yield lambda: PhasePeaks(phases=found) if found else None
 
@@ -78,11 +87,13 @@ class MemoryMeter:
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
-            self._note(name, torch.cuda.max_memory_allocated(self._device))
+            self._note(name, [torch.cuda.max_memory_allocated(self._device)])
         elif self._counter is not None:
             self._counter.reset_peak()
+            self._counter.phase(name, first=True)
             yield
-            self._note(name, self._counter.peak_bytes)
+            peak = self._counter.peak_bytes
+            self._note(name, [*self._counter.stretches[-1][1], peak])
         else:
             with record_function(_MARK + name):
                 yield
@@ -98,19 +109,23 @@ class MemoryMeter:
             static_bytes = unique_bytes(self._alive())
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
                 yield
-            for name, peak in _replayed(profiler.profiler.kineto_results, static_bytes):
-                self._note(name, peak)
+            for name, levels in _replayed(profiler.profiler.kineto_results, static_bytes):
+                self._note(name, levels)
             return
-        self._counter = _Counter(self._alive())
+        self._counter = _Counter(self._alive(), record_levels=True)
         try:
             with self._counter:
                 yield
         finally:
             self._counter = None
 
-    def _note(self, name: str, peak: int) -> None:
+    def _note(self, name: str, levels: list[int]) -> None:
         assert self._phases is not None
-        self._phases[name] = max(peak, self._phases.get(name, 0))
+        self._phases[name] = max(*levels, self._phases.get(name, 0))
+        if self._stretches and self._stretches[-1][0] == name:
+            self._stretches[-1][1].extend(levels)
+        else:
+            self._stretches.append((name, levels))
 
 
 class _Counter(AllocationCounter):
@@ -139,8 +154,8 @@ class _Counter(AllocationCounter):
             time.sleep(5e-4)
 
 
-def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, int]]:
-    """The highest level within each marked stretch of time."""
+def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """The levels within each marked stretch of time."""
     marks: list[tuple[int, int, str]] = []
     changes: list[tuple[int, int]] = []
     for event in results.events():
@@ -156,9 +171,9 @@ def _replayed(results: Any, static_bytes: int) -> Iterator[tuple[str, int]]:
         while index < len(changes) and changes[index][0] < start:
             live += changes[index][1]
             index += 1
-        highest = live
+        levels = [live]
         while index < len(changes) and changes[index][0] <= end:
             live += changes[index][1]
-            highest = max(highest, live)
+            levels.append(live)
             index += 1
-        yield name, highest
+        yield name, levels

@@ -13,15 +13,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from jettison.parallel import apply_tensor_parallel, reduce_partial_gradients, seed_ranks
+from jettison.parallel import apply_context_parallel, apply_tensor_parallel, reduce_partial_gradients, seed_ranks
+from jettison.parallel.context import Context
 from jettison.parallel.fsdp import shard_blocks
 from jettison.spec.layout import Layout
+from jettison.train.data_order import derived_seed
 from jettison.train.ranks import World, sockets_when_used
 
 _AXES = ("pp", "replica", "shard", "tp")
 """From the slowest link to the fastest. The two in the middle are data parallelism: ranks that have equal parameters,
-and ranks among which parameters are spread.
+and ranks among which parameters are spread. Context parallelism has no axis here: to parameters and gradients its ranks
+are data-parallel ones, cp neighbours of which share their sequences.
 """
+_SHARING = ("pp", "dp", "cp", "tp")
+"""The same ranks once more, for that."""
 
 Averaging = Literal["nothing", "ddp", "fsdp"]
 
@@ -32,34 +37,51 @@ class Places:
 
     Args:
         mesh: sizes along ``_AXES``. Where neither of the two data-parallel ones is 1, it is HSDP.
+        sharing: sizes along ``_SHARING``, where there is context parallelism.
         mixed: parameters are read as bf16 copies, which is FSDP2's to do.
     """
 
     layout: Layout
     mesh: DeviceMesh
     mixed: bool
+    sharing: DeviceMesh | None = None
 
     @classmethod
     def of(cls, layout: Layout, world: World, *, spread: tuple[int, int], mixed: bool) -> Places:
         """Lay the ranks out; ``spread``: replicas, and ranks over which each is spread."""
-        sizes = (layout.pp, *spread, layout.tp)
+        sizes, kind = (layout.pp, *spread, layout.tp), world.device.type
         with sockets_when_used():
-            mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=_AXES)
-        return cls(layout=layout, mesh=mesh, mixed=mixed)
+            mesh = init_device_mesh(kind, sizes, mesh_dim_names=_AXES)
+            sharing = None
+            if layout.cp > 1:
+                sizes = (layout.pp, layout.dp, layout.cp, layout.tp)
+                sharing = init_device_mesh(kind, sizes, mesh_dim_names=_SHARING)
+        return cls(layout=layout, mesh=mesh, mixed=mixed, sharing=sharing)
+
+    @property
+    def context(self) -> Context | None:
+        """This rank's part of every sequence; None where it has all of them."""
+        return None if self.sharing is None else Context.of(self.sharing["cp"])
 
     @property
     def averaging(self) -> Averaging:
         """Who averages gradients. DistributedDataParallel takes plain parameters of one module only."""
         if self.layout.zero or self.mixed:
             return "fsdp"
-        if self.layout.dp == 1:
+        if self.layout.dp * self.layout.cp == 1:
             return "nothing"
         return "fsdp" if self.layout.tp > 1 or self.layout.pp > 1 else "ddp"
 
     @property
     def data_rank(self) -> int:
         """Which share of the global batch is this rank's."""
-        return self.mesh["replica"].get_local_rank() * self.mesh["shard"].size() + self.mesh["shard"].get_local_rank()
+        own = self.mesh["replica"].get_local_rank() * self.mesh["shard"].size() + self.mesh["shard"].get_local_rank()
+        return own // self.layout.cp
+
+    @property
+    def agreeing(self) -> DeviceMesh | None:
+        """Ranks that have to compute the same things again, where parameters do not tell."""
+        return self.mesh["replica"] if self.sharing is not None and self.averaging == "ddp" else None
 
     @property
     def plans(self) -> bool:
@@ -82,19 +104,21 @@ class Places:
         device, sizes = self.mesh.device_type, tuple(self.mesh.shape)
         nothing = dict.fromkeys(_AXES, "fake")
         mesh = init_device_mesh(device, sizes, mesh_dim_names=_AXES, backend_override=nothing)
-        return ImaginedPlaces(layout=self.layout, mesh=mesh, mixed=self.mixed)
+        return ImaginedPlaces(layout=self.layout, mesh=mesh, mixed=self.mixed, sharing=self.sharing)
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The ranks along an axis."""
         return self.mesh[axis].get_group()
 
     def split_layers(self, model: nn.Module) -> None:
-        """Tensor and sequence parallelism, in place; before anything is planned.
+        """Context, tensor and sequence parallelism, in place; before anything is planned.
 
         Raises:
             UnsupportedModule: no plan is known for this model.
             UsageError: it does not divide this way.
         """
+        if self.sharing is not None:
+            apply_context_parallel(model, self.sharing["cp"])
         if self.layout.tp > 1:
             apply_tensor_parallel(model, self.mesh["tp"], sequence_parallel=self.layout.sp)
 
@@ -109,7 +133,9 @@ class Places:
         shard_blocks(model, mesh, reshard_after_forward=self.layout.zero == 3, **options)
 
     def seed(self, seed: int) -> None:
-        """Seed what is drawn on a micro-batch: as one process would, or each tensor-parallel rank for its own part."""
+        """Seed what is drawn on a micro-batch: as one process would, or each rank that has a part of it for its own."""
+        if self.context is not None:
+            seed = derived_seed(seed, "context", self.context.axis.rank)
         if self.layout.tp > 1:
             seed_ranks(seed, self.mesh["tp"], sequence_parallel=self.layout.sp)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
@@ -39,6 +40,7 @@ class RankModule:
         in_flight: the most micro-batches that it has between forward and backward.
         number: of the stages of a pipeline, which it is; None where it is the whole model.
         compile: "blocks" where its blocks run compiled.
+        agreeing: ranks that have to compute the same things again, where its parameters do not tell.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class RankModule:
     in_flight: int = 1
     number: int | None = None
     compile: str | None = None
+    agreeing: DeviceMesh | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,7 @@ def carry_out(parts: Sequence[RankModule], decision: Decision, host_budget: str 
                     loss_fn=p.loss_fn,
                     regions=p.regions,
                     compile=p.compile,
+                    group=p.agreeing,
                     host_budget=room,
                 )
             )
@@ -175,7 +179,7 @@ def _apply(part: RankModule, plan: Plan, like: str, room: int | None) -> Applied
     Raises:
         PlanMismatch: this rank's model is another one, or ranks would not run the same.
     """
-    with Agreement(groups_for(part.model, None)) as agreement:
+    with Agreement(groups_for(part.model, part.agreeing)) as agreement:
         applied = apply_from_another_rank(part.model, _trace(part), plan, like, host_budget_bytes=room)
         return agreed(applied, agreement)
 

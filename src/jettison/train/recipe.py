@@ -76,10 +76,15 @@ class TrainRecipe:
             raise UsageError(f"got timeout {self.timeout}; expected 1s or more")
         if self.seed < 0:
             raise UsageError(f"got seed {self.seed}; expected 0 or more")
-        if self.model.compile is not None and (self.layout.tp > 1 or self.layout.pp > 1):
+        if self.model.compile is not None and max(self.layout.tp, self.layout.cp, self.layout.pp) > 1:
             raise UsageError(
-                f'model.compile: got "{self.model.compile}" with tp {self.layout.tp} and pp {self.layout.pp}; compiled '
-                "blocks are measured on one rank alone: expected tp 1 and pp 1, or no compile"
+                f'model.compile: got "{self.model.compile}" with tp {self.layout.tp}, cp {self.layout.cp} and pp '
+                f"{self.layout.pp}; compiled blocks are measured on one rank alone: expected 1 of each, or no compile"
+            )
+        if self.layout.cp > 1 and self.batch.seq % (2 * self.layout.cp):
+            raise UsageError(
+                f"batch.seq: got {self.batch.seq} with cp {self.layout.cp}; expected a multiple of 2 x cp = "
+                f"{2 * self.layout.cp}: every rank has two pieces of a sequence"
             )
         positions = self.model.positions
         if positions is not None and self.batch.seq > positions:

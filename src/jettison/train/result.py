@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jettison.ledger.levels import StepLevels
 from jettison.train.log import SCHEMA
 from jettison.train.phase_memory import PhasePeaks
 from jettison.units import format_bytes, format_percent, format_seconds
@@ -26,6 +27,8 @@ class TrainResult:
         export: the folder of the weights, if they were written.
         eval_loss, eval_perplexity: of the last evaluation in this process.
         eval_peak_bytes: of its first one.
+        levels: bytes over the leading rank's second step, or its first where there was no other.
+        report: the page about the run, if one was written.
     """
 
     steps: int
@@ -49,6 +52,8 @@ class TrainResult:
     eval_loss: float | None = None
     eval_perplexity: float | None = None
     eval_peak_bytes: int | None = None
+    levels: StepLevels | None = None
+    report: str | None = None
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.train/1``."""
@@ -91,6 +96,8 @@ class TrainResult:
             under = f", under a budget of {self.budget}" if self.budget else ""
             yield f"predicted peak: {format_bytes(self.predicted_peak_bytes)}{under}"
         yield f"log: {self.log}" + (f", checkpoints: {self.checkpoint}" if self.checkpoint else "")
+        if self.report:
+            yield f"report: {self.report}"
         yield from self._exported()
 
     def _exported(self) -> Iterator[str]:

@@ -175,6 +175,7 @@ class LogSection:
         gpu: an accelerator by name or TOML file: its peak FLOP/s make FLOPs into MFU and HFU.
         peak_tflops: that peak for one device, in 10^12 FLOP/s, where no file has it.
         memory_steps: steps whose memory is measured on a CPU, where that is slow; on a GPU all are.
+        report: leave a page about the run beside the log, report.html.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -185,6 +186,7 @@ class LogSection:
     gpu: str | None = None
     peak_tflops: float | None = None
     memory_steps: int = 2
+    report: bool = True
 
     def __post_init__(self) -> None:
         positive(self, "every")

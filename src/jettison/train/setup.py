@@ -19,6 +19,7 @@ from jettison.spec.layout import Layout, Schedule
 from jettison.train.build_model import Built, build
 from jettison.train.checkpoint import Checkpoints
 from jettison.train.checkpoint_state import RunState, described_model, optimizer_state, schedule
+from jettison.train.context import in_parts
 from jettison.train.data import Batches, Survey, open_corpus
 from jettison.train.data_order import Order, derived_seed
 from jettison.train.documents import check_occurs, keep_apart
@@ -71,6 +72,7 @@ class Session:
             "shards": shards,
             "tp": layout.tp,
             "sp": layout.sp,
+            "cp": layout.cp,
             "pp": layout.pp,
         }
 
@@ -138,6 +140,8 @@ def prepare(
     spread = recipe.layout.spread(layout.dp)
     places = Places.of(layout, world, spread=spread, mixed=recipe.precision == "bf16")
     world.together(lambda: places.split_layers(built.model))
+    if places.context is not None:
+        built = world.together(lambda: _in_parts(recipe, built, places))
     engine = world.together(lambda: _engine(recipe, replace(built, weights=None), places, world.device))
     example = batches.rows(0, 0).to(world.device)
     dry_step = None
@@ -209,6 +213,11 @@ def _apart(recipe: TrainRecipe, built: Built, batches: Batches) -> Built:
     assert end is not None
     check_occurs(batches.corpus, end)
     return keep_apart(built, end, bf16=recipe.precision != "fp32")
+
+
+def _in_parts(recipe: TrainRecipe, built: Built, places: Places) -> Built:
+    assert places.context is not None
+    return in_parts(built, places.context, end=recipe.data.document_end, bf16=recipe.precision != "fp32")
 
 
 def _dry_step(

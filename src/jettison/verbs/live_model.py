@@ -14,6 +14,7 @@ from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.step import dry_run_batch
 from jettison.ledger.program import Program
+from jettison.measure.environment import environment
 from jettison.measure.memory import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
@@ -37,8 +38,8 @@ class PlanReport:
     request: ModelRequest
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.plan/1`` with the key ``made_by``."""
-        return self.plan.document() | {"made_by": self.request.document()}
+        """Schema ``jettison.plan/1`` with the keys ``made_by`` and ``environment``."""
+        return self.plan.document() | {"made_by": self.request.document(), "environment": environment()}
 
     def table(self) -> RenderableType:
         """What each layer does, for people."""

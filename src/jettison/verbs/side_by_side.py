@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jettison.capture.model_trace import LossFn, call_model, loss_of
+from jettison.ledger.levels import PhaseLevels, StepLevels
 from jettison.measure.gradients import buffer_digest, compare_gradients, rng_digest, same_bits
 from jettison.measure.memory import static_tensors, unique_bytes
-from jettison.measure.peak import measured_peak
+from jettison.measure.peak import PhaseMarks, measured_peak
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
 ROUNDS = 8
@@ -28,6 +29,7 @@ class Side:
     Args:
         own: forward and backward of a step, as ``own(model, batch)``, where they are the user's.
         under: a context that each step runs in.
+        phase: a context that each phase of a step runs in.
     """
 
     model: nn.Module
@@ -37,23 +39,27 @@ class Side:
     holds_output: bool
     own: Callable[[nn.Module, Any], object] | None = None
     under: Callable[[], AbstractContextManager[object]] = nullcontext
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def step(self) -> Tensor | None:
         """One training step, gradients left in place; its loss, where it says one."""
         with self.under():
             loss = self._passes()
         if self.optimizer is not None:
-            self.optimizer.step()
+            with self.phase("optimizer"):
+                self.optimizer.step()
         return loss.detach() if isinstance(loss, Tensor) else None
 
     def _passes(self) -> object:
         if self.own is not None:
-            return self.own(self.model, self.batch)
-        output = call_model(self.model, self.batch)
-        loss = loss_of(output, self.loss_fn)
-        if not self.holds_output:
-            output = None
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            with self.phase("forward and backward"):
+                return self.own(self.model, self.batch)
+        with self.phase("forward"):
+            output = call_model(self.model, self.batch)
+            loss = loss_of(output, self.loss_fn)
+            if not self.holds_output:
+                output = None
+        with self.phase("backward"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             loss.backward()
         return loss
 
@@ -62,13 +68,34 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         self.step()
 
-    def peak_bytes(self) -> int:
-        """Peak of allocated bytes in a step, everything else in the process left out."""
+    def memory(self) -> StepMemory:
+        """Allocated bytes in a step, everything else in the process left out."""
         self.model.zero_grad(set_to_none=True)
         static = static_tensors(self.model, self.batch, self.optimizer)
-        report = measured_peak(self.step, static_tensors=static)
+        marks = PhaseMarks()
+        report = measured_peak(replace(self, phase=marks.phase).step, static_tensors=static, marks=marks)
         self.model.zero_grad(set_to_none=True)
-        return report.step_bytes + unique_bytes(static)
+        beside = unique_bytes(static) - report.static_bytes
+        return StepMemory(peak_bytes=report.peak_bytes + beside, levels=_moved(report.levels, beside))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The peak of a step, and its levels phase by phase."""
+
+    peak_bytes: int
+    levels: StepLevels | None
+
+
+def _moved(levels: StepLevels | None, by_bytes: int) -> StepLevels | None:
+    if levels is None or by_bytes == 0:
+        return levels
+
+    def moved(phase: PhaseLevels) -> PhaseLevels:
+        low, high = (tuple(n + by_bytes for n in found) for found in (phase.low_bytes, phase.high_bytes))
+        return replace(phase, low_bytes=low, high_bytes=high)
+
+    return StepLevels(phases=tuple(map(moved, levels.phases)))
 
 
 @dataclass(kw_only=True)

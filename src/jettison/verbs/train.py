@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
+from jettison.errors import JettisonError
 from jettison.progress import Progress, silent
 from jettison.train.export_run import ExportResult, export_run
 from jettison.train.loop import train as run_recipe
 from jettison.train.recipe import PlanSection, TrainRecipe
 from jettison.train.recipe_file import read_recipe
 from jettison.train.result import TrainResult
+from jettison.verbs.report import report
 
 
 def train(
@@ -34,6 +38,8 @@ def train(
         Infeasible: no plan fits the budget.
     """
 
+    ran: list[TrainRecipe] = []
+
     def made() -> TrainRecipe:
         found = read_recipe(recipe) if isinstance(recipe, str) else recipe
         if steps is not None:
@@ -42,9 +48,24 @@ def train(
             found = replace(found, plan=plan)
         if gpu is not None:
             found = replace(found, log=replace(found.log, gpu=gpu, peak_tflops=None))
+        ran.append(found)
         return found
 
-    return run_recipe(made, must_resume=must_resume, say=progress, warn=warn)
+    result = run_recipe(made, must_resume=must_resume, say=progress, warn=warn)
+    if ran[-1].log.report and os.environ.get("RANK", "0") == "0":
+        result = replace(result, report=_written(Path(result.log), warn))
+    return result
+
+
+def _written(folder: Path, warn: Progress) -> str | None:
+    """The page about the run in this folder; where there can be none a warning: the run is done all the same."""
+    path = folder / "report.html"
+    try:
+        path.write_text(report([folder]).html(), encoding="utf-8")
+    except (OSError, JettisonError) as error:
+        warn(f"no report is written to {path}: {error}")
+        return None
+    return str(path)
 
 
 def write_weights(

@@ -17,15 +17,17 @@ from jettison.capture.stub import forwards
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 from jettison.ledger.program import Program
+from jettison.measure.environment import environment
 from jettison.measure.gradients import independent_copy, parameter_digest
 from jettison.measure.saved import OUTSIDE, observed_saved_bytes
 from jettison.measure.timing import interleaved
 from jettison.planner import Applied, apply, auto_checkpoint
+from jettison.planner.plan_tensors import plan_tensors
 from jettison.progress import Progress, silent
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.compiled import CompiledRegion
 from jettison.runtime.recipe import compile_recipe
-from jettison.solve.plan import Plan, policy_word
+from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verbs.side_by_side import ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
@@ -120,9 +122,9 @@ def _prove(
             found = compare_steps(plain, planned, steps)
             parameters = parameter_digest(plain.model) == parameter_digest(planned.model)
             progress("measuring peaks")
-            baseline_peak, peak = plain.peak_bytes(), planned.peak_bytes()
+            baseline, measured = plain.memory(), planned.memory()
         progress("counting what layers hold")
-        layers = _layers(plain, planned, applied)
+        layers, tensors = _layers(plain, planned, applied)
         progress("timing steps")
         with _compiled_alike(plain.model, applied):
             timing = interleaved(rounds, {"plain": plain.whole_step, "planned": planned.whole_step}, warmup=1)
@@ -138,8 +140,8 @@ def _prove(
         steps=steps,
         budget_bytes=plan.budget_bytes if plan else None,
         predicted_peak_bytes=plan.predicted.peak_bytes if plan else None,
-        measured_peak_bytes=peak,
-        baseline_peak_bytes=baseline_peak,
+        measured_peak_bytes=measured.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
         step_time_ratio=ratio.ratio,
         step_time_ratio_low=ratio.ratio_low,
         step_time_ratio_high=ratio.ratio_high,
@@ -149,6 +151,11 @@ def _prove(
         plan_hash=plan.hash if plan else None,
         device=device_name(planned.model),
         torch_version=torch.__version__,
+        tensors=tensors,
+        predicted_levels=plan.levels if plan else None,
+        measured_levels=measured.levels,
+        baseline_levels=baseline.levels,
+        environment=environment(),
     )
 
 
@@ -163,8 +170,10 @@ def _compiled_alike(model: nn.Module, applied: Applied) -> AbstractContextManage
     )
 
 
-def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, ...]:
-    """Bytes by layer: of plain autograd and of the plan by the ledger, and as held on the real tensors."""
+def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[tuple[LayerProof, ...], tuple[PlanTensor, ...]]:
+    """Bytes by layer: of plain autograd and of the plan by the ledger, and as held on the real tensors; and what is
+    saved, in words.
+    """
     # the plain copy is traced: modules under a plan run stand-ins
     traced = trace_model(plain.model, plain.batch, loss_fn=plain.loss_fn, regions=_names(applied))
     regions = {region.name: region for region in applied.regions}
@@ -189,13 +198,23 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, .
         for call in traced.calls
     }
     words |= {ROOT_LAYER: str(policy_word(traced.root.program, kept("", traced.root.program)))}
+    done: dict[str, dict[str, Any]] = {
+        name: {
+            "digest": program.digest(),
+            "kept": tuple(sorted(regions[name].way.policy.kept(program))),
+            "offloaded": tuple(sorted(moved(name, program))),
+            "packed": tuple(sorted(packed_by(regions[name].way.policy, program))),
+        }
+        for name, program in {**programs, "": traced.root.program}.items()
+    }
+    done[ROOT_LAYER] = done.pop("")
     before, after = ledger_of(traced).by_layer(), ledger_of(traced, kept).by_layer()
     observed = observed_saved_bytes(planned.model, planned.batch, loss_fn=planned.loss_fn)
     planned.model.zero_grad(set_to_none=True)
     names = {ROOT_LAYER: "", OUTSIDE_LAYER: OUTSIDE}
     opaque = {call.name for call in traced.calls if call.problem}
     opaque |= {name for name, region in regions.items() if isinstance(region, CompiledRegion)}
-    return tuple(
+    found = tuple(
         LayerProof(
             layer=layer,
             policy=words.get(layer, "none"),
@@ -203,9 +222,11 @@ def _layers(plain: Side, planned: Side, applied: Applied) -> tuple[LayerProof, .
             predicted_bytes=after.get(layer, 0) - packed.get(layer, 0),
             observed_bytes=observed.get(names.get(layer, layer), 0),
             counted=layer not in opaque,
+            **done.get(layer, {}),
         )
         for layer in before
     )
+    return found, plan_tensors(traced)
 
 
 def _saved_by_packing(region: RegionTrace, policy: CheckpointPolicy) -> int:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 from jettison.capture.model_trace import LossFn
 from jettison.errors import ProofFailed, UnsupportedModule, UsageError
 from jettison.measure.departures import Departure, Watch
+from jettison.measure.environment import environment
 from jettison.measure.gradients import compare_gradients, independent_copy, parameter_digest, plain_name
 from jettison.measure.plainly import LeftOut, plainly
 from jettison.measure.timing import interleaved
@@ -107,7 +108,7 @@ def _proof(
     parameters = parameter_digest(plain.model) == parameter_digest(theirs.model)
     with torch.enable_grad():
         progress("measuring peaks")
-        baseline_peak, peak = plain.peak_bytes(), theirs.peak_bytes()
+        baseline, measured = plain.memory(), theirs.memory()
         progress("timing steps")
         timing = interleaved(counts[2], {"plain": plain.whole_step, "given": theirs.whole_step}, warmup=1)
     theirs.model.zero_grad(set_to_none=True)
@@ -123,8 +124,8 @@ def _proof(
         steps=counts[0],
         budget_bytes=None,
         predicted_peak_bytes=None,
-        measured_peak_bytes=peak,
-        baseline_peak_bytes=baseline_peak,
+        measured_peak_bytes=measured.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
         step_time_ratio=ratio.ratio,
         step_time_ratio_low=ratio.ratio_low,
         step_time_ratio_high=ratio.ratio_high,
@@ -138,6 +139,9 @@ def _proof(
         repeats=counts[1],
         repeats_identical=again,
         departures=tuple(one.sentence() for one in departures),
+        measured_levels=measured.levels,
+        baseline_levels=baseline.levels,
+        environment=environment(),
     )
 
 

@@ -14,7 +14,8 @@
   // Over min, max, step, or over a list of values (any numbers in ascending order).
   J.slider = ({ key, label, min, max, step = 1, values, value, format = String }) => {
     const id = `control-${(count += 1)}`;
-    const nearest = (x) => values.reduce((best, v, i) => (Math.abs(v - x) < Math.abs(values[best] - x) ? i : best), 0);
+    const within = (x) => Math.min(values[values.length - 1], Math.max(values[0], x));
+    const nearest = (x) => values.reduce((best, v, i) => (Math.abs(v - within(x)) < Math.abs(values[best] - within(x)) ? i : best), 0);
     const clamp = (x) => Math.min(max, Math.max(min, min + Math.round((x - min) / step) * step));
     const current = () => {
       const wanted = J.state.get(key, value);

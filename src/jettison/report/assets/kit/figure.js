@@ -20,7 +20,7 @@ J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = n
   node.append(J.el(
     "div", { class: "buttons" },
     button("SVG", `Save ${title} as SVG`, () => J.save.download(`${id}.svg`, new Blob([svg()], { type: "image/svg+xml" }))),
-    button("PNG", `Save ${title} as PNG`, async () => J.save.download(`${id}.png`, await J.save.png(svg()))),
+    button("PNG", `Save ${title} as PNG`, async () => J.save.download(`${id}.png`, await J.save.pngBlob(svg()))),
     numbers && button("CSV", `Save the numbers of ${title} as CSV`, () => J.save.download(`${id}.csv`, new Blob([J.save.csv(table(values()))], { type: "text/csv" }))),
   ));
 
@@ -55,6 +55,7 @@ J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = n
 
   function finish(svgNode, name) {
     J.marks.finish(svgNode);
+    for (const group of svgNode.querySelectorAll("g[aria-label]:not([role])")) group.setAttribute("role", "group");
     if (svgNode.getAttribute("aria-hidden") === "true" || svgNode.querySelector("[tabindex]")) return;
     svgNode.setAttribute("role", "img");
     if (!svgNode.hasAttribute("aria-label")) svgNode.setAttribute("aria-label", `${name}; its numbers are in the table below`);
@@ -112,7 +113,7 @@ J.table = ({ columns, rows }) => {
   };
   return J.el(
     "table", {},
-    J.el("thead", {}, J.el("tr", {}, heads.map((head, i) => J.el("th", { scope: "col", class: right[i] ? "number" : null }, head.label)))),
+    J.el("thead", {}, J.el("tr", {}, heads.map((head, i) => J.el(head.label ? "th" : "td", { scope: head.label ? "col" : null, class: right[i] ? "number" : null }, head.label)))),
     J.el("tbody", {}, rows.map((row) => J.el("tr", {}, row.map(cell)))),
   );
 };

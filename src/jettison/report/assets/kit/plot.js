@@ -4,7 +4,7 @@ J.width = 640; // of the panel that is being drawn
 
 J.plot = (options) => {
   const width = options.width ?? J.width;
-  return Plot.plot({
+  const made = Plot.plot({
     width,
     height: Math.round(Math.min(420, Math.max(240, width * 0.52))),
     marginLeft: 64,
@@ -17,6 +17,9 @@ J.plot = (options) => {
       ...options.style,
     },
   });
+  // Plot names its groups, which have no role that could carry a name
+  for (const group of made.querySelectorAll("g[aria-label]:not([role])")) group.removeAttribute("aria-label");
+  return made;
 };
 
 // Scale options of an axis of bytes from 0 to a maximum.
@@ -29,7 +32,7 @@ J.legend = (entries, { width = J.width } = {}) => {
   let x = 0, y = 12;
   const parts = [];
   for (const entry of entries) {
-    const wide = 30 + entry.label.length * 6.6 + 14;
+    const wide = 30 + entry.label.length * 7 + 14;
     if (x > 0 && x + wide > width) [x, y] = [0, y + 20];
     const color = entry.color ?? "currentColor";
     if (entry.line || entry.dash !== undefined) {

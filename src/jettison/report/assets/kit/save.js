@@ -59,6 +59,7 @@ J.save = (() => {
     return `<?xml version="1.0" encoding="UTF-8"?>\n${new XMLSerializer().serializeToString(whole)}\n`;
   };
 
+  // as base64, at once: what a canvas writes by and by may come after a headless browser has left
   const png = async (text, scale = 2) => {
     const image = new Image();
     const loaded = new Promise((resolve, reject) => {
@@ -69,8 +70,9 @@ J.save = (() => {
     await loaded;
     const canvas = J.el("canvas", { width: image.width * scale, height: image.height * scale });
     canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    return await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+    return canvas.toDataURL("image/png").split(",")[1];
   };
+  const pngBlob = async (text) => new Blob([Uint8Array.from(atob(await png(text)), (c) => c.charCodeAt(0))], { type: "image/png" });
 
   const download = (name, blob) => {
     const link = J.el("a", { href: URL.createObjectURL(blob), download: name });
@@ -87,5 +89,5 @@ J.save = (() => {
     const names = columns.map((c) => (typeof c === "string" ? c : c.label));
     return [names, ...rows].map((row) => row.map(cell).join(",")).join("\n") + "\n";
   };
-  return { svg, png, csv, download };
+  return { svg, png, pngBlob, csv, download };
 })();

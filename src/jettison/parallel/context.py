@@ -1,0 +1,198 @@
+"""Context parallelism: every rank has a part of each sequence, and attention's rows meet the keys of all.
+
+NOTE [ Rows that work alike ]
+A row of causal attention reads what stands before it, so the first rows of a sequence have little to do and the last
+ones much. A sequence is cut into 2c pieces, of which rank r has the pieces r and 2c-1-r: every rank's rows then read as
+much as any other's (the order of arXiv 2407.21783 §3.3.2, and of Megatron's and torch's own). Everything else in a
+transformer treats tokens one by one and does not mind the order; positions are given with them.
+
+NOTE [ Keys are gathered ]
+Keys and values of all ranks are gathered before the core and put into the sequence's order (the all-gather form of the
+same section); ring attention would send them round piece by piece. What is gathered is not held: backward gathers
+again, and scatters the sums of their gradients. A rank holds its rows of q, k, v and of the result, and a number a row.
+The collectives are torch's functional ones, which a recording sees, and ops and shapes are the same on every rank, so
+one plan is for all ranks and all compute the same things again.
+
+b micro-batch · a heads · k key-value heads · n rows at hand · s = nc sequence · d head dim · c ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from jettison.errors import UsageError
+from jettison.parallel.context_kernels import causal_rows, causal_rows_backward, kernel_fits
+from jettison.parallel.regions import Axis
+
+_c10d = torch.ops._c10d_functional
+ROWS = -2
+"""The dim of q, k and v that the sequence is cut along."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One rank's part of every sequence, see NOTE [ Rows that work alike ]."""
+
+    axis: Axis
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Context:
+        """Along a mesh axis, such as ``mesh["cp"]``."""
+        return cls(Axis.of(mesh))
+
+    @property
+    def pieces(self) -> int:
+        """That a sequence is cut into."""
+        return 2 * self.axis.size
+
+    def own(self, rank: int | None = None) -> tuple[int, int]:
+        """Numbers of the two pieces that a rank has; this one where none is named."""
+        number = self.axis.rank if rank is None else rank
+        return number, self.pieces - 1 - number
+
+    def check(self, seq: int) -> None:
+        """Does a sequence of this length divide?
+
+        Raises:
+            UsageError: it does not.
+        """
+        if seq % self.pieces:
+            raise UsageError(
+                f"got sequences of {seq} tokens, which do not divide into the {self.pieces} pieces of "
+                f"{self.axis.size} context-parallel ranks; expected a multiple of {self.pieces}"
+            )
+
+    def positions(self, seq: int, device: torch.device | None = None) -> Tensor:
+        """Where this rank's tokens stand in their sequence: n numbers."""
+        self.check(seq)
+        each = seq // self.pieces
+        return torch.cat([torch.arange(i * each, (i + 1) * each, device=device) for i in self.own()])
+
+    def take(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor that all ranks have, along the sequence's dim."""
+        self.check(x.shape[dim])
+        each = x.shape[dim] // self.pieces
+        return torch.cat([x.narrow(dim, i * each, each) for i in self.own()], dim=dim)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Of all ranks' tensors; no gradient goes through."""
+        if self.axis.size == 1:
+            return x
+        return _c10d.wait_tensor(_c10d.all_reduce(x.detach().contiguous(), "avg", self.axis.name))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all ranks in the sequence's order: … × n × d to … × s × d."""
+        stacked = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), self.axis.size, self.axis.name))
+        halves = [part.chunk(2, dim=ROWS) for part in stacked.chunk(self.axis.size)]
+        return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], dim=ROWS)
+
+    def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Of the sum over all ranks of what these pieces of a sequence come to, this rank's rows."""
+        size = self.axis.size
+        stacked = torch.stack([pieces[i] for rank in range(size) for i in self.own(rank)])
+        own = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", size, self.axis.name))
+        return torch.cat(own.unbind(), dim=ROWS)
+
+
+class _Gather(torch.autograd.Function):
+    """Keys for a core that is written out, or is given a mask. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return context.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        context: Context = ctx.context
+        return context.scatter(dy.chunk(context.pieces, dim=ROWS)), None
+
+
+def gathered(x: Tensor, context: Context) -> Tensor:
+    """All rows of keys or values, differentiable; their gradients are summed over the ranks."""
+    whole: Tensor = x if context.axis.size == 1 else _Gather.apply(x, context)
+    return whole
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None = None) -> Tensor:
+    """softmax(q k^T) v of this rank's rows over what stands before them on any rank, by a fused kernel.
+
+    See NOTE [ Keys are gathered ]. Under autocast in its type, as torch's `scaled_dot_product_attention` is.
+
+    Args:
+        q: b × a × n × d.
+        k, v: b × k × n × d; k divides a.
+    """
+    if not kernel_fits(q):
+        return _masked(q, k, v, context, scale)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and q.dtype is not torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    out: Tensor = _CausalAttention.apply(q, k, v, context, q.shape[-1] ** -0.5 if scale is None else scale)
+    return out
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float | None) -> Tensor:
+    """The same by torch's own function, which holds the gathered keys and a mask of n × s."""
+    rows = context.positions(q.shape[ROWS] * context.axis.size, q.device)
+    seen = torch.arange(len(rows) * context.axis.size, device=q.device) <= rows.unsqueeze(1)
+    mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, float("-inf"))
+    k, v = (gathered(x, context).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """See NOTE [ Keys are gathered ]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, context: Context, scale: float) -> Tensor:
+        whole = context.gather(k), context.gather(v)
+        each = q.shape[ROWS] // 2
+        made = [
+            causal_rows(part, *whole, i * each, scale)
+            for part, i in zip(q.chunk(2, dim=ROWS), context.own(), strict=True)
+        ]
+        out = _joined([part for part, _ in made], like=q)
+        sums = torch.cat([part for _, part in made], dim=2)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.context, ctx.scale = context, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, sums = ctx.saved_tensors
+        context: Context = ctx.context
+        whole = context.gather(k), context.gather(v)
+        parts = zip(*(x.chunk(2, dim=2) for x in (dy, q, out, sums)), strict=True)
+        (dy_0, q_0, out_0, sums_0), (dy_1, q_1, out_1, sums_1) = parts
+        first, last = (i * q_0.shape[2] for i in context.own())
+        dq_1, *dkv = causal_rows_backward(dy_1, q_1, *whole, out_1, sums_1, last, ctx.scale)
+        dq_0, *dkv_0 = causal_rows_backward(dy_0, q_0, *whole, out_0, sums_0, first, ctx.scale)
+        del whole
+        for more, into in zip(dkv_0, dkv, strict=True):  # the first rows read a part of what the last ones read
+            into.narrow(2, 0, more.shape[2]).add_(more)
+        del dkv_0
+        dk, dv = (context.scatter(_pieces(x, context)) for x in dkv)
+        return _joined([dq_0, dq_1], like=q), dk, dv, None, None
+
+
+def _joined(parts: Sequence[Tensor], *, like: Tensor) -> Tensor:
+    """Rows one after the other, with heads inside or outside of them in memory as they are in another tensor."""
+    if like.stride(1) < like.stride(2):
+        return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
+    return torch.cat(list(parts), dim=2)
+
+
+def _pieces(x: Tensor, context: Context) -> list[Tensor]:
+    """The pieces of a sequence that this rank's rows read, and nothing for those after them."""
+    known = list(x.split(x.shape[ROWS] // (context.own()[1] + 1), dim=ROWS))
+    return known + [torch.zeros_like(known[0])] * (context.pieces - len(known))

@@ -1,0 +1,264 @@
+"""The closed form of a layer as data: what it saves, computes and sends, in formulas, by every choice that is no size.
+
+The walk over a layer is run on sizes that remember how they were made (NOTE [ A formula is what the walk did ]), and
+the recompute policies decide on its program as they do on any. What comes out is a `Table` for one set of guards; a
+`Form` has the tables of all choices. Nothing in here knows a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from jettison.cost.collective import ring_bytes
+from jettison.cost.op_kinds import BATCHED, FLASH
+from jettison.cost.recompute import to_the_end
+from jettison.errors import UsageError
+from jettison.formula.layer import layer as write_layer
+from jettison.formula.named import Choices, layer_sizes, model_sizes, resized, structure, traced_scene
+from jettison.formula.region import HELD, Region
+from jettison.formula.sums import Sum
+from jettison.formula.tape import TapeOp, Value
+from jettison.formula.traced import Book, Guard, sum_of
+from jettison.formula.writer import Writer
+from jettison.ledger.program import Source
+from jettison.solve.policy import policy_named
+from jettison.spec.conventions import kernels_for
+from jettison.spec.layout import Layout
+from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.precision import PRECISIONS
+from jettison.spec.run import Mode, Scene
+
+MODES: Final = tuple(
+    str(m) for m in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.SELECTIVE_OP_ALTERNATE, Mode.FULL)
+)
+"""Recompute modes that a single layer can be under."""
+WHOLE: Final = "copy"
+"""Of what every tensor-parallel rank has all of."""
+_DIMS: Final[Mapping[int, tuple[str, ...]]] = MappingProxyType(
+    {4: ("batch", "heads", "sequence", "head"), 2: ("rows", "width"), 1: ("rows",)}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumEntry:
+    """A tensor that stays between a layer's passes under ``modes``. ``split``: the dim that ranks share."""
+
+    role: str
+    path: str
+    op: str
+    split: str
+    part: int  # which part of the layer saves it
+    nbytes: Sum  # on one rank
+    modes: tuple[str, ...]
+    reference: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumTransfer:
+    """A collective of the tensor-parallel ranks between two parts; ``wire``: bytes that each sends in a ring."""
+
+    kind: str
+    part: int  # the part that it leads into
+    backward: bool
+    nbytes: Sum
+    wire: Sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One walk over a layer, as sums. It holds where all guards come out as they did."""
+
+    guards: tuple[Guard, ...]
+    parts: tuple[str, ...]  # stretches between the places where ranks meet
+    entries: tuple[SumEntry, ...]
+    transfers: tuple[SumTransfer, ...]
+    forward_flops: Sum
+    attention_flops: Sum
+    again_flops: tuple[tuple[str, Sum], ...]  # by mode: the least that backward needs
+    rerun_flops: tuple[tuple[str, Sum], ...]  # by mode: where a checkpointed part runs to its end
+    parameters: Sum  # on one rank
+
+    def holds(self, sizes: Mapping[str, int]) -> bool:
+        """Is it the table for these sizes?"""
+        return all(guard.same(sizes) for guard in self.guards)
+
+    def layer_bytes(self, mode: str) -> Sum:
+        """What one layer keeps on one rank."""
+        return _total(entry.nbytes for entry in self.entries if mode in entry.modes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The tables of all layers of one structure, by `Choices.key`; of one key as many as have other guards."""
+
+    structure: str
+    tables: Mapping[str, tuple[Table, ...]]
+
+    def table(self, key: str, sizes: Mapping[str, int]) -> Table:
+        """The one that holds for these sizes.
+
+        Raises:
+            UsageError: none does.
+        """
+        for table in self.tables.get(key, ()):
+            if table.holds(sizes):
+                return table
+        raise UsageError(f"no table of {key!r} holds for the sizes {dict(sizes)}; it was made for others")
+
+
+def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> Scene:
+    """A scene as a walk takes it. Sizes that do not divide are rounded up, as `Tape.local_shape` does."""
+    tp = sizes["t"] if choices.parallel else 1
+    cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
+    sites = model.dropout_sites
+    return Scene(
+        model=model,
+        seq=sizes["s"],
+        micro_batch=sizes["b"],
+        layout=Layout(tp=tp, sp=choices.sp, cp=cp, ep=ep, dp=ep, gathered_inputs=choices.gathered_inputs),
+        precision=PRECISIONS[choices.precision],
+        kernels=kernels_for(model, choices.kernels).with_attention(choices.attention),
+        dropout=0.1 if choices.dropout and (sites.attention or sites.residual) else 0.0,
+        capacity_factor=None,
+        padding=False,
+    )
+
+
+def table_of(model: ModelSpec, layer: Layer, choices: Choices, sizes: Mapping[str, int]) -> Table:
+    """Walk over a layer at these sizes, for everywhere where the walk goes the same way."""
+    book = Book()
+    scene, named = traced_scene(scene_of(model, choices, sizes), layer, book)
+    writer = Writer.of(scene)
+    region = Region(output=write_layer(writer, writer.hidden(), named), tape=writer.tape)
+    kept = {mode: policy_named(mode).kept(region.program) for mode in MODES}
+    again = {mode: frozenset(region.program.recompute_set(kept[mode])) for mode in MODES}
+    rerun = {mode: to_the_end(region, kept[mode]) if mode == Mode.SELECTIVE else again[mode] for mode in MODES}
+    steps = region.tape.steps
+    cuts = _cuts(region)
+    return Table(
+        parts=tuple(
+            _named_part(steps[first:stop]) for first, stop in zip([0, *cuts], [*cuts, len(steps)], strict=True)
+        ),
+        entries=tuple(_entries(region, kept, cuts)),
+        transfers=tuple(_transfers(region, cuts)),
+        forward_flops=_flops(steps, range(len(steps))),
+        attention_flops=_flops(steps, [i for i, step in enumerate(steps) if step.name in (BATCHED, FLASH)]),
+        again_flops=tuple((mode, _flops(steps, again[mode])) for mode in MODES),
+        rerun_flops=tuple((mode, _flops(steps, rerun[mode])) for mode in MODES),
+        parameters=_total(sum_of(weight.numel) for weight in region.weights),
+        guards=tuple(book.guards),
+    )
+
+
+def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ranks: int) -> dict[str, int]:
+    """All named sizes of a layer in a batch."""
+    return model_sizes(model) | layer_sizes(layer) | {"s": s, "b": b, "t": t} | ranks
+
+
+def form_of(model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]) -> Form:
+    """The tables of a structure that any of these sizes needs; walked only where no table holds yet."""
+    points = list(sizes)
+    tables: dict[str, list[Table]] = {}
+    for choice in choices:
+        found = tables.setdefault(choice.key, [])
+        for point in points:
+            if (point["t"] > 1) == choice.parallel and not any(table.holds(point) for table in found):
+                found.append(table_of(*resized(model, layer, point), choice, point))
+    return Form(structure=structure(model, layer), tables={key: tuple(found) for key, found in tables.items()})
+
+
+# parts of a layer -----------------------------------------------------------------------------------------------------
+
+
+def _cuts(region: Region) -> list[int]:
+    """Steps before which tensor-parallel ranks meet, in order."""
+    return sorted({c.step for c in region.collectives if c.axis == "tp" and 0 < c.step < len(region.tape.steps)})
+
+
+def _part(cuts: list[int], step: int) -> int:
+    return sum(cut <= step for cut in cuts)
+
+
+def _named_part(steps: list[TapeOp]) -> str:
+    """What a part of a layer is made of, in order, each once."""
+    words: dict[str, None] = {}
+    for step in steps:
+        if not step.name.startswith("c10d."):
+            words[step.path.partition(".")[0].replace("_", " ") or _OPS.get(step.name, step.name)] = None
+    return ", ".join(words)
+
+
+_OPS: Final = MappingProxyType(
+    {
+        "aten.native_dropout.default": "dropout",
+        "aten.bernoulli.p": "dropout",
+        "aten.mul.Tensor": "dropout",
+        "aten.add.Tensor": "residual sum",
+    }
+)
+
+
+def _transfers(region: Region, cuts: list[int]) -> Iterator[SumTransfer]:
+    ranks = region.tape.mesh["tp"]
+    for c in region.collectives:
+        if c.axis == "tp":
+            yield SumTransfer(
+                kind=c.kind,
+                part=_part(cuts, c.step),
+                backward=c.backward,
+                nbytes=sum_of(c.nbytes),
+                wire=sum_of(ring_bytes(c.kind, c.nbytes, ranks)),
+            )
+
+
+# entries --------------------------------------------------------------------------------------------------------------
+
+
+def _entries(region: Region, kept: Mapping[str, frozenset[int]], cuts: list[int]) -> Iterator[SumEntry]:
+    """One for each buffer that any mode keeps, under the first name that it is saved by."""
+    program, of = region.program, region.buffers
+    names: dict[int, tuple[int, TapeOp, Value, str, str]] = {}
+    for index, step in enumerate(region.tape.steps):
+        for s in step.saved:
+            names.setdefault(of[s.value.storage], (index, step, s.value, s.role, s.reference))
+    storages = {buffer: storage for storage, buffer in of.items()}
+    for buffer in sorted(frozenset().union(*kept.values())):
+        made, modes = program.buffers[buffer], tuple(mode for mode in MODES if buffer in kept[mode])
+        if buffer in names:
+            index, step, value, role, reference = names[buffer]
+            path, op = step.path, step.name
+        else:
+            value = region.tape.values[storages[buffer]]
+            index = made.producer or 0
+            role = made.name if made.source in (Source.INPUT, Source.RANDOM) else HELD
+            path = op = reference = ""
+        yield SumEntry(
+            role=role,
+            path=path,
+            op=op,
+            split=_split(value),
+            part=_part(cuts, index),
+            nbytes=sum_of(made.nbytes),
+            modes=modes,
+            reference=reference,
+        )
+
+
+def _split(value: Value) -> str:
+    """Which of a tensor's dims tensor-parallel ranks share."""
+    dim = next((dim for axis, dim in value.places if axis == "tp"), None)
+    if dim is None:
+        return WHOLE
+    rank = len(value.shape)
+    return _DIMS[rank][dim] if rank in _DIMS else ("width" if dim == rank - 1 else "sequence")
+
+
+def _flops(steps: list[TapeOp], chosen: Iterable[int]) -> Sum:
+    return _total(sum_of(steps[i].flops) for i in sorted(chosen))
+
+
+def _total(sums: Iterable[Sum]) -> Sum:
+    return sum(sums, Sum(()))

@@ -1,0 +1,237 @@
+"use strict";
+// "Ask the planner": a form over the server's questions, shown only where there is a server. What comes back is the
+// document that the command line prints, shown as tables; what goes wrong is said in the server's own words.
+(() => {
+  if (!document.getElementById("data-serve")) return;
+  const { models, gpus, limits } = J.data("serve");
+  const UPLOAD = "(a config.json)", WATCH_MILLISECONDS = 400;
+  const bytes = J.format.bytes, seconds = J.format.seconds, percent = J.format.percent;
+
+  // fields -------------------------------------------------------------------------------------------------------------
+  const LAYOUT = ["plan", "estimate", "ledger"], ALL = [...LAYOUT, "search"];
+  const number = (key, label, of, more = {}) => ({ key, label, of, kind: "number", ...more });
+  const FIELDS = [
+    { key: "budget", label: "Budget, such as 60GiB", of: ["plan", "ledger", "search"], kind: "text" },
+    { key: "gpu", label: "GPU", of: ALL, kind: "select", options: ["", ...gpus] },
+    number("gpus", "Devices", ["search"], { least: 1, needed: true }),
+    number("global_batch", "Global batch, sequences", ["search"], { least: 1, needed: true }),
+    number("seq", "Sequence, tokens", ALL, { least: 1 }),
+    number("micro_batch", "Micro-batch, sequences", LAYOUT, { least: 1 }),
+    number("micro_batches", "Micro-batches", LAYOUT, { least: 1 }),
+    number("tp", "Tensor parallel", LAYOUT, { least: 1 }),
+    { key: "sp", label: "Sequence parallel", of: LAYOUT, kind: "select", options: ["", "on", "off"] },
+    number("pp", "Pipeline stages", LAYOUT, { least: 1 }),
+    number("virtual_stages", "Virtual stages", LAYOUT, { least: 1 }),
+    number("cp", "Context parallel", LAYOUT, { least: 1 }),
+    number("dp", "Data parallel", LAYOUT, { least: 1 }),
+    number("zero", "ZeRO", LAYOUT, { least: 0, most: 3 }),
+    { key: "recompute", label: "Recompute", of: ["estimate", "ledger"], kind: "select", options: ["", "none", "selective", "selective-op", "full", "auto"] },
+  ];
+  const WORDS = { plan: "What to keep under a budget (plan)", estimate: "How long a step takes (estimate)", ledger: "What a step needs (ledger)", search: "The fastest layout (search)" };
+
+  const labelled = (id, label, input) => J.el("div", { class: "control" }, J.el("label", { for: id }, label), input);
+  const stored = (key) => `ask-${key}`;
+
+  const fields = FIELDS.map((field) => {
+    const id = `ask-${field.key}`;
+    const change = (event) => J.state.set(stored(field.key), event.target.value);
+    const input = field.kind === "select"
+      ? J.el("select", { id, onchange: change }, field.options.map((o) => J.el("option", { value: o }, o || "as usual")))
+      : J.el("input", { id, type: field.kind, min: field.least, max: field.most, maxlength: 40, size: 10, autocomplete: "off", placeholder: field.needed ? null : "as usual", required: field.needed, onchange: change });
+    input.value = J.state.get(stored(field.key), "");
+    if (field.kind === "select" && input.selectedIndex < 0) input.selectedIndex = 0;
+    return { ...field, input, node: labelled(id, field.label, input) };
+  });
+
+  const choice = (key, label, options, fallback) => {
+    const id = `ask-${key}`;
+    const input = J.el("select", { id, onchange: () => { J.state.set(stored(key), input.value); show(); } },
+      options.map(([value, text]) => J.el("option", { value }, text)));
+    input.value = J.state.get(stored(key), fallback);
+    if (input.selectedIndex < 0) input.value = fallback;
+    return { input, node: labelled(id, label, input) };
+  };
+  const verb = choice("verb", "Question", Object.entries(WORDS), "plan");
+  const model = choice("model", "Model", [...models, UPLOAD].map((name) => [name, name]), "llama3-8b");
+  const file = J.el("input", { id: "ask-file", type: "file", accept: ".json,application/json", onchange: () => show() });
+  const fileRow = labelled("ask-file", "config.json", file);
+
+  // the panel ----------------------------------------------------------------------------------------------------------
+  const ask = J.el("button", { type: "submit" }, "Ask");
+  const cancel = J.el("button", { type: "button", disabled: true, onclick: () => stop() }, "Cancel");
+  const save = J.el("button", { type: "button", hidden: true, onclick: () => J.save.download(`${shown.schema.split(/[./]/)[1]}.json`, new Blob([text], { type: "application/json" })) }, "Save JSON");
+  const status = J.el("p", { class: "caption", role: "status" });
+  const trouble = J.el("p", { class: "trouble", role: "alert" });
+  const code = J.el("code");
+  const copy = J.el("button", { type: "button", "aria-label": "Copy the command line of this question", onclick: async () => {
+    try { await navigator.clipboard.writeText(code.textContent); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(code); }
+  } }, "copy");
+  const command = J.el("div", { class: "command" }, J.el("span", { class: "prompt", "aria-hidden": "true" }, "$"), code, copy);
+  const answer = J.el("div", { class: "answer" });
+  const form = J.el("form", { novalidate: true, onsubmit: (event) => { event.preventDefault(); start(); }, oninput: () => show() },
+    J.el("div", { class: "controls" }, verb.node, model.node, fileRow, fields.map((field) => field.node)),
+    J.el("div", { class: "buttons" }, ask, cancel, save));
+  const heading = J.el("h2", { id: "ask-title" }, "Ask the planner");
+  document.querySelector("main").append(J.el("section", { class: "figure", id: "ask", "aria-labelledby": heading.id }, heading,
+    J.el("p", { class: "caption" }, "Answered by this machine, with the documents that the command line prints. Fields left empty are as usual for the model."),
+    form, command, status, trouble, answer));
+
+  let running = null, shown = null, text = "";
+  show();
+
+  function show() {
+    fileRow.hidden = model.input.value !== UPLOAD;
+    for (const field of fields) field.node.hidden = !field.of.includes(verb.input.value);
+    copy.textContent = "copy";
+    code.textContent = commandLine();
+  }
+
+  function given() {
+    const found = {};
+    for (const { key, kind, of, input } of fields) {
+      const value = input.value.trim();
+      if (!of.includes(verb.input.value) || value === "") continue;
+      found[key] = key === "sp" ? value === "on" : kind === "number" ? Number(value) : value;
+    }
+    return found;
+  }
+
+  function commandLine() {
+    const name = model.input.value === UPLOAD ? file.files[0]?.name ?? "config.json" : model.input.value;
+    const asked = given();
+    if (model.input.value === UPLOAD && verb.input.value === "plan") asked.tp ??= 1; // planned from its spec, not traced
+    const quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${String(word).replaceAll("'", "'\\''")}'`);
+    const flags = Object.entries(asked).flatMap(([key, value]) => {
+      const flag = key.replaceAll("_", "-");
+      return typeof value === "boolean" ? [value ? `--${flag}` : `--no-${flag}`] : [`--${flag}`, quoted(String(value))];
+    });
+    return ["jettison", verb.input.value, quoted(name), ...flags].join(" ");
+  }
+
+  // asking -------------------------------------------------------------------------------------------------------------
+  async function body() {
+    if (model.input.value !== UPLOAD) return { model: model.input.value, ...given() };
+    const chosen = file.files[0];
+    if (!chosen) throw new Error("Choose the config.json to ask about.");
+    if (chosen.size > limits.body_bytes) throw new Error(`${chosen.name} has ${bytes(chosen.size)}; at most ${bytes(limits.body_bytes)} can be sent.`);
+    let config;
+    try { config = JSON.parse(await chosen.text()); } catch { throw new Error(`${chosen.name} is not JSON.`); }
+    return { config, name: chosen.name.replace(/\.json$/, "").replace(/[^A-Za-z0-9._-]/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60) || "uploaded", ...given() };
+  }
+
+  async function start() {
+    if (running) return;
+    const mine = running = { id: crypto.randomUUID(), abort: new AbortController() };
+    [trouble.textContent, status.textContent] = ["", "asking"];
+    [ask.disabled, cancel.disabled] = [true, false];
+    answer.setAttribute("aria-busy", "true");
+    const watching = setInterval(() => watch(mine), WATCH_MILLISECONDS);
+    try {
+      const asked = verb.input.value, sent = JSON.stringify({ ...await body(), id: mine.id });
+      const response = await fetch(`/api/${asked}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: sent, signal: mine.abort.signal });
+      const content = await response.text();
+      if (!response.ok) throw new Error(problem(response, content));
+      [text, shown] = [content, JSON.parse(content)];
+      answer.replaceChildren(...TABLES[asked](shown));
+      save.hidden = false;
+      status.textContent = "answered";
+    } catch (error) {
+      status.textContent = "";
+      trouble.textContent = mine.abort.signal.aborted ? "Cancelled." : error instanceof TypeError ? "The server does not answer; is it still running?" : error.message;
+    } finally {
+      clearInterval(watching);
+      running = null;
+      [ask.disabled, cancel.disabled] = [false, true];
+      answer.removeAttribute("aria-busy");
+    }
+  }
+
+  function stop() {
+    if (!running) return;
+    fetch(`/api/requests/${running.id}`, { method: "DELETE" }).catch(() => {}); // closing the request ends it as well
+    running.abort.abort();
+  }
+
+  async function watch(mine) {
+    try {
+      const response = await fetch(`/api/requests/${mine.id}`, { signal: mine.abort.signal });
+      if (!response.ok || running !== mine) return;
+      const { state, ahead, progress, seconds: passed } = await response.json();
+      if (state === "unknown" || running !== mine) return; // it has not come yet, or is answered
+      status.textContent = state === "waiting" ? `waiting behind ${ahead} others` : `${progress || "working"} (${passed.toFixed(0)} s)`;
+    } catch { /* the answer's own request says what is wrong */ }
+  }
+
+  function problem(response, content) {
+    let detail = response.statusText;
+    try { detail = JSON.parse(content).detail ?? detail; } catch { /* not ours */ }
+    const again = response.headers.get("Retry-After");
+    return again ? `${detail} (in ${again} s)` : detail;
+  }
+
+  // answers as tables --------------------------------------------------------------------------------------------------
+  function facts(rows) {
+    return J.el("dl", { class: "facts" }, rows.filter(([, value]) => value !== null).flatMap(([name, value]) => [J.el("dt", {}, name), J.el("dd", {}, value)]));
+  }
+
+  function table(title, columns, rows) {
+    const node = J.table({ columns, rows });
+    node.prepend(J.el("caption", {}, title));
+    return J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title }, node);
+  }
+
+  // neighbours that differ in nothing but their name become one row
+  function merged(layers, keys) {
+    const runs = [];
+    for (const layer of layers) {
+      const last = runs.at(-1);
+      if (last && keys.every((key) => last.first[key] === layer[key])) [last.last, last.count] = [layer, last.count + 1];
+      else runs.push({ first: layer, last: layer, count: 1 });
+    }
+    return runs.map(({ first, last, count }) => [count > 1 ? `${first.layer} to ${last.layer.split(".").at(-1)}` : first.layer, count, ...keys.map((key) => first[key])]);
+  }
+
+  const asBytes = (label) => ({ label, format: bytes }), asSeconds = (label) => ({ label, format: seconds });
+
+  const TABLES = {
+    plan(found) {
+      const budget = `${bytes(found.budget_bytes)} (${found.budget_bytes}B)`, least = `${bytes(found.minimum_budget_bytes)} (${found.minimum_budget_bytes}B)`;
+      if (!found.feasible) return [facts([["fits", `no: no plan fits ${budget}`], ["smallest feasible budget", least], ["why", found.reason || null]])];
+      const { peak_bytes: peak, step_seconds: step, overhead_fraction: overhead, host_bytes: host } = found.predicted;
+      return [
+        facts([["fits", "yes"], ["predicted peak", J.format.exact(peak)], ["budget", budget], ["smallest feasible budget", least],
+          ["step", step === null ? null : `${seconds(step)}, recompute adds ${percent(overhead)} to one without`], ["hardware", found.hardware], ["on the host", host ? bytes(host) : null]]),
+        table("What each layer does, of one micro-batch on one rank", ["layers", "count", "stage", "policy", asBytes("kept"), asBytes("on the host"), { label: "computed again", format: J.format.flops }],
+          merged(found.layers, ["stage", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"])),
+      ];
+    },
+    estimate(found) {
+      return [
+        facts([["step", seconds(found.step_seconds)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
+          ["peak", J.format.exact(found.peak_bytes)], ["fits", `${found.fits ? "yes" : "no"}: there are ${bytes(found.available_bytes)}`]]),
+        table("Where the time goes", ["part", asSeconds("time"), { label: "share", format: percent }],
+          Object.entries(found.breakdown).map(([name, time]) => [name.replace("_seconds", ""), time, time / found.step_seconds])),
+      ];
+    },
+    ledger(found) {
+      return [
+        facts([["peak of a step", J.format.exact(found.peak_bytes)], ["on stage", String(found.worst_stage)], ["parameters", J.format.count(found.parameters)]]),
+        table("Pipeline stages, on one rank", ["stage", "micro-batches in flight", asBytes("activations"), asBytes("parameters"), asBytes("gradients"), asBytes("optimizer"), asBytes("peak")],
+          found.stages.map((s) => [s.stage, s.in_flight, s.activation_bytes, s.parameter_bytes, s.gradient_bytes, s.optimizer_bytes, s.peak_bytes])),
+        table("Saved for backward, by one micro-batch on one rank", ["layers", "count", "stage", "policy", "tensors", asBytes("bytes")],
+          merged(found.layers, ["stage", "policy", "tensors", "bytes"])),
+      ];
+    },
+    search(found) {
+      const row = (c) => [c.flags, c.step_seconds, c.mfu, c.peak_bytes];
+      const flags = (text) => J.el("code", { style: "white-space: nowrap" }, text); // a hyphen is no place to break
+      const columns = [{ label: "layout, batch and recompute", format: flags }, asSeconds("step"), { label: "MFU", format: percent }, asBytes("peak")];
+      if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.lacks_bytes)]])];
+      return [
+        table("The fastest", columns, found.candidates.map(row)),
+        J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, sentence))),
+        table("Less memory costs time", columns, found.front.map(row)),
+      ];
+    },
+  };
+})();

@@ -1,0 +1,96 @@
+"use strict";
+// Checkpoints every k layers, in the first n layers, or in one layer in k: memory and FLOPs for every number.
+(() => {
+  const data = J.data("segments"), names = data.models.map((m) => m.name), GB = 1e9;
+  const model = J.select({ key: "segments-model", label: "Model", options: names, value: names[0] });
+  const KINDS = [
+    { value: "every", label: "segments of k layers" },
+    { value: "block", label: "first n layers checkpointed" },
+    { value: "interval", label: "one layer in k checkpointed" },
+  ];
+  const kind = J.select({ key: "segments-kind", label: "Checkpoint", options: KINDS, value: "every" });
+  const most = Math.max(...data.models.map((m) => m.layers));
+  const number = J.slider({ key: "segments-number", label: "k or n", min: 1, max: most, value: 4 });
+  const find = (values) => {
+    const m = data.models.find((one) => one.name === values["segments-model"]), rows = m.kinds[values["segments-kind"]];
+    const at = Math.min(values["segments-number"], m.layers);
+    const knee = rows.reduce((best, row) => (row[1] + row[2] < best[1] + best[2] ? row : best));
+    return { m, rows, at, row: rows[at - 1], knee };
+  };
+
+  const draw = (values, { width }) => {
+    const { m, rows, at, row, knee } = find(values), every = values["segments-kind"] === "every";
+    const points = rows.map(([k, held, open, , again]) => ({ k, held: held / GB, open: open / GB, both: (held + open) / GB, again: 100 * again }));
+    // the lesson's own arithmetic: L/k inputs, and k more of the same size
+    const lesson = rows.map(([k]) => ({ k, claimed: ((Math.max(1, Math.floor(m.layers / k)) + k) * m.input_bytes) / GB }));
+    const x = { label: every || values["segments-kind"] === "interval" ? "k (layers) →" : "n (layers) →", domain: [1, m.layers], ...(every ? { type: "log", base: 2, tickFormat: (d) => String(d), ticks: [1, 2, 4, 8, 16, 32, 64, 128].filter((k) => k <= m.layers) } : {}), grid: true };
+    const series = [
+      { label: "both together", y: "both", color: J.color(6), dash: 0, symbol: "circle" },
+      { label: "held between passes", y: "held", color: J.color(0), dash: 1, symbol: "square" },
+      { label: "most at once in a layer's or segment's backward", y: "open", color: J.color(1), dash: 2, symbol: "triangle" },
+    ];
+    const marked = points.filter((p) => p.k === at);
+    const memory = J.plot({
+      width, height: 290, marginLeft: 58, x, y: { label: "↑ Activation memory of the worst rank (GB)", grid: true, ...(every ? { type: "log", tickFormat: (d) => (/^[125]/.test(d.toExponential()) ? String(d) : ""), ticks: width < 560 ? 4 : 8 } : { zero: true }) },
+      marks: [
+        ...series.map((s) => Plot.line(points, { x: "k", y: s.y, stroke: s.color, strokeWidth: 2, strokeDasharray: J.marks.dash(s.dash) })),
+        ...series.map((s) => Plot.dot(marked, { x: "k", y: s.y, fill: s.color, symbol: s.symbol, r: 5 })),
+        ...(every ? [Plot.line(lesson, { x: "k", y: "claimed", stroke: "var(--soft)", strokeDasharray: J.marks.dash(6), strokeWidth: 1.8 }),
+          Plot.ruleX([m.sqrt], { stroke: "var(--soft)", strokeDasharray: "2 3" }),
+          Plot.text([`√L ≈ ${m.sqrt}`], { x: m.sqrt, frameAnchor: "top", dx: 4, dy: -12, textAnchor: "start", fill: "currentColor" })] : []),
+        Plot.ruleX([knee[0]], { stroke: "var(--ink)" }),
+        Plot.text([`least at ${knee[0]}`], { x: knee[0], frameAnchor: "top", dx: knee[0] > m.layers / 2 ? -4 : 4, dy: 4, textAnchor: knee[0] > m.layers / 2 ? "end" : "start", fill: "currentColor", stroke: "var(--paper)", strokeWidth: 4 }),
+        Plot.ruleX([at], { stroke: "var(--soft)" }),
+      ],
+    });
+    const flops = J.plot({
+      width, height: 190, marginLeft: 58, x, y: { label: "↑ FLOPs added to a step (%)", domain: [0, 36], grid: true },
+      marks: [
+        Plot.ruleY([100 / 3], { stroke: "var(--soft)", strokeDasharray: "2 3" }),
+        Plot.text(["a third: every layer run once more, to its end"], { x: m.layers, y: 100 / 3, dy: -7, textAnchor: "end", fill: "currentColor" }),
+        Plot.line(points, { x: "k", y: "again", stroke: J.color(3), strokeWidth: 2 }),
+        Plot.dot(marked, { x: "k", y: "again", fill: J.color(3), r: 5 }),
+      ],
+    });
+    const legend = J.legend([...series.map((s) => ({ label: s.label, color: s.color, dash: J.marks.dash(s.dash), symbol: s.symbol })), ...(every ? [{ label: "the lesson's (L/k + k) inputs", color: "var(--soft)", dash: J.marks.dash(6) }] : [])], { width });
+    const said = J.el("p", { class: "caption", id: "segments-said" }, `At ${at}: ${J.format.bytes(row[1])} held between passes and up to ${J.format.bytes(row[2])} more in a backward, together ${J.format.bytes(row[1] + row[2])}; a peak of ${J.format.bytes(row[3])} with parameters, their state and logits; and ${J.format.percent(row[4])} more FLOPs. Without checkpointing: ${J.format.bytes(m.none[0])} held, a peak of ${J.format.bytes(m.none[2])}.`);
+    return J.el("div", {}, legend, memory, flops, said, claims(values));
+  };
+
+  // The explainer's interval table beside the ledger's numbers.
+  function claims(values) {
+    const { m, rows } = find(values);
+    if (m.name !== data.claims.model || values["segments-kind"] !== "every") return "";
+    const gb = (n) => (n === null ? null : `${(n / GB).toFixed(1)} GB`);
+    const wrong = {
+      1: "claimed for no checkpointing at all: that is what is left when every layer is checkpointed",
+      4: "what is held falls by 4; the open segment is four layers, whole. FLOPs: each layer once more, not 1.5 times a half",
+      8: "a segment runs once for all its layers, not once from the checkpoint for each",
+      80: "one segment: all activations are there again at once",
+    };
+    const table = J.table({
+      columns: ["every N layers", "claimed memory", "held", "in the open segment", "claimed overhead", "FLOPs of a step", "what is wrong"],
+      rows: data.claims.rows.map(([n, bytes, overhead]) => [String(n), gb(bytes) ?? "", gb(rows[n - 1][1]), gb(rows[n - 1][2]), J.format.percent(overhead, 0), J.format.percent(rows[n - 1][4]), wrong[n]]),
+    });
+    return J.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "An explainer's interval table beside the ledger" }, table);
+  }
+
+  const table = (values) => {
+    const { rows } = find(values);
+    return {
+      columns: ["k or n", { label: "held between passes", format: J.format.exact }, { label: "most at once in a backward", format: J.format.exact }, { label: "peak of a step", format: J.format.exact }, { label: "FLOPs added", format: J.format.percent }],
+      rows,
+    };
+  };
+  J.figure({
+    id: "segments", title: "Checkpoint every k layers: the whole sweep", controls: [model, kind, number], draw, table,
+    caption: (values) => {
+      const { m, knee } = find(values), ratio = m.layer_bytes / m.input_bytes;
+      return `${m.name}, ${m.layers} layers, one micro-batch. A layer holds ${J.format.bytes(m.layer_bytes)} without checkpointing and ${J.format.bytes(m.input_bytes)} as its input alone, a factor of ${ratio.toFixed(1)}. The rule of √L takes both for the same; with L/k inputs and k whole layers the least lies near √(L ÷ ${ratio.toFixed(1)}) = ${Math.sqrt(m.layers / ratio).toFixed(1)}. Least here: ${knee[0]}. FLOPs stay below a third, since a recompute stops at the last tensor that backward asks for.`;
+    },
+    command: (values) => {
+      const { m, at } = find(values);
+      return m.commands[values["segments-kind"]].replace("{number}", String(at));
+    },
+  });
+})();

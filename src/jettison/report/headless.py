@@ -1,0 +1,122 @@
+"""The figures of a page as files, drawn by a headless Chrome or Chromium that is on this machine.
+
+The page draws them itself and leaves them, as SVG and PNG, in its own text; the browser is asked for that text. It
+runs with a profile that is gone afterwards, and is not asked for anything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from jettison.errors import UsageError
+
+NAMES: Final = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "chrome-headless-shell",
+    "microsoft-edge",
+    "msedge",
+)
+_MAC: Final = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+    "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
+)
+_FLAGS: Final = (
+    "--headless",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1120,900",
+    "--virtual-time-budget=20000",
+    "--dump-dom",
+)
+_SECONDS: Final = 180
+_TRIES: Final = 3
+_FIGURES: Final = re.compile(r'<pre id="saved-figures">([A-Za-z0-9+/=]*)</pre>')
+_NAME: Final = re.compile(r"[a-z0-9-]{1,40}")
+
+
+def find_browser() -> str | None:
+    """Its program: the first of the usual names that there is."""
+    found = (shutil.which(name) for name in NAMES)
+    return next((path for path in found if path), next((path for path in _MAC if Path(path).is_file()), None))
+
+
+def require_browser() -> str:
+    """The same, or what to do about it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    program = find_browser()
+    if program is None:
+        raise UsageError(
+            "--figures needs Chrome, Chromium or Edge on the PATH, and found none; install one, or open the page and "
+            "use the SVG and PNG buttons under each figure"
+        )
+    return program
+
+
+def save_figures(html: str, folder: Path) -> list[Path]:
+    """Each figure of the page as ID.svg and ID.png.
+
+    Raises:
+        UsageError: there is no browser, it did not draw the page, or the folder cannot be written to.
+    """
+    program = require_browser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [path for name, svg, png in _drawn(program, html) for path in _written(folder, name, svg, png)]
+    except OSError as error:
+        raise UsageError(f"--figures: cannot write to {folder}: {error.strerror or error}") from error
+
+
+def _written(folder: Path, name: str, svg: str, png: bytes) -> list[Path]:
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    paths[0].write_text(svg, encoding="utf-8")
+    paths[1].write_bytes(png)
+    return paths
+
+
+def _drawn(program: str, html: str) -> Iterator[tuple[str, str, bytes]]:
+    found = None
+    for _ in range(_TRIES):  # on a busy machine it may leave before the last picture is there
+        found = _FIGURES.search(_dumped(program, html))
+        if found is not None:
+            break
+    if found is None:
+        raise UsageError(f"--figures: {program} did not draw the page; open it, and use the buttons under each figure")
+    for figure in json.loads(base64.b64decode(found[1])):
+        if _NAME.fullmatch(figure["id"]):
+            yield figure["id"], figure["svg"], base64.b64decode(figure["png"])
+
+
+def _dumped(program: str, html: str) -> str:
+    with tempfile.TemporaryDirectory(prefix="jettison-figures-", ignore_cleanup_errors=True) as name:
+        page = Path(name) / "page.html"
+        page.write_text(html, encoding="utf-8")
+        root = ["--no-sandbox"] if sys.platform != "win32" and os.geteuid() == 0 else []  # it refuses to start else
+        arguments = [program, *_FLAGS, *root, f"--user-data-dir={name}/profile", f"{page.as_uri()}#save=figures"]
+        try:
+            done = subprocess.run(arguments, capture_output=True, timeout=_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"--figures: {program} did not finish within {_SECONDS} s") from None
+        return done.stdout.decode("utf-8", errors="replace")

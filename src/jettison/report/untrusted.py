@@ -1,0 +1,113 @@
+"""JSON that somebody was handed: how much of it is read, and what of it may reach a page or a terminal.
+
+Files are read as text, never as code. Sizes are looked at before anything is read; numbers, depths and lengths before
+anything is made of them. Characters that a terminal would obey, or that turn the direction of writing, are not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.units import format_bytes
+
+MOST_BYTES: Final = 64 * 2**20
+MOST_DEPTH: Final = 40
+MOST_ITEMS: Final = 2_000_000
+MOST_TEXT: Final = 20_000
+MOST_NUMBER: Final = 2**63
+
+
+def read_text(path: Path) -> str:
+    """A regular file of text that is not too large.
+
+    Raises:
+        UsageError: it is not.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"{path} is no file; give a plan, a proof, or the log of a run")
+        if found.st_size > MOST_BYTES:
+            raise UsageError(f"{path} has {format_bytes(found.st_size)}; at most {format_bytes(MOST_BYTES)} are read")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise UsageError(f"{path} grows; at most {format_bytes(MOST_BYTES)} are read")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not text (UTF-8); give a JSON document, or log.jsonl of a run") from None
+
+
+def parse_json(text: str, where: str) -> Any:
+    """A JSON value within the limits.
+
+    Raises:
+        UsageError: it is none, or beyond one of them.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise UsageError(f"{where}: JSON is nested deeper than {MOST_DEPTH} levels") from None
+    except ValueError as error:
+        raise UsageError(f"{where}: not JSON: {error}") from None
+    _check(value, where)
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check(value: Any, where: str) -> None:
+    items = 0
+    waiting: list[tuple[Any, str, int]] = [(value, "", 0)]
+    while waiting:
+        one, name, depth = waiting.pop()
+        items += 1
+        if depth > MOST_DEPTH:
+            raise UsageError(f"{where}: JSON is nested deeper than {MOST_DEPTH} levels")
+        if items > MOST_ITEMS:
+            raise UsageError(f"{where}: more than {MOST_ITEMS:,} values")
+        if isinstance(one, str) and len(one) > MOST_TEXT:
+            raise UsageError(f"{where}: {printable(name)}: a text of {len(one):,} characters")
+        if isinstance(one, int | float) and not isinstance(one, bool):
+            _check_number(one, name, where)
+        waiting.extend(_within(one, name, depth + 1))
+
+
+def _check_number(number: int | float, name: str, where: str) -> None:
+    if (isinstance(number, float) and not isfinite(number)) or abs(number) > MOST_NUMBER:
+        raise UsageError(f"{where}: {printable(name)}: a number beyond 2^63")
+    if name.endswith("_bytes") and number < 0:
+        raise UsageError(f"{where}: {printable(name)}: {number}; expected 0 or more bytes")
+
+
+def _within(value: Any, name: str, depth: int) -> Iterator[tuple[Any, str, int]]:
+    if isinstance(value, dict):
+        yield from ((item, str(key), depth) for key, item in value.items())
+    elif isinstance(value, list):
+        yield from ((item, name, depth) for item in value)
+
+
+def printable(text: str) -> str:
+    """The text with every character that would do something else than show replaced; lines become spaces."""
+    return "".join(c if c.isprintable() else " " if c in "\n\t\r" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def all_printable(value: Any) -> Any:
+    """The same, of all texts in lists, tuples and mappings, keys too."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {all_printable(key): all_printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(all_printable(item) for item in value)
+    return value
