@@ -16,6 +16,7 @@ from jettison.cli.main import run
 from jettison.report.packed_timeline import packed_timeline, varints
 from jettison.report.snapshot import SnapshotReport, snapshot_page, snapshot_table, timelines_page
 from jettison.traces.snapshot import read_snapshot, snapshot_of
+from jettison.traces.snapshot_file import write_snapshot
 from support.browser import Open, axe_violations, no_sideways_scroll
 from support.snapshot_cases import random_timeline, small_snapshot
 
@@ -159,3 +160,37 @@ def test_two_snapshots_on_a_page(tmp_path: Path, open_page: Open) -> None:
     assert opened.page.locator("canvas.main").count() == 2
     assert "<b>small</b>" in opened.page.locator("h1").inner_text()
     assert not axe_violations(opened)
+
+
+def test_report_reads_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, page = tmp_path / "one.pickle", tmp_path / "two.pickle", tmp_path / "page.html"
+    write_snapshot(one, [random_timeline(50, most_live=9)])
+    write_snapshot(two, [random_timeline(60, seed=1, most_live=9)])
+    assert run(["report", str(one), str(two), "--out", str(page), "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    before, after = document["devices"][0]["peak_bytes"], document["other"]["devices"][0]["peak_bytes"]
+    assert sum(c["after_bytes"] - c["before_bytes"] for c in document["changes"]) == after - before
+    assert "Content-Security-Policy" in page.read_text(encoding="utf-8")
+    assert run(["report", str(one), "--out", str(page), "--force"]) == 0
+    assert "At the peak, by role" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"\x80\x04cos\nsystem\n.", b"\x80\x04}.", b"\x80\x04]"])
+def test_report_refuses_other_pickles_in_one_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.pickle"
+    path.write_bytes(content)
+    assert run(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_report_refuses_a_snapshot_beside_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_snapshot(tmp_path / "one.pickle", [random_timeline(5)])
+    (tmp_path / "plan.json").write_text("{}")
+    files = [str(tmp_path / name) for name in ("one.pickle", "plan.json")]
+    assert run(["report", *files, "--out", str(tmp_path / "page.html")]) == 2
+    assert "two of a kind" in capsys.readouterr().err

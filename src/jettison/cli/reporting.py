@@ -15,7 +15,8 @@ from jettison.report.console import hint
 @app.command
 def report(
     files: Annotated[
-        list[Path], Parameter(help="A plan.json, a proof.json, or a run's log.jsonl or log folder; two to compare.")
+        list[Path],
+        Parameter(help="A plan.json, a proof.json, a run's log.jsonl or folder, or a memory snapshot; two to compare."),
     ],
     /,
     *,
@@ -26,7 +27,7 @@ def report(
     form: Format = "human",
     force: Force = False,
 ) -> None:
-    """What a plan, a proof or a training run says: one HTML page, and the same here as tables or JSON."""
+    """What a plan, a proof, a training run or a memory snapshot says: one HTML page, and the same as tables or JSON."""
     target = out or Path("report.html")
     refuse_to_overwrite(target, force=force)
     from jettison.report.headless import require_browser, save_figures
