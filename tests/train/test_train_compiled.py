@@ -68,7 +68,7 @@ def test_ranks_keep_a_budget(tmp_path: Path, zero: int) -> None:
         check(found)
 
 
-@pytest.mark.parametrize("layout", [LayoutSection(tp=2), LayoutSection(pp=2)])
+@pytest.mark.parametrize("layout", [LayoutSection(tp=2), LayoutSection(cp=2), LayoutSection(pp=2)])
 def test_layouts_that_cut_blocks_or_schedules_are_refused(tmp_path: Path, layout: LayoutSection) -> None:
-    with pytest.raises(UsageError, match=r'model\.compile: got "blocks" with tp . and pp .*expected tp 1 and pp 1'):
+    with pytest.raises(UsageError, match=r'model\.compile: got "blocks" with tp ., cp . and pp .;.*expected 1 of each'):
         replace(recipe(tmp_path), layout=layout)
