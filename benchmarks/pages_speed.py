@@ -3,8 +3,8 @@
     python -m benchmarks.pages_speed [MODEL ...] [--steps 12]
 
 First paint is the browser's own figure for a fresh profile; "all panels" is when the last one stands. A redraw is that
-of one panel after a step of one of its sliders, until it is laid out again. Medians and worst of all repetitions. Exit
-code 1 where a median is above a second or above 50 ms.
+of one panel after a step of one of its sliders, or of a menu where it has none, until it is laid out again. Medians and
+worst of all repetitions. Exit code 1 where a median is above a second or above 50 ms.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ DRAWN = "() => performance.getEntriesByType('navigation')[0].domContentLoadedEve
 REDRAW = """async ([id, times]) => {
   const figure = J.figures.get(id), took = [];
   const sliders = [...figure.node.querySelectorAll("input[type=range]")];
+  const controls = sliders.length ? sliders : [...figure.node.querySelectorAll(".controls select")];
   for (let i = 0; i < times; i += 1) {
     await new Promise(requestAnimationFrame);
-    const slider = sliders[i % sliders.length];
-    const next = Number(slider.value) + 1 > Number(slider.max) ? slider.min : Number(slider.value) + 1;
-    slider.value = next;
-    slider.dispatchEvent(new Event("input")); // sets the state; all panels that have it follow in a microtask
+    const control = controls[i % controls.length];
+    if (sliders.length) {
+      control.value = Number(control.value) + 1 > Number(control.max) ? control.min : Number(control.value) + 1;
+    } else {
+      control.selectedIndex = (control.selectedIndex + 1) % control.options.length;
+    }
+    // sets the state; all panels that have it follow in a microtask
+    control.dispatchEvent(new Event(sliders.length ? "input" : "change"));
     await new Promise(requestAnimationFrame);
     const begin = performance.now();
     figure.redraw();
@@ -86,7 +91,7 @@ def _measure(program: str, file: Path, steps: int) -> int:
         page = browser.new_page(viewport={"width": 1440, "height": 900})
         page.goto(file.as_uri())
         for panel in page.evaluate("() => [...J.figures.keys()]"):
-            if page.locator(f"#{panel} input[type=range]").count():
+            if page.locator(f"#{panel} .controls :is(input[type=range], select)").count():
                 late |= _line(f"redraw of {panel}", page.evaluate(REDRAW, [panel, steps]), REDRAW_MILLISECONDS)
         browser.close()
     return int(late)

@@ -20,7 +20,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SOURCE / "jettison"
 
 RANKS: tuple[tuple[str, ...], ...] = (
-    ("units", "errors", "parse_units", "dtypes", "progress", "identity"),
+    ("units", "errors", "parse_units", "dtypes", "progress", "identity", "processors"),
     ("spec",),
     ("ledger",),
     ("formula", "capture"),
@@ -48,6 +48,7 @@ WITHOUT_TORCH = (
     "parse_units",
     "progress",
     "identity",
+    "processors",
     "dtypes",
     "spec",
     "ledger",

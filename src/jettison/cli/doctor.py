@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
+from jettison.processors import cores
 from jettison.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ def facts() -> list[tuple[str, str]]:
     """(name, value) pairs in the order in which to show them."""
     found = [("python", platform.python_version()), ("platform", platform.platform())]
     found += [(name, _version(name)) for name in PACKAGES]
-    found.append(
-        ("cpu cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))
-    )
+    found.append(("cpu cores", str(cores())))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(("memory", format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))))
     return found + _accelerators()
@@ -91,8 +90,7 @@ def calibrated(*, device: str | None, quick: bool, ranks: int, say: Callable[[st
 
 def busy() -> str | None:
     """What to say where others use the machine: figures would be of what they leave."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= 0.5 * cores:
+    if load <= 0.5 * cores():
         return None
-    return f"note: {load:.1f} processes were running on {cores} cores; figures will be of a busy machine"
+    return f"note: {load:.1f} processes were running on {cores()} cores; figures will be of a busy machine"

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from jettison.cli.output import refuse_to_overwrite
 from jettison.cli.parameters import Force, app
 from jettison.errors import UsageError
+from jettison.processors import cores
 from jettison.report.console import hint
 from jettison.units import format_bytes
 
@@ -23,6 +24,9 @@ def explore(
     /,
     *,
     out: Annotated[Path | None, Parameter(help="The page's file: explore.html.")] = None,
+    figures: Annotated[
+        Path | None, Parameter(help="Folder for each figure as SVG and PNG (needs Chrome, Chromium or Edge).")
+    ] = None,
     force: Force = False,
     open_page: Annotated[
         bool, Parameter(name="--open", negative="", show_default=False, help="Show it in the browser.")
@@ -37,16 +41,23 @@ def explore(
     The page works offline, from a disk. Without MODEL it is about the published GPTs of 22B to 1T and Llama 3.
     """
     if serve:
+        if figures is not None:
+            raise UsageError(f"got --figures {figures} and --serve; figures are of a page in a file: leave one away")
         _serve(models, out=out, port=port, show=open_page)
         return
     if port is not None:
         raise UsageError(f"got --port {port} without --serve; give both, or neither")
     out = Path("explore.html") if out is None else out
     refuse_to_overwrite(out, force=force)
+    from jettison.report.headless import require_browser, save_figures
     from jettison.verbs.explore import explore as write
 
-    written = write(models, out)
+    if figures is not None:
+        require_browser()
+    written = write(models, out, jobs=cores())
     hint(f"wrote {out} ({format_bytes(written)})")
+    if figures is not None:
+        hint(f"wrote {len(save_figures(out.read_text(encoding='utf-8'), figures))} files to {figures}")
     if open_page:
         webbrowser.open(out.resolve().as_uri())
 
@@ -69,4 +80,6 @@ def _serve(models: tuple[str, ...], *, out: Path | None, port: int | None, show:
             webbrowser.open(url)
 
     limits = Limits()
-    serve_page(served_explorer(models, limits), port=0 if port is None else port, started=started, limits=limits)
+    serve_page(
+        served_explorer(models, limits, jobs=cores()), port=0 if port is None else port, started=started, limits=limits
+    )

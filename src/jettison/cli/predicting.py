@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,6 +11,7 @@ from jettison.cli.output import deliver, refuse_to_overwrite
 from jettison.cli.parameters import Budget, Force, Format, Out, app
 from jettison.errors import Infeasible
 from jettison.predict.run_request import RunRequest
+from jettison.processors import cores
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.summary import LedgerReport
@@ -188,7 +188,7 @@ def search(
                 budget=budget,
                 top=top,
                 state=state,
-                jobs=len(os.sched_getaffinity(0)) if jobs is None else jobs,
+                jobs=cores() if jobs is None else jobs,
                 progress=say,
             )
         except NothingFits as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Final
 
@@ -44,6 +44,8 @@ class Quotient:
         return -(-above // below) if self.up else above // below
 
 
+REMEMBERED: Final = 1 << 14
+"""Results of each kind of arithmetic that are kept: a page of six models asks for some eight thousand."""
 Factor = str | Quotient
 Product = tuple[Factor, ...]
 """Factors in the order of their names; a power is a repetition."""
@@ -84,10 +86,10 @@ class Sum:
         """Both."""
         if not self.terms or not other.terms:
             return self if self.terms else other
-        return _collected([*self.terms, *other.terms])
+        return _added(self, other)
 
     def __neg__(self) -> Sum:
-        return Sum(tuple((factors, -n) for factors, n in self.terms))
+        return _negated(self)
 
     def __sub__(self, other: Sum) -> Sum:
         """The difference."""
@@ -95,18 +97,11 @@ class Sum:
 
     def __mul__(self, other: Sum) -> Sum:
         """The product, multiplied out."""
-        if len(self.terms) == len(other.terms) == 1:
-            ((p, m),), ((q, n),) = self.terms, other.terms
-            return Sum(((_sorted((*p, *q)) if p and q else p or q, m * n),))
-        return _collected([(_sorted((*p, *q)), m * n) for p, m in self.terms for q, n in other.terms])
+        return _multiplied(self, other)
 
     def divided(self, by: Sum, *, up: bool) -> Sum:
         """A division rounded up or down; multiplied out where it is even whatever the sizes."""
-        if (even := self._even(by)) is not None:
-            return even
-        if all(n < 0 for _, n in self.terms):  # -(-x // y), which is how rounding up is written, is ceil(x / y)
-            return -(-self).divided(by, up=not up)
-        return Sum((((Quotient(self, by, up),), 1),))
+        return _divided(self, by, up)
 
     def value(self, sizes: Mapping[str, int]) -> int:
         """At these sizes."""
@@ -123,24 +118,57 @@ class Sum:
             total += n * prod(lows)
         return total
 
-    def _even(self, by: Sum) -> Sum | None:
-        if len(by.terms) != 1:
+
+# arithmetic: walks over a layer do the same few thousand operations again and again
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _added(one: Sum, other: Sum) -> Sum:
+    return _collected([*one.terms, *other.terms])
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _negated(one: Sum) -> Sum:
+    return Sum(tuple((factors, -n) for factors, n in one.terms))
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _multiplied(one: Sum, other: Sum) -> Sum:
+    if len(one.terms) == len(other.terms) == 1:
+        ((p, m),), ((q, n),) = one.terms, other.terms
+        return Sum(((_sorted((*p, *q)) if p and q else p or q, m * n),))
+    return _collected([(_sorted((*p, *q)), m * n) for p, m in one.terms for q, n in other.terms])
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _divided(above: Sum, below: Sum, up: bool) -> Sum:
+    if (even := _even(above, below)) is not None:
+        return even
+    if all(n < 0 for _, n in above.terms):  # -(-x // y), which is how rounding up is written, is ceil(x / y)
+        return -(-above).divided(below, up=not up)
+    return Sum((((Quotient(above, below, up),), 1),))
+
+
+def _even(above: Sum, below: Sum) -> Sum | None:
+    if len(below.terms) != 1:
+        return None
+    ((divisors, divisor),) = below.terms
+    wanted, found = Counter(divisors), []
+    for factors, n in above.terms:
+        have = Counter(factors)
+        if n % divisor or wanted - have:
             return None
-        ((divisors, divisor),) = by.terms
-        wanted, found = Counter(divisors), []
-        for factors, n in self.terms:
-            have = Counter(factors)
-            if n % divisor or wanted - have:
-                return None
-            found.append((_sorted((have - wanted).elements()), n // divisor))
-        return _collected(found)
+        found.append((_sorted((have - wanted).elements()), n // divisor))
+    return _collected(found)
 
 
+@lru_cache(maxsize=REMEMBERED)
 def constant(number: int) -> Sum:
     """A plain number."""
-    return Sum((((), number),)) if number else ZERO
+    return Sum((((), int(number)),)) if number else ZERO
 
 
+@lru_cache(maxsize=REMEMBERED)
 def symbol(name: str) -> Sum:
     """A named size of 1 or more."""
     return Sum((((name,), 1),))

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from math import lcm
 from operator import add, ge
 
@@ -90,6 +90,18 @@ def order(
         UsageError: sizes below one, a stage that is not there, or a combination that the schedule does not know.
     """
     _check(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
+    forwards, backwards = _both_ways(stages, micro_batches, virtual_stages)
+    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
+    steps = list(forwards[:warm_up])
+    for pair in zip(forwards[warm_up:], backwards, strict=False):
+        steps += pair
+    steps += backwards[len(forwards) - warm_up :]
+    return tuple(_with_weights(steps, delay=stage) if schedule is Schedule.ZERO_BUBBLE else steps)
+
+
+@lru_cache(maxsize=8)  # stages of one schedule are asked for one after the other
+def _both_ways(stages: int, micro_batches: int, virtual_stages: int) -> tuple[tuple[ScheduledPass, ...], ...]:
+    """All forwards of a device, and all backwards, each in their order: the same on every device."""
     forwards, backwards = [], []
     for position in range(micro_batches * virtual_stages):
         turn, place = divmod(position, stages)
@@ -97,12 +109,7 @@ def order(
         micro_batch = group * stages + place
         forwards.append(ScheduledPass(Work.FORWARD, micro_batch, chunk))
         backwards.append(ScheduledPass(Work.BACKWARD, micro_batch, virtual_stages - 1 - chunk))
-    warm_up = _warm_up(schedule, stage, stages, micro_batches, virtual_stages)
-    steps = forwards[:warm_up]
-    for pair in zip(forwards[warm_up:], backwards, strict=False):
-        steps += pair
-    steps += backwards[len(forwards) - warm_up :]
-    return tuple(_with_weights(steps, delay=stage) if schedule is Schedule.ZERO_BUBBLE else steps)
+    return tuple(forwards), tuple(backwards)
 
 
 def _warm_up(schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from jettison import __version__
+from jettison.processors import cores
 from jettison.units import format_bytes
 
 _PACKAGES = ("transformers", "numpy")
@@ -17,14 +17,13 @@ _PACKAGES = ("transformers", "numpy")
 
 def environment() -> dict[str, str]:
     """Names and values in the order in which to show them."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = {
         "jettison": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: text for name in _PACKAGES if name in sys.modules and (text := _version(name)) is not None},
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu cores": str(cores),
+        "cpu cores": str(cores()),
         "threads": str(torch.get_num_threads()),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():

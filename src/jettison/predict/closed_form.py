@@ -160,14 +160,31 @@ def sizes_of(model: ModelSpec, layer: Layer, *, s: int, b: int, t: int = 1, **ra
 
 def form_of(model: ModelSpec, layer: Layer, choices: Iterable[Choices], sizes: Iterable[Mapping[str, int]]) -> Form:
     """The tables of a structure that any of these sizes needs; walked only where no table holds yet."""
-    points = list(sizes)
+    points = [(point, _Decided(point)) for point in sizes]
     tables: dict[str, list[Table]] = {}
     for choice in choices:
         found = tables.setdefault(choice.key, [])
-        for point in points:
-            if (point["t"] > 1) == choice.parallel and not any(table.holds(point) for table in found):
+        for point, decided in points:
+            if (point["t"] > 1) == choice.parallel and not any(decided.all_of(table) for table in found):
                 found.append(table_of(*resized(model, layer, point), choice, point))
     return Form(structure=structure(model, layer), tables={key: tuple(found) for key, found in tables.items()})
+
+
+class _Decided:
+    """Guards at some sizes, each looked at once: tables of many choices have the same ones."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = sizes
+        self.known: dict[Guard, bool] = {}
+
+    def all_of(self, table: Table) -> bool:
+        """`Table.holds`."""
+        return all(self._same(guard) for guard in table.guards)
+
+    def _same(self, guard: Guard) -> bool:
+        if guard not in self.known:
+            self.known[guard] = guard.same(self.sizes)
+        return self.known[guard]
 
 
 # parts of a layer -----------------------------------------------------------------------------------------------------

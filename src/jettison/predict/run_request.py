@@ -22,7 +22,7 @@ from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import optimizer, precision
-from jettison.spec.presets import PRESETS, preset
+from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.run import MOST, Gradients, Recompute, Run
 from jettison.spec.stage_layers import stage_layers
 
@@ -158,8 +158,11 @@ def flag_of(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def model_spec(model: str) -> ModelSpec:
+def model_spec(model: str, *, live: bool = False) -> ModelSpec:
     """The model that a preset's name, a config.json or its folder stands for.
+
+    Args:
+        live: whoever asks would also have taken ``module:factory``.
 
     Raises:
         UsageError: it is none of them, or it cannot be read.
@@ -168,6 +171,8 @@ def model_spec(model: str) -> ModelSpec:
         path = Path(model)
         if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
             return read_config(path)
+        if live:
+            raise unknown_preset(model, "A config.json, its folder or module:factory")
     return preset(model)
 
 

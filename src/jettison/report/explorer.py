@@ -6,21 +6,20 @@ when the page is written; scripts draw them, and read the closed form where a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
+from jettison.report.explorer_builders import Builder, asked, built
 from jettison.report.explorer_closed_form import closed_form_data
 from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_front import front_data
-from jettison.report.explorer_models import Subject, subjects
 from jettison.report.explorer_offload import offload_data
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import step_data
 from jettison.report.explorer_time import time_data
 from jettison.report.page import page
-
-Builder = Callable[[Sequence[Subject]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +32,6 @@ class Panel:
     needs: tuple[str, ...] = ()  # scripts that its own builds on
 
 
-def _asked(about: Sequence[Subject]) -> list[str]:
-    return [subject.argument for subject in about if subject.asked]
-
-
 _CLOSED_FORM: Final[Mapping[str, Builder]] = {"closed-form": closed_form_data}
 _LAYER: Final = ("kit/ledger.js", "panels/layer.js")
 
@@ -46,12 +41,12 @@ PANELS: Final[tuple[Panel, ...]] = (
     Panel(name="ranks", script="panels/ranks.js", data=_CLOSED_FORM, needs=_LAYER),
     Panel(name="trade", script="panels/trade.js", data=_CLOSED_FORM, needs=_LAYER),
     Panel(name="ladder", script="panels/ladder.js", data=_CLOSED_FORM, needs=_LAYER),
-    Panel(name="time", script="panels/time.js", data={"time": lambda about: time_data(_asked(about))}),
-    Panel(name="step", script="panels/step.js", data={"step": lambda about: step_data(_asked(about))}),
-    Panel(name="front", script="panels/front.js", data={"front": lambda about: front_data(_asked(about))}),
-    Panel(name="segments", script="panels/segments.js", data={"segments": lambda about: segments_data(_asked(about))}),
-    Panel(name="offload", script="panels/offload.js", data={"offload": lambda about: offload_data(_asked(about))}),
-    Panel(name="fit", script="panels/fit.js", data={"fit": lambda about: fit_data(_asked(about))}),
+    Panel(name="time", script="panels/time.js", data={"time": partial(asked, time_data)}),
+    Panel(name="step", script="panels/step.js", data={"step": partial(asked, step_data)}),
+    Panel(name="front", script="panels/front.js", data={"front": partial(asked, front_data)}),
+    Panel(name="segments", script="panels/segments.js", data={"segments": partial(asked, segments_data)}),
+    Panel(name="offload", script="panels/offload.js", data={"offload": partial(asked, offload_data)}),
+    Panel(name="fit", script="panels/fit.js", data={"fit": partial(asked, fit_data)}),
 )
 """In the order of the page."""
 
@@ -67,22 +62,24 @@ ALONE: Final = " The page asks for nothing and works offline."
 SERVED: Final = " The page asks this machine alone, and works while `jettison explore --serve` runs."
 
 
-def explorer_page(models: Sequence[str], *, panels: Sequence[Panel] = PANELS, served: bool = False) -> str:
+def explorer_page(
+    models: Sequence[str], *, panels: Sequence[Panel] = PANELS, served: bool = False, jobs: int = 1
+) -> str:
     """The page about these models and the published ones that it always has.
 
     Args:
         models: presets, config.json files or their folders; none: a choice of presets.
+        jobs: processes that work its data out, at most.
 
     Raises:
         UsageError: a model that is none of them.
     """
-    about = subjects(models)
     scripts = list(dict.fromkeys(script for panel in panels for script in (*panel.needs, panel.script)))
     builders = {name: builder for panel in panels for name, builder in panel.data.items()}
     return page(
         "Activation memory, explored",
         intro=INTRO.rstrip() + (SERVED if served else ALONE),
         scripts=scripts,
-        data={name: builder(about) for name, builder in builders.items()},
+        data=built(builders, models, jobs=jobs),
         served=served,
     )

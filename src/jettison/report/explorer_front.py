@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
 from jettison.errors import Infeasible
 from jettison.explain.layer_reasons import AGAIN, HERE, THERE, tensor_name, whereabouts
 from jettison.explain.what_if import flips
+from jettison.formula.region import Region
 from jettison.predict.allowance import available_bytes
 from jettison.predict.auto_recompute import AutoForecast, Stages, choose
 from jettison.predict.forecast import forecast
@@ -105,13 +107,21 @@ def _point(plan: AutoForecast, before: AutoForecast | None, row: list[list[int]]
 
 def _grids(plans: Sequence[AutoForecast]) -> tuple[list[dict[str, Any]], list[str], list[list[list[int]]]]:
     """Tensors of a layer; what layers do with them, a letter each; and by plan runs of layers that do the same."""
-    tensors = _tensors(next(part for part in plans[0].forecast.parts if part.is_layer))
+    shown = next(part for part in plans[0].forecast.parts if part.is_layer)
+    named: dict[Region, Named] = {shown.region: _named(shown)}  # plans of a sweep share their regions
+    names = list(named[shown.region].values())
     patterns: dict[str, int] = {}
     rows = []
     for plan in plans:
-        own = [patterns.setdefault(_pattern(part, tensors), len(patterns)) for part in _layers(plan)]
+        own = []
+        for part in _layers(plan):
+            if part.region not in named:
+                named[part.region] = _named(part)
+            own.append(patterns.setdefault(_pattern(part, named[part.region], names), len(patterns)))
         rows.append([[len(list(same)), number] for number, same in groupby(own)])
-    return [{"name": t["name"], "nbytes": t["nbytes"]} for t in tensors], list(patterns), rows
+    buffers = shown.region.program.buffers
+    tensors = [{"name": name, "nbytes": buffers[buffer].nbytes} for buffer, name in named[shown.region].items()]
+    return tensors, list(patterns), rows
 
 
 def _layers(plan: AutoForecast) -> dict[StageRegion, None]:
@@ -119,22 +129,22 @@ def _layers(plan: AutoForecast) -> dict[StageRegion, None]:
     return dict.fromkeys(named[name] for name in plan.forecast.run.model.layer_names)
 
 
-def _tensors(part: StageRegion) -> list[dict[str, Any]]:
-    """In the order in which a forward makes them; several of one name are numbered."""
-    found: list[dict[str, Any]] = []
+Named = Mapping[int, str]
+"""What the saved tensors of a region are called, by buffer, in the order in which a forward makes them."""
+
+
+def _named(part: StageRegion) -> Named:
+    """Several of one name are numbered."""
+    found: dict[int, str] = {}
+    times: Counter[str] = Counter()
     for buffer in whereabouts(part):
         name = tensor_name(part.region, buffer)
-        times = sum(1 for each in found if each["role"] == name)
-        nbytes = part.region.program.buffers[buffer].nbytes
-        found.append({"role": name, "name": f"{name} {times + 1}" if times else name, "nbytes": nbytes})
+        found[buffer] = f"{name} {times[name] + 1}" if times[name] else name
+        times[name] += 1
     return found
 
 
-def _pattern(part: StageRegion, tensors: Sequence[dict[str, Any]]) -> str:
+def _pattern(part: StageRegion, named: Named, names: Sequence[str]) -> str:
     """By name, since layers of several kinds have other buffers; a dot where a layer has no such tensor."""
-    found: dict[str, str] = {}
-    for buffer, place in whereabouts(part).items():
-        name = tensor_name(part.region, buffer)
-        times = sum(1 for key in found if key == name or key.rpartition(" ")[0] == name)
-        found[f"{name} {times + 1}" if times else name] = LETTERS[place]
-    return "".join(found.get(t["name"], ".") for t in tensors)
+    found = {named[buffer]: LETTERS[place] for buffer, place in whereabouts(part).items()}
+    return "".join(found.get(name, ".") for name in names)

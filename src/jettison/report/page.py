@@ -30,6 +30,7 @@ KIT: Final = (
     "kit/save.js",
     "kit/figure.js",
 )
+LAST: Final = ("kit/saved.js",)
 STYLES: Final = ("kit/kit.css",)
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _ENDS_SCRIPT: Final = re.compile(r"</script|<!--|<script", re.IGNORECASE)
@@ -55,12 +56,12 @@ def page(
     Args:
         title: of the document, as its heading too.
         intro: plain text below it; an empty line begins a new paragraph.
-        scripts: files in ``report/assets``, run in this order after d3, Plot and the kit.
+        scripts: files in ``report/assets``, run in this order after d3, Plot and the kit, before `LAST`.
         data: what ``J.data(name)`` gives the scripts; JSON-able, without infinities and NaN.
         styles: files in ``report/assets``, after the kit's.
         served: by a server of ours, whose own origin the page may ask.
     """
-    code = [_script_text(name) for name in (*VENDOR, *KIT, *scripts)]
+    code = [_script_text(name) for name in (*VENDOR, *KIT, *scripts, *LAST)]
     css = "\n".join(asset(name) for name in (*STYLES, *styles))
     paragraphs = "".join(f"<p>{html.escape(text.strip())}</p>\n" for text in intro.split("\n\n") if text.strip())
     blocks = "".join(

@@ -16,7 +16,12 @@ from jettison.traces.timeline import MemoryTimeline, by_module_and_role, by_role
 from jettison.units import format_bytes, format_percent
 
 MOST_ROWS: Final = 25
-PANELS: Final = ("panels/timeline_data.js", "panels/timeline_canvas.js", "panels/memory_timeline.js")
+PANELS: Final = (
+    "panels/timeline_data.js",
+    "panels/timeline_canvas.js",
+    "panels/timeline_svg.js",
+    "panels/memory_timeline.js",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

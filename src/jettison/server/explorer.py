@@ -9,11 +9,11 @@ from jettison.server.limits import Limits
 from jettison.server.offer import offer
 
 
-def served_explorer(models: Sequence[str], limits: Limits) -> str:
+def served_explorer(models: Sequence[str], limits: Limits, *, jobs: int = 1) -> str:
     """The page that `jettison explore --serve` shows.
 
     Raises:
         UsageError: a model that is none.
     """
     ask = Panel(name="ask", script="panels/ask.js", data={"serve": lambda _about: offer(limits)})
-    return explorer_page(models, panels=(ask, *PANELS), served=True)
+    return explorer_page(models, panels=(ask, *PANELS), served=True, jobs=jobs)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from jettison.errors import UsageError
+from jettison.processors import cores
 
 MIB = 2**20
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +31,7 @@ class Limits:
         stop_seconds: for answers under way when the server ends.
     """
 
-    workers: int = min(2, _cores())
+    workers: int = min(2, cores())
     waiting: int = 256
     plan_seconds: float = 60.0
     search_seconds: float = 300.0

@@ -274,20 +274,27 @@ def _undominated(labels: _Labels, walk: Walk, bound: Bound, r: int) -> tuple[_La
         return ordered.take(~_beaten(ordered)), gone
     if len(walk.sent[r]) == 1:
         return _front(labels), gone
-    front = labels.take(np.zeros(0, dtype=np.int64))
-    kept = []
-    for number in range(len(walk.sent[r])):
-        own = _front(labels.take(labels.sent == number))
-        if len(front.prefix):
-            before = np.searchsorted(front.prefix, own.prefix, side="right") - 1
-            own = own.take((before < 0) | (front.picoseconds[before] > own.picoseconds))
-        if len(own.prefix):
+    every = _undominated_by_class(labels, len(walk.sent[r]))
+    return labels.take(every[np.argsort(labels.prefix[every], kind="stable")]), gone
+
+
+def _undominated_by_class(labels: _Labels, classes: int) -> Integers:
+    """Which ones, class by class: those that no label of their class or of one with less on its way dominates."""
+    prefix = picoseconds = np.zeros(0, dtype=np.int64)  # of the fastest so far
+    kept = [prefix]
+    for number in range(classes):
+        own = np.nonzero(labels.sent == number)[0]
+        own = own[_faster(labels.prefix[own], labels.picoseconds[own])]
+        if len(prefix):
+            before = np.searchsorted(prefix, labels.prefix[own], side="right") - 1
+            own = own[(before < 0) | (picoseconds[before] > labels.picoseconds[own])]
+        if len(own):
             kept.append(own)
-            front = _front(_joined([front, own]))
-    if not kept:
-        return front, gone
-    every = _joined(kept)
-    return every.take(np.argsort(every.prefix, kind="stable")), gone
+            prefix = np.concatenate([prefix, labels.prefix[own]])
+            picoseconds = np.concatenate([picoseconds, labels.picoseconds[own]])
+            fastest = _faster(prefix, picoseconds)
+            prefix, picoseconds = prefix[fastest], picoseconds[fastest]
+    return np.concatenate(kept)
 
 
 def _front(labels: _Labels) -> _Labels:
@@ -320,11 +327,6 @@ def _beaten(labels: _Labels) -> NDArray[np.bool_]:
             better &= field[others, None] <= field[own]
         beaten[own] = (better & (others[:, None] < own)).any(axis=0)
     return beaten
-
-
-def _joined(parts: Sequence[_Labels]) -> _Labels:
-    none = [np.zeros(0, dtype=np.int64)]
-    return _Labels(**{f.name: np.concatenate([getattr(p, f.name) for p in parts] or none) for f in fields(_Labels)})
 
 
 def _closest(labels: _Labels, bound: Bound, r: int, width: int) -> tuple[_Labels, float]:

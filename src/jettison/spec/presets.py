@@ -192,6 +192,15 @@ PRESETS: Final[Mapping[str, _Config]] = MappingProxyType(
 _OF_THE_PAPER: Final = frozenset({"gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t"})
 
 
+def unknown_preset(name: str, others: str) -> UsageError:
+    """What to say to a name that is none. ``others``: what else will do, where a sentence begins."""
+    from difflib import get_close_matches  # only where it is needed: every start of the command line counts
+
+    close = get_close_matches(name.lower(), PRESETS, n=4, cutoff=0.5)
+    hint = f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(PRESETS)}"
+    return UsageError(f"got the model {name!r}; {hint}. {others} will do as well")
+
+
 @cache
 def preset(name: str) -> ModelSpec:
     """A published model by name.
@@ -200,10 +209,6 @@ def preset(name: str) -> ModelSpec:
         UsageError: no such name; the message has those that are close.
     """
     if name not in PRESETS:
-        from difflib import get_close_matches  # only where it is needed: every start of the command line counts
-
-        close = get_close_matches(name.lower(), PRESETS, n=4, cutoff=0.5)
-        hint = f"the closest are {', '.join(close)}" if close else f"expected one of {', '.join(PRESETS)}"
-        raise UsageError(f"got the model {name!r}; {hint}. A config.json, its folder or module:factory will do as well")
+        raise unknown_preset(name, "A config.json or its folder")
     model = parse_config(PRESETS[name], name=name)
     return replace(model, family="paper") if name in _OF_THE_PAPER else model

@@ -85,7 +85,7 @@ def _described(
         UsageError: no such model, or a request that makes no sense for it.
         Infeasible: recompute was left to a planner, and no plan fits.
     """
-    asked = resolve(model_spec(model), request)
+    asked = resolve(model_spec(model, live=True), request)
     limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO

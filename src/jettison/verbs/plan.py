@@ -94,7 +94,7 @@ def _described(
     from jettison.explain.what_if import what_if as next_gib
     from jettison.predict.whole_plan import choose_with_whole
 
-    run = resolve(model_spec(model), replace(request, recompute="auto", offload=bool(request.offload))).run
+    run = resolve(model_spec(model, live=True), replace(request, recompute="auto", offload=bool(request.offload))).run
     whole = run.recompute.whole
     device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
     offload = request.offload

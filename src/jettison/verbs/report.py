@@ -9,7 +9,7 @@ from jettison.errors import UsageError
 from jettison.report.read_subject import read_subject
 from jettison.report.report import Report
 from jettison.report.snapshot import SnapshotReport
-from jettison.verbs.snapshots import is_snapshot, snapshot_report
+from jettison.verbs.snapshots import is_snapshot, refuse_old_pickle, snapshot_report
 
 
 def report(files: Sequence[Path]) -> Report | SnapshotReport:
@@ -27,4 +27,6 @@ def report(files: Sequence[Path]) -> Report | SnapshotReport:
         if others:
             raise UsageError(f"got the snapshot {pickles[0]} and {others[0]}, which is none; give two of a kind")
         return snapshot_report(files)
+    for file in files:
+        refuse_old_pickle(file)
     return Report(subjects=tuple(read_subject(file) for file in files))

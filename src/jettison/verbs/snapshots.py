@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from jettison.errors import UsageError
 from jettison.report.estimate import EstimateReport
@@ -11,6 +13,8 @@ from jettison.report.snapshot import SnapshotReport
 from jettison.traces.chrome import chrome_json, step_trace
 from jettison.traces.snapshot import read_snapshot
 from jettison.traces.snapshot_file import write_snapshot
+
+_JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 
 
 def is_snapshot(path: Path) -> bool:
@@ -21,6 +25,27 @@ def is_snapshot(path: Path) -> bool:
     except OSError:
         return False
     return len(begin) == 2 and begin[0] == 0x80 and begin[1] <= 5
+
+
+def refuse_old_pickle(path: Path) -> None:
+    """Pickles of protocol 0 and 1 are text, and would be called JSON that is broken.
+
+    Raises:
+        UsageError: the file is one: it ends as all pickles do, and does not begin as JSON does.
+    """
+    try:
+        with path.open("rb") as file:
+            first = file.read(1)
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 1))
+            last = file.read(1)
+    except OSError:
+        return  # whoever reads it says what is wrong
+    if last == b"." and first and first not in _JSON_BEGINS:
+        raise UsageError(
+            f"{path} looks like a pickle of protocol 0 or 1; a memory snapshot is one of protocol 2 to 5, as "
+            "torch.cuda.memory._dump_snapshot writes it, and everything else that is read is JSON"
+        )
 
 
 def snapshot_report(files: Sequence[Path]) -> SnapshotReport:

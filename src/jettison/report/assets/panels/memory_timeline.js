@@ -3,6 +3,8 @@
 (() => {
   const { el } = J, packed = J.data("timelines"), names = J.data("names"), changes = J.data("changes");
 
+  const COLUMNS = ["module", "role", { label: "bytes", format: J.format.exact }, "allocations"];
+
   const describe = (data, number) => {
     if (number === null) return "";
     const [module, role, site] = data.labels[data.labelOf[number]], born = data.born[number], died = data.died[number];
@@ -22,17 +24,19 @@
     const view = J.timeline.canvas(canvas, data), read = el("p", { class: "read caption" });
     const live = el("p", { class: "unseen", "aria-live": "polite" });
     const legend = el("ul", { class: "legend" }), rows = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `What is allocated at one event of ${source.name}` });
-    const title = el("h2", { id: `timeline-${place}` }, source.name);
+    const id = `timeline-${place}`, title = el("h2", { id: `${id}-title` }, source.name);
     const button = (text, label, act) => el("button", { type: "button", "aria-label": label, onclick: act }, text);
     const details = el("details", { open: true }, el("summary", {}, ""), rows);
     const node = el(
-      "section", { class: "figure timeline", "aria-labelledby": title.id }, title,
+      "section", { class: "figure timeline", id, "aria-labelledby": title.id }, title,
       el("div", { class: "controls" }, by.node, axis.node), legend, el("div", { class: "drawing" }, canvas),
       el("div", { class: "buttons" },
         button("◀", "Earlier", () => pan(-0.25)), button("▶", "Later", () => pan(0.25)),
         button("−", "Zoom out", () => zoom(2)), button("+", "Zoom in", () => zoom(0.5)),
         button("all", "Show everything", () => whole()), button("peak", "Go to the peak", () => toPeak()),
-        button("PNG", "Save as PNG", () => canvas.toBlob((blob) => J.save.download(`timeline-${place}.png`, blob)))),
+        button("SVG", `Save ${source.name} as SVG`, () => J.save.download(`${id}.svg`, new Blob([svg()], { type: "image/svg+xml" }))),
+        button("PNG", `Save ${source.name} as PNG`, async () => J.save.download(`${id}.png`, await J.save.pngBlob(svg()))),
+        button("CSV", `Save what is allocated at the chosen event of ${source.name} as CSV`, () => J.save.download(`${id}.csv`, new Blob([J.save.csv({ columns: COLUMNS, rows: data.rows(cursor) })], { type: "text/csv" })))),
       read, live, details,
     );
     document.querySelector("main").append(node);
@@ -48,6 +52,7 @@
     };
     let [from, to] = view.span(axis.value()), cursor = data.peak_event, chosen = null, frames = 0;
     const wanted = () => ({ axis: axis.value(), from, to });
+    const svg = () => J.timeline.svg(data, view, groups(), wanted(), source.name);
     const draw = () => {
       const began = performance.now();
       view.draw(wanted(), groups(), { cursor, chosen });
@@ -96,7 +101,7 @@
       const found = data.rows(cursor), rest = found.slice(100);
       details.firstChild.textContent = `Allocated after event ${J.format.grouped(cursor)}${cursor === data.peak_event ? ", the peak" : ""}: ${J.format.exact(data.after(cursor))}`;
       if (rest.length) found.splice(100, rest.length, [`${rest.length} more`, "", d3.sum(rest, (row) => row[2]), d3.sum(rest, (row) => row[3])]);
-      rows.replaceChildren(J.table({ columns: ["module", "role", { label: "bytes", format: J.format.exact }, "allocations"], rows: found }));
+      rows.replaceChildren(J.table({ columns: COLUMNS, rows: found }));
     };
     const to_event = (event, allocation = null) => {
       cursor = Math.max(-1, Math.min(data.events - 1, event));
@@ -214,6 +219,7 @@
     explain();
     to_event(cursor);
     draw();
+    J.figures.set(id, { node, values: wanted, svg, redraw: draw });
     let wide = canvas.parentElement.clientWidth;
     new ResizeObserver(() => {
       const now = canvas.parentElement.clientWidth;

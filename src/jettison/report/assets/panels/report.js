@@ -353,21 +353,4 @@
       J.el("div", { class: "scroll" }, J.table({ columns: ["", ...subjects.map((_, i) => (several ? "AB"[i] : "value"))], rows: names.map((name) => [name, ...values.map((v) => v[name] ?? "")]) })),
     ));
   }
-
-  // for those who want the figures without the page -----------------------------------------------------------------
-  if (J.state.get("save", "") === "figures") {
-    (async () => {
-      const found = [];
-      for (const [id, figure] of J.figures) {
-        const svg = figure.svg(), png = await J.save.png(svg);
-        found.push({ id, svg, png });
-      }
-      document.body.append(J.el("pre", { id: "saved-figures" }, encode(JSON.stringify(found))));
-    })();
-  }
-  function encode(text) {
-    const bytes = new TextEncoder().encode(text), parts = [];
-    for (let i = 0; i < bytes.length; i += 8192) parts.push(String.fromCharCode(...bytes.subarray(i, i + 8192)));
-    return btoa(parts.join(""));
-  }
 })();

@@ -258,5 +258,5 @@ J.timeline.canvas = (canvas, data) => {
     pen.fillStyle = pen.createPattern(paints.fills[index % 8].tile, "repeat");
     pen.fillRect(0, 0, tile.width, tile.height);
   };
-  return { draw, resize, restyle, at, span, swatch, plot: () => plot() };
+  return { draw, columns, resize, restyle, at, span, swatch, plot: () => plot() };
 };
