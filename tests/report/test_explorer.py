@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ import pytest
 
 from jettison.cli.main import run
 from jettison.report.explorer import PANELS, explorer_page
+from jettison.report.explorer_builders import asked, built
 from jettison.report.explorer_closed_form import RANKS, SEQUENCES, closed_form_data
+from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_models import subjects
+from jettison.report.explorer_offload import offload_data
+from jettison.report.explorer_time import time_data
 from jettison.report.page import page as whole_page
+from jettison.spec.presets import PRESETS
 from predict.test_closed_form_node import POINTS_OF_A_DOCUMENT
 from support.browser import (
     Open,
@@ -29,6 +35,7 @@ from support.browser import (
     walk_by_keyboard,
 )
 from support.closed_form import Reader, golden
+from support.pages import page_data
 from support.patience import PATIENCE
 
 CLOSED_FORM = ("budget", "floor", "ranks", "trade", "ladder")
@@ -58,9 +65,8 @@ def test_the_command_writes_one_small_file_without_torch(tmp_path: Path) -> None
     assert done.stdout == ""
     assert out.name in done.stderr
     assert out.stat().st_size < 1_000_000
-    text = out.read_text(encoding="utf-8")
-    assert "gpt-530b" in text
-    assert "llama3-70b" in text
+    data = page_data(out.read_text(encoding="utf-8"))
+    assert {"gpt-530b", "llama3-70b"} <= {layer["label"] for layer in data["closed-form"]["layers"]}
 
 
 def test_a_page_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +75,23 @@ def test_a_page_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(["explore", "--out", str(out)]) == 2
     assert "--force" in capsys.readouterr().err
     assert out.read_text(encoding="utf-8") == "mine"
+
+
+def test_a_page_is_about_so_many_models_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for name in PRESETS if name != "gpt2"][:9]
+    assert run(["explore", *names, "--out", str(tmp_path / "page.html")]) == 2
+    assert "got 9 models; a page holds at most 8" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_what_several_processes_work_out_is_what_one_does() -> None:
+    builders = {
+        "offload": partial(asked, offload_data),
+        "time": partial(asked, time_data),
+        "fit": partial(asked, fit_data),
+    }
+    assert list(one := built(builders, ["gpt2"])) == list(builders)
+    assert built(builders, ["gpt2"], jobs=2) == one
 
 
 def test_a_model_that_is_none_is_refused_before_anything_is_written(tmp_path: Path, capsys) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from jettison.errors import UsageError
 from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS
@@ -41,13 +42,19 @@ class Subject:
         return PUBLISHED_MICRO_BATCH.get(self.argument, 1)
 
 
+MOST: Final = 8
+"""Models that a page may be asked about: it stays below 1 MB, and is worked out within a minute or two."""
+
+
 def subjects(models: Sequence[str]) -> tuple[Subject, ...]:
     """Those asked for first, then the published ones, each once.
 
     Raises:
-        UsageError: a name that stands for no model.
+        UsageError: a name that stands for no model, or more than `MOST`.
     """
     wanted = list(dict.fromkeys(models))
+    if len(wanted) > MOST:
+        raise UsageError(f"got {len(wanted)} models; a page holds at most {MOST}: write several pages")
     more = [name for name in (*PUBLISHED, *(() if wanted else USUAL)) if name not in wanted]
     return tuple(_subject(name, asked=name in wanted) for name in (*wanted, *more))
 

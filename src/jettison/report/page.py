@@ -3,7 +3,8 @@
 NOTE [ What a page may do ]
 A page is opened from a disk, by people who were handed it, and shows names out of files that somebody else wrote. Its
 policy (CSP) admits the scripts that are in it, by their digests, and nothing from elsewhere: no request leaves it. Data
-lie in script elements of type application/json, whose text cannot end the element, and reach the page as text nodes.
+lie in script elements of type application/json, whose text cannot end the element, and reach the page as text nodes;
+large ones are compressed (application/json+deflate, in base64).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import html
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -21,6 +23,9 @@ from typing import Any, Final
 from jettison import __version__
 
 VENDOR: Final = ("vendor/d3.min.js", "vendor/plot.min.js")
+INFLATE: Final = "vendor/pako_inflate.min.js"
+PLAIN_CHARACTERS: Final = 32_000
+"""Data that may stand in a page as they are; more are compressed, by ten and more where they repeat themselves."""
 KIT: Final = (
     "kit/base.js",
     "kit/state.js",
@@ -61,13 +66,11 @@ def page(
         styles: files in ``report/assets``, after the kit's.
         served: by a server of ours, whose own origin the page may ask.
     """
-    code = [_script_text(name) for name in (*VENDOR, *KIT, *scripts, *LAST)]
+    blocks, packed = _data_blocks(data)
+    inflate = (INFLATE,) if packed else ()
+    code = [_script_text(name) for name in (*VENDOR, *inflate, *KIT, *scripts, *LAST)]
     css = "\n".join(asset(name) for name in (*STYLES, *styles))
     paragraphs = "".join(f"<p>{html.escape(text.strip())}</p>\n" for text in intro.split("\n\n") if text.strip())
-    blocks = "".join(
-        f'<script type="application/json" id="data-{_name(name)}">{json_for_html(value)}</script>\n'
-        for name, value in data.items()
-    )
     return (
         "<!doctype html>\n"
         '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -81,8 +84,19 @@ def page(
         "<noscript><p>The figures of this page are drawn by scripts in it; this browser does not run them.</p>"
         "</noscript>\n</header>\n<main></main>\n"
         f"<footer>Made by jettison {html.escape(__version__)}.</footer>\n"
-        f"{blocks}{''.join(f'<script>{text}</script>{chr(10)}' for text in code)}</body>\n</html>\n"
+        f"{''.join(blocks)}{''.join(f'<script>{text}</script>{chr(10)}' for text in code)}</body>\n</html>\n"
     )
+
+
+def _data_blocks(data: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """An element for each; and whether some are compressed, in base64."""
+    found, packed = [], False
+    for name, value in data.items():
+        kind, text = "json", json_for_html(value)
+        if len(text) > PLAIN_CHARACTERS:
+            kind, text, packed = "json+deflate", base64.b64encode(zlib.compress(text.encode(), 9)).decode(), True
+        found.append(f'<script type="application/{kind}" id="data-{_name(name)}">{text}</script>\n')
+    return found, packed
 
 
 def json_for_html(value: Any) -> str:

@@ -14,13 +14,17 @@ J.el = (tag, attributes = {}, ...children) => {
   return node;
 };
 
+// A text's words as nodes, those with hyphens whole: a line would end behind the hyphens of a flag.
+J.words = (text) => text.split(" ").flatMap((word, i) => [i ? " " : "", word.includes("-") ? J.el("span", { class: "whole" }, word) : word]);
+
 J.data = (() => {
   const read = new Map();
+  const inflated = (text) => new TextDecoder().decode(pako.inflate(Uint8Array.from(atob(text), (c) => c.charCodeAt(0))));
   return (name) => {
     if (!read.has(name)) {
       const node = document.getElementById(`data-${name}`);
       if (!node) throw new Error(`this page has no data called ${name}`);
-      read.set(name, JSON.parse(node.textContent));
+      read.set(name, JSON.parse(node.type.endsWith("+deflate") ? inflated(node.textContent) : node.textContent));
     }
     return read.get(name);
   };

@@ -89,7 +89,10 @@ J.figure = ({ id, title, caption = "", controls = [], uses = [], draw, table = n
       setTimeout(() => (copy.textContent = "copy"), 1500);
     } }, "copy");
     const row = J.el("div", { class: "command" }, J.el("span", { class: "prompt", "aria-hidden": "true" }, "$"), code, copy);
-    return { node: row, show: (text) => { code.textContent = text ?? ""; row.hidden = !text; } };
+    return { node: row, show: (text) => {
+      code.replaceChildren(...J.words(text ?? ""));
+      row.hidden = !text;
+    } };
   }
 
   async function copied(code) {

@@ -83,7 +83,7 @@
     fileRow.hidden = model.input.value !== UPLOAD;
     for (const field of fields) field.node.hidden = !field.of.includes(verb.input.value);
     copy.textContent = "copy";
-    code.textContent = commandLine();
+    code.replaceChildren(...J.words(commandLine()));
   }
 
   function given() {
@@ -223,13 +223,13 @@
       ];
     },
     search(found) {
-      const row = (c) => [c.flags, c.step_seconds, c.mfu, c.peak_bytes];
+      const row = (c) => [c.step_seconds, c.mfu, c.peak_bytes, c.flags]; // numbers first: flags are wider than a phone
       const flags = (text) => J.el("code", { style: "white-space: nowrap" }, text); // a hyphen is no place to break
-      const columns = [{ label: "layout, batch and recompute", format: flags }, asSeconds("step"), { label: "MFU", format: percent }, asBytes("peak")];
+      const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("peak"), { label: "layout, batch and recompute", format: flags }];
       if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.lacks_bytes)]])];
       return [
         table("The fastest", columns, found.candidates.map(row)),
-        J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, sentence))),
+        J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, J.words(sentence)))),
         table("Less memory costs time", columns, found.front.map(row)),
       ];
     },
