@@ -19,8 +19,8 @@ from jettison.report.explorer_builders import asked, built
 from jettison.report.explorer_closed_form import RANKS, SEQUENCES, closed_form_data
 from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_models import subjects
-from jettison.report.explorer_offload import offload_data
-from jettison.report.explorer_time import time_data
+from jettison.report.explorer_segments import segments_data
+from jettison.report.explorer_step import step_data
 from jettison.report.page import page as whole_page
 from jettison.spec.presets import PRESETS
 from predict.test_closed_form_node import POINTS_OF_A_DOCUMENT
@@ -30,6 +30,7 @@ from support.browser import (
     axe_violations,
     no_sideways_scroll,
     print_pdf,
+    set_dark,
     settle,
     too_wide,
     walk_by_keyboard,
@@ -85,11 +86,9 @@ def test_a_page_is_about_so_many_models_and_no_more(tmp_path: Path, capsys: pyte
 
 
 def test_what_several_processes_work_out_is_what_one_does() -> None:
-    builders = {
-        "offload": partial(asked, offload_data),
-        "time": partial(asked, time_data),
-        "fit": partial(asked, fit_data),
-    }
+    """Under the names of sets that take long stand short ones."""
+    short = {"front": fit_data, "time": segments_data, "step": step_data}
+    builders = {name: partial(asked, build) for name, build in short.items()}
     assert list(one := built(builders, ["gpt2"])) == list(builders)
     assert built(builders, ["gpt2"], jobs=2) == one
 
@@ -246,10 +245,10 @@ def test_panels_by_keyboard_with_axe_at_two_widths_and_in_the_dark(open_page: Op
     assert all(stop.name for stop in stops)
     hidden = [stop for stop in stops if not (stop.ring and stop.visible) and stop.tag not in ("g", "svg")]
     assert not hidden
-    for width in (390, 1440):
+    for width in (1440, 390):
         assert no_sideways_scroll(opened, width), too_wide(opened)
-    dark = open_page(file, width=390, dark=True)
-    assert axe_violations(dark) == []
+    set_dark(opened, True)
+    assert axe_violations(opened) == []
 
 
 def test_a_slider_moves_by_keys_and_the_view_is_a_link(open_page: Open, file: Path, tmp_path: Path) -> None:
