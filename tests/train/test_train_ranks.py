@@ -32,6 +32,7 @@ from jettison.train.recipe import (
 )
 from jettison.verbs.train import train
 from support.patience import PATIENCE
+from support.rank_server import Launch
 from support.ranks import torchrun
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -52,20 +53,13 @@ def recipe(folder: Path, *, factory: str = "support.train_models:tiny64", steps:
 
 
 @contextmanager
-def launched(made: TrainRecipe, folder: Path, ranks: int, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def launched(made: TrainRecipe, folder: Path, ranks: int, **environment: str) -> Iterator[Launch]:
     """`torchrun -m jettison train`; nothing of it is left afterwards."""
     folder.mkdir(exist_ok=True)
     (folder / "recipes_of_test.py").write_text(f"from jettison.train.recipe import *\nmade = {made!r}\n")
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), str(folder)])
     whole: Mapping[str, str] = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
-    process = subprocess.Popen(
-        [*torchrun(ranks), "-m", "jettison", "train", "recipes_of_test:made"],
-        env=whole,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = Launch([*torchrun(ranks)[1:], "-m", "jettison", "train", "recipes_of_test:made"], whole)
     try:
         yield process
     finally:
