@@ -217,7 +217,7 @@ def test_replicas_of_shards_are_one_process(tmp_path: Path, zero: Literal[2, 3])
         assert values == pytest.approx(expected[step], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_autocast_in_a_pipeline(tmp_path: Path, schedule: Literal["1f1b", "zero-bubble"]) -> None:
     """Forwards of all stages are under it, and backwards are not: the first loss of one process to the bit."""
     model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
@@ -236,7 +236,7 @@ def test_autocast_in_a_pipeline(tmp_path: Path, schedule: Literal["1f1b", "zero-
         assert values == pytest.approx(expected[step], rel=1e-3)
 
 
-@pytest.mark.parametrize("layers", [(3, 1), (0, 4)])
+@pytest.mark.parametrize("layers", [(3, 1), pytest.param((0, 4), marks=pytest.mark.slow)])
 def test_an_uneven_pipeline_under_a_budget(tmp_path: Path, layers: tuple[int, ...]) -> None:
     """One process's curve; the stage with more layers predicts more, and no rank takes more than was predicted."""
     model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
