@@ -121,6 +121,10 @@ def plan(
     what_if: Annotated[
         bool, Parameter(negative="", show_default=False, help="What each next GiB would change, of a preset or config.")
     ] = False,
+    timeline: Annotated[
+        Path | None, Parameter(help="Write a live model's planned step there, for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    snapshot: Annotated[Path | None, Parameter(help="Write its allocations there as a CUDA memory snapshot.")] = None,
     request: Annotated[RunRequest, Parameter(name="*")] = NOTHING_ASKED,
     form: Format = "human",
     out: Out = None,
@@ -133,13 +137,21 @@ def plan(
     torch: with --gpu layers may also offload, unless --no-offload says otherwise. A live model's layers may with
     --offload; --gpu says over which link.
     """
-    refuse_to_overwrite(out, force=force)
+    for path in (out, timeline, snapshot):
+        refuse_to_overwrite(path, force=force)
     from jettison.verbs.plan import plan as answer
 
     try:
         with progress() as say:
             report = answer(
-                model, request, budget=budget, gpu=gpu, host_budget=host_budget, what_if=what_if, progress=say
+                model,
+                request,
+                budget=budget,
+                gpu=gpu,
+                host_budget=host_budget,
+                what_if=what_if,
+                over_time=timeline is not None or snapshot is not None,
+                progress=say,
             )
     except Infeasible as error:
         if form == "json":
@@ -148,6 +160,12 @@ def plan(
             print(json_text(infeasible_document(error)), end="")
         raise
     deliver(report.document, report.table, form=form, out=out)
+    step = getattr(report, "step", None)
+    if step is not None:
+        from jettison.verbs.snapshots import write_timelines
+
+        for line in write_timelines(model, [step], timeline=timeline, snapshot=snapshot):
+            hint(line)
 
 
 @app.command

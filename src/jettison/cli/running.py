@@ -18,6 +18,7 @@ from jettison.report.console import hint, progress, show
 from jettison.report.json_text import json_text
 
 if TYPE_CHECKING:
+    from jettison.traces.timeline import MemoryTimeline
     from jettison.train.export_run import ExportResult
     from jettison.train.result import TrainResult
 
@@ -66,16 +67,30 @@ def verify(
     attention: Attention = None,
     optimizer: Annotated[Literal["adamw", "sgd", "none"] | None, Parameter(help="As for `plan`.")] = None,
     rounds: Annotated[int, Parameter(help="Interleaved rounds in which steps are timed.")] = 8,
+    timeline: Annotated[
+        Path | None,
+        Parameter(help="Write a step under the plan and a plain one there, for ui.perfetto.dev or chrome://tracing."),
+    ] = None,
+    snapshot: Annotated[
+        Path | None, Parameter(help="Write their allocations there as a CUDA memory snapshot: device 0 is planned.")
+    ] = None,
     form: Format = "human",
     out: Out = None,
     force: Force = False,
 ) -> None:
     """Does it hold? Gradients, predicted and measured peak, bytes held by each layer, step time: on the real model."""
-    refuse_to_overwrite(out, force=force)
+    for path in (out, timeline, snapshot):
+        refuse_to_overwrite(path, force=force)
     flags = {"seq": seq, "micro_batch": micro_batch, "precision": precision, "attention": attention}
     with progress() as say:
         say("loading torch")
+        from jettison.verbs.side_by_side import Side, step_timeline
         from jettison.verbs.verify_request import Given, prove, request_for
+
+        seen: list[MemoryTimeline] = []
+
+        def look(plain: Side, planned: Side) -> None:
+            seen.extend([step_timeline(planned, "under the plan"), step_timeline(plain, "plain")])
 
         request, made = request_for(target, model=model, optimizer=optimizer, **flags)
         as_given = Given(step=step, against=against) if given or step or against else None
@@ -90,6 +105,7 @@ def verify(
                 host_budget=host_budget,
                 gpu=gpu,
                 rounds=rounds,
+                look=None if timeline is None and snapshot is None else look,
                 progress=say,
             )
         except Infeasible as error:
@@ -101,6 +117,11 @@ def verify(
     from jettison.report.tables import proof_table
 
     deliver(proof.document, lambda: proof_table(proof), form=form, out=out)
+    if seen:
+        from jettison.verbs.snapshots import write_timelines
+
+        for line in write_timelines(target, seen, timeline=timeline, snapshot=snapshot):
+            hint(line)
     if not proof.passed:
         raise ProofFailed("not proven: " + "; ".join(proof.failures()))
 

@@ -25,7 +25,7 @@ from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_m
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
 from jettison.runtime.install import install
 from jettison.runtime.offload import OffloadEngine, Transfer
 from jettison.runtime.planned import PlannedForward
@@ -257,6 +257,23 @@ def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Work
         transfers=transfers,
         levels=levels,
     )
+
+
+def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEvent, ...]:
+    """Every allocation of the whole step under a plan, in order, to be looked at. What kernels take inside of a call is
+    not among them.
+    """
+    make_state([part], dry_step)
+    optimizer = dry_step.optimizer
+    with _ready([part], dry_step):
+        device = part.trace.device_type
+        with AllocationCounter(dry_step.alive(), device=device, record_events=True) as counter:
+            *_, held = dry_step.passes(counter)
+            if optimizer is not None:
+                counter.phase("optimizer")
+                optimizer.step()
+            del held
+        return counter.events
 
 
 @contextlib.contextmanager

@@ -12,15 +12,19 @@ STATIC = "static"
 
 
 def allocation_timeline(title: str, events: Sequence[AllocationEvent]) -> MemoryTimeline:
-    """Storages from birth to death; the role is the operator that returned one. There is no clock: an event is a µs.
+    """Storages from birth to death; the role is the operator that returned one, and the module's place has the phase
+    in which it did. There is no clock: an event is a µs.
 
     A storage that is resized is taken for gone, and another one made.
     """
     writer = TimelineWriter(title)
     sizes: dict[int, int] = {}
     numbers: dict[int, int] = {}
-    begun = False
+    begun, phase = False, ""
     for event in events:
+        if event.phase != phase:
+            phase = event.phase
+            writer.mark(phase)
         time_ns = 1000 * writer.events
         begun = begun or event.operator != STATIC
         before = sizes.get(event.storage, 0)
@@ -28,6 +32,6 @@ def allocation_timeline(title: str, events: Sequence[AllocationEvent]) -> Memory
         if before:
             writer.free(numbers.pop(event.storage), time_ns)
         if after:
-            label = Label(module="", role=event.operator)
+            label = Label(module=phase, role=event.operator)
             numbers[event.storage] = writer.allocate(after, label, time_ns) if begun else writer.already(after, label)
     return writer.timeline()

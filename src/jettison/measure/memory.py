@@ -61,13 +61,15 @@ class Mark:
 class AllocationEvent:
     """A storage's birth (positive) or death (negative), the operator that returned it, and bytes live afterwards.
 
-    Storages are numbered as they are met; one that is resized changes more than twice.
+    Storages are numbered as they are met; one that is resized changes more than twice. ``phase`` is what `phase` of the
+    counter said last.
     """
 
     operator: str
     storage: int
     delta_bytes: int
     live_bytes: int
+    phase: str = ""
 
 
 @dataclass(slots=True)
@@ -125,6 +127,7 @@ class AllocationCounter(TorchDispatchMode):
         self._mark_peak_bytes = 0
         self._marks: list[Mark] = []
         self._events: list[AllocationEvent] | None = [] if record_events else None
+        self._phase = ""
         self._stretches: list[tuple[str, list[int]]] | None = [] if record_levels else None
         self.register(static_tensors)
 
@@ -162,6 +165,7 @@ class AllocationCounter(TorchDispatchMode):
             first: those before it are forgotten.
         """
         self._settle()
+        self._phase = name
         if self._stretches is not None:
             if first:
                 self._stretches.clear()
@@ -339,6 +343,7 @@ class AllocationCounter(TorchDispatchMode):
                     storage=entry.number,
                     delta_bytes=delta_bytes,
                     live_bytes=self._live_bytes,
+                    phase=self._phase,
                 )
             )
 

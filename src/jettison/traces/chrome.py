@@ -180,6 +180,32 @@ def _arrows(trace: StepTrace, offset: int, number: int) -> Iterator[dict[str, An
         yield common | {"ph": "f", "bp": "e", "pid": other, "ts": _us(offset + needed.begin_ns)}
 
 
+def timelines_json(title: str, timelines: Sequence[MemoryTimeline]) -> str:
+    """The same file of timelines that nobody timed: a process for each, a slice for each phase, counters."""
+    about = {
+        "schema": "jettison.timeline/1",
+        "title": title,
+        "clock": "allocations and frees in their order, one a microsecond",
+        "peak_bytes": [timeline.peak_bytes for timeline in timelines],
+    }
+    events = [event for pid, timeline in enumerate(timelines) for event in _untimed(timeline, pid)]
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ns","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _untimed(timeline: MemoryTimeline, pid: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": timeline.title}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+    yield {"ph": "M", "pid": pid, "tid": DEVICE, "name": "thread_name", "args": {"name": "phases"}}
+    last = len(timeline.time_ns)
+    ends = [*(mark.event for mark in timeline.marks[1:]), last]
+    for mark, end in zip(timeline.marks, ends, strict=True):
+        if end > mark.event:
+            begin_ns, end_ns = int(timeline.time_ns[mark.event]), int(timeline.time_ns[end - 1]) + 1000
+            yield _slice(pid, DEVICE, mark.text, "phase", begin_ns, end_ns, {})
+    yield from counters(timeline, pid)
+
+
 def counters(timeline: MemoryTimeline, pid: int) -> Iterator[dict[str, Any]]:
     """Bytes allocated, and by role: at each time the highest, then what is left of it where that is less."""
     totals: defaultdict[str, int] = defaultdict(int)

@@ -12,13 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
-from jettison.dryrun.step import dry_run_batch
+from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.ledger.program import Program
+from jettison.measure.allocations import allocation_timeline
 from jettison.measure.environment import environment
 from jettison.measure.memory import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
+from jettison.planner.planner import module_policy
 from jettison.predict.run_request import RunRequest
 from jettison.progress import Progress, silent
 from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
@@ -26,6 +28,7 @@ from jettison.report.tables import plan_table
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
+from jettison.traces.timeline import MemoryTimeline
 
 MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
 
@@ -36,6 +39,7 @@ class PlanReport:
 
     plan: Plan
     request: ModelRequest
+    step: MemoryTimeline | None = None  # predicted, where somebody asked for it
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1`` with the keys ``made_by`` and ``environment``."""
@@ -105,6 +109,7 @@ def live_plan(
     hardware: Hardware | None = None,
     offload: bool = False,
     host_budget_bytes: int | None = None,
+    over_time: bool = False,
     progress: Progress = silent,
 ) -> PlanReport:
     """The fastest plan under a budget.
@@ -112,6 +117,9 @@ def live_plan(
     Ops of a model that this machine could hold are run once each, for their seconds and their workspace; those of a
     larger one are priced by their FLOPs and bytes on `hardware`, and their kernels' workspace is not in the predicted
     peak.
+
+    Args:
+        over_time: the planned step's allocations, too.
 
     Raises:
         Infeasible: no plan fits.
@@ -134,7 +142,12 @@ def live_plan(
         offload=offload,
         host_budget=host_budget_bytes,
     )
-    return PlanReport(plan=found, request=request)
+    step = None
+    if over_time:
+        progress("dry-running the planned step")
+        events = dry_run_events(module_policy(traced, found), OneBatch(trace=traced, optimizer=optimizer))
+        step = allocation_timeline(f"{request.model}, predicted under the plan", events)
+    return PlanReport(plan=found, request=request, step=step)
 
 
 def _kept(

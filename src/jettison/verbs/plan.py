@@ -30,6 +30,7 @@ def plan(
     gpu: str | None = None,
     host_budget: str | None = None,
     what_if: bool = False,
+    over_time: bool = False,
     progress: Progress = silent,
 ) -> PlanReport | ForecastPlan:
     """What `jettison plan` answers.
@@ -41,6 +42,7 @@ def plan(
         gpu: what leaves less than the budget, and prices what is not run; left out, see `usual_hardware`.
         host_budget: of one rank, for what is offloaded; left out, the GPU's share of its host's memory.
         what_if: what each next GiB would change, too.
+        over_time: of a live model, the predicted step's allocations, too.
 
     Raises:
         Infeasible: no plan fits.
@@ -51,6 +53,10 @@ def plan(
     also = [flag for flag, given in (("--host-budget", host_budget), ("--what-if", what_if)) if given]
     for_gpu = gpu is not None and budget is None
     if not is_live(model) and (model in PRESETS or beyond or also or for_gpu):
+        if over_time:
+            raise UsageError(
+                "got --timeline or --snapshot for a plan from a spec; `jettison estimate` writes them of such a step"
+            )
         return _described(model, request, budget, gpu, host_budget, what_if)
     offload = bool(request.offload)
     device = None if gpu is None else hardware(gpu)
@@ -68,6 +74,7 @@ def plan(
         hardware=device,
         offload=offload,
         host_budget_bytes=host,
+        over_time=over_time,
         progress=progress,
     )
 

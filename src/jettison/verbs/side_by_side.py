@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.ledger.levels import PhaseLevels, StepLevels
+from jettison.measure.allocations import allocation_timeline
 from jettison.measure.gradients import buffer_digest, compare_gradients, rng_digest, same_bits
-from jettison.measure.memory import static_tensors, unique_bytes
+from jettison.measure.memory import AllocationCounter, static_tensors, unique_bytes
 from jettison.measure.peak import PhaseMarks, measured_peak
+from jettison.traces.timeline import MemoryTimeline
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
 ROUNDS = 8
@@ -77,6 +79,21 @@ class Side:
         self.model.zero_grad(set_to_none=True)
         beside = unique_bytes(static) - report.static_bytes
         return StepMemory(peak_bytes=report.peak_bytes + beside, levels=_moved(report.levels, beside))
+
+
+def step_timeline(side: Side, title: str) -> MemoryTimeline:
+    """One step of a side, allocation by allocation; gradients are dropped before it and after it."""
+    side.model.zero_grad(set_to_none=True)
+    with AllocationCounter(static_tensors(side.model, side.batch, side.optimizer), record_events=True) as counter:
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            counter.phase(name)
+            yield
+
+        replace(side, phase=phase).step()
+    side.model.zero_grad(set_to_none=True)
+    return allocation_timeline(title, counter.events)
 
 
 @dataclass(frozen=True, kw_only=True)

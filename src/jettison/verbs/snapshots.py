@@ -10,9 +10,10 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.report.estimate import EstimateReport
 from jettison.report.snapshot import SnapshotReport
-from jettison.traces.chrome import chrome_json, step_trace
+from jettison.traces.chrome import chrome_json, step_trace, timelines_json
 from jettison.traces.snapshot import read_snapshot
 from jettison.traces.snapshot_file import write_snapshot
+from jettison.traces.timeline import MemoryTimeline
 
 _JSON_BEGINS: Final = b'{["-0123456789tfn \t\r\n\xef'
 
@@ -60,6 +61,30 @@ def snapshot_report(files: Sequence[Path]) -> SnapshotReport:
     return SnapshotReport(snapshot=read[0], other=read[1] if len(read) == 2 else None)
 
 
+def write_timelines(
+    title: str, timelines: Sequence[MemoryTimeline], *, timeline: Path | None, snapshot: Path | None
+) -> Iterator[str]:
+    """Write steps of a live model, allocation by allocation, and say what was written; as for `write_step_files`.
+
+    Args:
+        timelines: a process of the trace, and a device of the snapshot, for each.
+    """
+    if timeline is not None:
+        timeline.write_text(timelines_json(title, timelines), encoding="utf-8")
+        yield _wrote_trace(timeline)
+    if snapshot is not None:
+        write_snapshot(snapshot, list(timelines))
+        yield _wrote_snapshot(snapshot)
+
+
+def _wrote_trace(path: Path) -> str:
+    return f"wrote {path}: open it at ui.perfetto.dev or chrome://tracing"
+
+
+def _wrote_snapshot(path: Path) -> str:
+    return f"wrote {path}: jettison report {path} reads it, and pytorch's memory_viz"
+
+
 def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot: Path | None) -> Iterator[str]:
     """Write an estimated run's first two steps, and say what was written.
 
@@ -73,8 +98,8 @@ def write_step_files(report: EstimateReport, *, timeline: Path | None, snapshot:
     if timeline is not None:
         made = step_trace(report.model, report.memory, report.found)
         timeline.write_text(chrome_json(made), encoding="utf-8")
-        yield f"wrote {timeline}: open it at ui.perfetto.dev or chrome://tracing"
+        yield _wrote_trace(timeline)
     if snapshot is not None:
         made = step_trace(report.model, report.memory, report.found, by_tensor=True)
         write_snapshot(snapshot, list(made.memory))
-        yield f"wrote {snapshot}: jettison report {snapshot} reads it, and pytorch's memory_viz"
+        yield _wrote_snapshot(snapshot)

@@ -32,6 +32,8 @@ from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
 from jettison.verbs.side_by_side import ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
+Look = Callable[[Side, Side], None]
+
 
 def verify(
     model: nn.Module,
@@ -49,6 +51,7 @@ def verify(
     holds_output: bool = True,
     steps: int = STEPS,
     rounds: int = ROUNDS,
+    look: Look | None = None,
     progress: Progress = silent,
 ) -> Proof:
     """Train ``model`` as planned beside an independent copy that trains plainly, and say what came out.
@@ -70,6 +73,7 @@ def verify(
         host_budget: with a budget or a plan that moves tensors to the host, what pinned memory may take there.
         optimizer: over the model's parameters.
         holds_output: as for `auto_checkpoint`: whether the loop holds the model's output to the end of the step.
+        look: called with the plain side and the planned one at the end, while the plan is on.
 
     Raises:
         UsageError: not exactly one of budget, plan and handle is given.
@@ -106,7 +110,10 @@ def verify(
             model=plain, optimizer=plain_optimizer, batch=batch, loss_fn=loss_fn, holds_output=holds_output
         )
         planned_side = replace(plain_side, model=model, optimizer=optimizer)
-        return _prove(plain_side, planned_side, applied, steps, rounds, progress)
+        proof = _prove(plain_side, planned_side, applied, steps, rounds, progress)
+        if look is not None:
+            look(plain_side, planned_side)
+        return proof
     finally:
         model.zero_grad(set_to_none=True)
         if handle is None:

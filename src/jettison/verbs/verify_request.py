@@ -16,7 +16,7 @@ from jettison.report.plan import DESCRIBED
 from jettison.report.proof import Proof
 from jettison.solve.plan import SCHEMA as PLAN_SCHEMA
 from jettison.solve.plan import Plan
-from jettison.verbs.verify import verify
+from jettison.verbs.verify import Look, verify
 from jettison.verbs.verify_given import verify_given
 
 
@@ -39,12 +39,14 @@ def prove(
     host_budget: str | None = None,
     gpu: str | None = None,
     rounds: int = 8,
+    look: Look | None = None,
     progress: Progress = silent,
 ) -> Proof:
     """Build the real model and verify a plan, a budget, a policy, or what it does already; exactly one is given.
 
     Args:
         offload: under the budget, tensors may also wait on the host; ``gpu`` names the link where there is none here.
+        look: as for `verify`; not with ``given``.
 
     Raises:
         UsageError: not exactly one of them, or no such model.
@@ -58,6 +60,8 @@ def prove(
             raise UsageError(f"got {flag} without --budget: what is moved is chosen under a budget")
     if host_budget is not None and not offload and plan is None:
         raise UsageError(f"got --host-budget {host_budget}, and nothing goes to the host; give --offload, or a plan")
+    if look is not None and given is not None:
+        raise UsageError("got --timeline or --snapshot with --given; they show a step under a plan beside a plain one")
     if budget is not None:
         parse_bytes(budget)
     progress("building the model")
@@ -77,10 +81,11 @@ def prove(
             offload=offload,
             host_budget=host_budget,
             hardware=gpu,
+            look=look,
             **more,
         )
     with apply(loaded.model, recompute, batch=loaded.batch, loss_fn=loaded.loss_fn) as handle:
-        return verify(loaded.model, loaded.batch, handle=handle, **more)
+        return verify(loaded.model, loaded.batch, handle=handle, look=look, **more)
 
 
 def read_plan(path: Path) -> tuple[Plan, Any] | None:
