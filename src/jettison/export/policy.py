@@ -1,0 +1,125 @@
+"""What a target is told to do with a layer, and what stays of the layer then.
+
+NOTE [ What a checkpoint holds ]
+`torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the last
+one of which backward asks for something, whether their results are wanted or not. Under selective contexts the outputs
+of chosen calls of ops are held as well, all of a call's outputs or none, and these calls are not run again. A plan that
+keeps one of two outputs, or leaves out an input that it can compute, therefore holds more after it was exported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from jettison.export.subject import Decision
+from jettison.ledger.program import Program
+from jettison.solve.policy import Full, close
+
+
+class Action(StrEnum):
+    """One word for a layer."""
+
+    KEEP = "none"
+    CHECKPOINT = "full"
+    SELECT = "selective"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class OpCall:
+    """The ``number``-th call of an op in a layer's forward, counted from 1."""
+
+    op: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPolicy:
+    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host."""
+
+    decision: Decision
+    action: Action
+    kept: frozenset[int]
+    moved: frozenset[int] = frozenset()
+    saves: tuple[OpCall, ...] = ()
+    words: str = ""  # a target's own
+
+    @property
+    def layer(self) -> str:
+        """Its name."""
+        return self.decision.layer
+
+    @property
+    def program(self) -> Program:
+        """Of the layer."""
+        return self.decision.program
+
+    @property
+    def kept_bytes(self) -> int:
+        """On the device, between forward and backward."""
+        return self.program.kept_bytes(self.kept - self.moved)
+
+    @cached_property
+    def again(self) -> tuple[int, ...]:
+        """Ops that backward runs a second time."""
+        return () if self.action is Action.KEEP else rerun(self.program, self.saves)
+
+    @property
+    def recompute_flops(self) -> int:
+        """Of these ops."""
+        return sum(self.program.ops[o].flops for o in self.again)
+
+
+def kept_whole(decision: Decision) -> LayerPolicy:
+    """Plain autograd."""
+    return LayerPolicy(decision=decision, action=Action.KEEP, kept=decision.program.saved_buffers())
+
+
+def checkpointed(decision: Decision) -> LayerPolicy:
+    """The layer is a checkpoint of its own."""
+    return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(decision.program))
+
+
+def by_ops(decision: Decision) -> LayerPolicy:
+    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ]."""
+    if decision.plain:
+        return kept_whole(decision)
+    program = decision.program
+    saves = [call for index, call in enumerate(op_calls(program)) if decision.kept.intersection(program.ops[index].outputs)]
+    if not saves:
+        return checkpointed(decision)
+    return LayerPolicy(
+        decision=decision, action=Action.SELECT, kept=held_by(program, saves), saves=tuple(sorted(saves))
+    )
+
+
+def held_by(program: Program, saves: list[OpCall]) -> frozenset[int]:
+    """Buffers that stay when the outputs of these calls do."""
+    chosen = set(saves)
+    outputs = {b for op, call in zip(program.ops, op_calls(program), strict=True) if call in chosen for b in op.outputs}
+    return frozenset(b for b in outputs if not program.buffers[b].free) | Full().kept(program)
+
+
+def op_calls(program: Program) -> list[OpCall]:
+    """By op of a program, which call of its kind it is."""
+    seen: Counter[str] = Counter()
+    found = []
+    for op in program.ops:
+        seen[op.name] += 1
+        found.append(OpCall(op=op.name, number=seen[op.name]))
+    return found
+
+
+def rerun(program: Program, saves: tuple[OpCall, ...] = ()) -> tuple[int, ...]:
+    """Ops that a checkpoint runs again, in order."""
+    makers = [m for b in program.needed_buffers() if (m := program.buffers[b].producer) is not None]
+    chosen = set(saves)
+    calls = op_calls(program)
+    return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in chosen)
+
+
+def closed(decision: Decision, wanted: frozenset[int]) -> frozenset[int]:
+    """What has to stay so that the wanted buffers are enough."""
+    return close(decision.program, wanted)
