@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 
 from jettison.export.subject import Decision
 from jettison.ledger.program import Program
-from jettison.solve.policy import Full, close
+from jettison.solve.policy import Full
 
 
 class Action(StrEnum):
@@ -37,12 +36,15 @@ class OpCall:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host."""
+    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host, and backward
+    runs the ops ``again`` a second time.
+    """
 
     decision: Decision
     action: Action
     kept: frozenset[int]
     moved: frozenset[int] = frozenset()
+    again: tuple[int, ...] = ()
     saves: tuple[OpCall, ...] = ()
     words: str = ""  # a target's own
 
@@ -61,14 +63,9 @@ class LayerPolicy:
         """On the device, between forward and backward."""
         return self.program.kept_bytes(self.kept - self.moved)
 
-    @cached_property
-    def again(self) -> tuple[int, ...]:
-        """Ops that backward runs a second time."""
-        return () if self.action is Action.KEEP else rerun(self.program, self.saves)
-
     @property
     def recompute_flops(self) -> int:
-        """Of these ops."""
+        """Of what runs again."""
         return sum(self.program.ops[o].flops for o in self.again)
 
 
@@ -79,7 +76,8 @@ def kept_whole(decision: Decision) -> LayerPolicy:
 
 def checkpointed(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint of its own."""
-    return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(decision.program))
+    program = decision.program
+    return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
 
 
 def by_ops(decision: Decision) -> LayerPolicy:
@@ -90,8 +88,13 @@ def by_ops(decision: Decision) -> LayerPolicy:
     saves = [call for index, call in enumerate(op_calls(program)) if decision.kept.intersection(program.ops[index].outputs)]
     if not saves:
         return checkpointed(decision)
+    calls = tuple(sorted(saves))
     return LayerPolicy(
-        decision=decision, action=Action.SELECT, kept=held_by(program, saves), saves=tuple(sorted(saves))
+        decision=decision,
+        action=Action.SELECT,
+        kept=held_by(program, saves),
+        again=rerun(program, calls),
+        saves=calls,
     )
 
 
@@ -119,7 +122,3 @@ def rerun(program: Program, saves: tuple[OpCall, ...] = ()) -> tuple[int, ...]:
     calls = op_calls(program)
     return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in chosen)
 
-
-def closed(decision: Decision, wanted: frozenset[int]) -> frozenset[int]:
-    """What has to stay so that the wanted buffers are enough."""
-    return close(decision.program, wanted)

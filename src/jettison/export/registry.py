@@ -8,13 +8,15 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.export.result import Exported, Pricer
 from jettison.export.subject import Subject
-from jettison.export.targets import plain_torch, transformers
+from jettison.export.targets import megatron, plain_torch, transformers
 
 Exporter = Callable[[Subject, Pricer], Exported]
 
 TARGETS: Final[dict[str, Exporter]] = {
     "torch": plain_torch.export,
     "transformers": transformers.export,
+    "megatron": megatron.export,
+    "megatron-bridge": megatron.export_bridge,
 }
 
 
