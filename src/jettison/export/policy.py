@@ -10,6 +10,7 @@ keeps one of two outputs, or leaves out an input that it can compute, therefore 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -80,12 +81,20 @@ def checkpointed(decision: Decision) -> LayerPolicy:
     return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
 
 
-def by_ops(decision: Decision) -> LayerPolicy:
-    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ]."""
+def by_ops(decision: Decision, sayable: Callable[[str], bool] = lambda _: True) -> LayerPolicy:
+    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ].
+
+    Args:
+        sayable: whether an op of this name can be told apart where it runs.
+    """
     if decision.plain:
         return kept_whole(decision)
     program = decision.program
-    saves = [call for index, call in enumerate(op_calls(program)) if decision.kept.intersection(program.ops[index].outputs)]
+    saves = [
+        call
+        for op, call in zip(program.ops, op_calls(program), strict=True)
+        if decision.kept.intersection(op.outputs) and sayable(op.name)
+    ]
     if not saves:
         return checkpointed(decision)
     calls = tuple(sorted(saves))

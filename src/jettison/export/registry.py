@@ -8,15 +8,20 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.export.result import Exported, Pricer
 from jettison.export.subject import Subject
-from jettison.export.targets import megatron, plain_torch, transformers
+from jettison.export.targets import brief, fsdp, megatron, plain_torch, torchtitan, transformers
 
 Exporter = Callable[[Subject, Pricer], Exported]
 
 TARGETS: Final[dict[str, Exporter]] = {
     "torch": plain_torch.export,
     "transformers": transformers.export,
+    "accelerate": fsdp.export_accelerate,
+    "deepspeed": fsdp.export_deepspeed,
+    "lightning": fsdp.export_lightning,
     "megatron": megatron.export,
     "megatron-bridge": megatron.export_bridge,
+    "torchtitan": torchtitan.export,
+    "brief": brief.export,
 }
 
 

@@ -33,7 +33,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
 
     policies, cost = fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
     step = step_of(policies)
-    spaced = None if step is not None or not _checkpoints(policies) else _spaced(subject, pricer, write)
+    spaced = None if step is not None or not _checkpoints(policies) else _spaced(subject, pricer)
     alternatives, notes = [], []
     if step is not None:
         notes.append(f"the mask is every_n_layers={step}: TRAINING_ARGUMENTS says all of it")
@@ -80,7 +80,7 @@ def step_of(policies: Sequence[LayerPolicy]) -> int | None:
     return None
 
 
-def _spaced(subject: Subject, pricer: Pricer, write: object) -> Priced | None:
+def _spaced(subject: Subject, pricer: Pricer) -> Priced | None:
     """The largest ``every_n_layers`` that fits; None where none does."""
     depth = len(subject.decisions)
     steps = sorted({-(-depth // count): count for count in range(depth, 0, -1)}, reverse=True)
