@@ -52,7 +52,9 @@ def dry_run_given(
             return _step(trace, step, workspace)
         except (RuntimeError, NotImplementedError, LookupError, AttributeError) as error:
             text = (str(error).splitlines() or [""])[0]
-            raise TraceError(f"a step of what was exported failed on fake tensors: {type(error).__name__}: {text}") from error
+            raise TraceError(
+                f"a step of what was exported failed on fake tensors: {type(error).__name__}: {text}"
+            ) from error
         finally:
             model.zero_grad(set_to_none=True)
 

@@ -74,7 +74,9 @@ class DescribedPricer:
         moved = {} if chosen is None else dict(zip(run.model.layer_names, chosen, strict=True))
         parts = {part.name: part for part in found.parts if part.is_layer}
         on_host = sum(
-            parts[name].region.program.kept_bytes(staying.moved) for name, staying in moved.items() if staying is not None
+            parts[name].region.program.kept_bytes(staying.moved)
+            for name, staying in moved.items()
+            if staying is not None
         )
         return Cost(
             layer_bytes=sum(rows[name] for name in run.model.layer_names) - on_host,
@@ -116,5 +118,3 @@ def subject_of(choice: AutoForecast, document: dict[str, object], model: str) ->
         predicted=predicted if isinstance(predicted, dict) else {},
         asked=made_by if isinstance(made_by, dict) else {},
     )
-
-

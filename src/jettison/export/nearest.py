@@ -36,6 +36,38 @@ def fewest_checkpoints(subject: Subject, pricer: Pricer, write: Write, *, target
     return least(made, len(order), subject, pricer, write, target=target, could=could)
 
 
+def between(
+    wished: Sequence[LayerPolicy],
+    subject: Subject,
+    pricer: Pricer,
+    write: Write,
+    *,
+    target: str,
+    could: str,
+    as_it_stands: bool,
+) -> Priced:
+    """A wish for each layer; where that is above the budget, the first layers are checkpoints instead, as few as fit.
+
+    Args:
+        as_it_stands: else, where the wish leaves room, the last layers keep everything, as many as fit.
+
+    Raises:
+        Infeasible: with every layer a checkpoint it does not fit.
+    """
+    depth = len(wished)
+    whole = [kept_whole(policy.decision) for policy in wished]
+    full = [checkpointed(policy.decision) for policy in wished]
+
+    def made(count: int) -> tuple[LayerPolicy, ...]:
+        if count <= depth:
+            return (*wished[:count], *whole[count:])
+        return (*full[: count - depth], *wished[count - depth :])
+
+    if not as_it_stands:
+        return least(made, 2 * depth, subject, pricer, write, target=target, could=could)
+    return least(lambda count: made(depth + count), depth, subject, pricer, write, target=target, could=could)
+
+
 def least(
     made: Callable[[int], tuple[LayerPolicy, ...]],
     most: int,

@@ -1,16 +1,16 @@
 """What a target is told to do with a layer, and what stays of the layer then.
 
 NOTE [ What a checkpoint holds ]
-`torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the last
-one of which backward asks for something, whether their results are wanted or not. Under selective contexts the outputs
-of chosen calls of ops are held as well, all of a call's outputs or none, and these calls are not run again. A plan that
-keeps one of two outputs, or leaves out an input that it can compute, therefore holds more after it was exported.
+`torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the
+last one of which backward asks for something, whether their results are wanted or not. Under selective contexts the
+outputs of chosen calls of ops are held as well, all of a call's outputs or none, and these calls are not run again. A
+plan that keeps one of two outputs, or leaves out an input that it can compute, therefore holds more once exported.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,8 +37,8 @@ class OpCall:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPolicy:
-    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host, and backward
-    runs the ops ``again`` a second time.
+    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host, and
+    backward runs the ops ``again`` a second time.
     """
 
     decision: Decision
@@ -81,33 +81,25 @@ def checkpointed(decision: Decision) -> LayerPolicy:
     return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
 
 
-def by_ops(decision: Decision, sayable: Callable[[str], bool] = lambda _: True) -> LayerPolicy:
-    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ].
-
-    Args:
-        sayable: whether an op of this name can be told apart where it runs.
-    """
+def by_ops(decision: Decision) -> LayerPolicy:
+    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ]."""
     if decision.plain:
         return kept_whole(decision)
-    program = decision.program
-    saves = [
-        call
-        for op, call in zip(program.ops, op_calls(program), strict=True)
-        if decision.kept.intersection(op.outputs) and sayable(op.name)
-    ]
+    calls = zip(decision.program.ops, op_calls(decision.program), strict=True)
+    return saving(decision, [call for op, call in calls if decision.kept.intersection(op.outputs)])
+
+
+def saving(decision: Decision, saves: Sequence[OpCall]) -> LayerPolicy:
+    """The layer is a checkpoint that saves the outputs of these calls."""
     if not saves:
         return checkpointed(decision)
-    calls = tuple(sorted(saves))
+    program, calls = decision.program, tuple(sorted(saves))
     return LayerPolicy(
-        decision=decision,
-        action=Action.SELECT,
-        kept=held_by(program, saves),
-        again=rerun(program, calls),
-        saves=calls,
+        decision=decision, action=Action.SELECT, kept=held_by(program, calls), again=rerun(program, calls), saves=calls
     )
 
 
-def held_by(program: Program, saves: list[OpCall]) -> frozenset[int]:
+def held_by(program: Program, saves: Sequence[OpCall]) -> frozenset[int]:
     """Buffers that stay when the outputs of these calls do."""
     chosen = set(saves)
     outputs = {b for op, call in zip(program.ops, op_calls(program), strict=True) if call in chosen for b in op.outputs}
@@ -130,4 +122,3 @@ def rerun(program: Program, saves: tuple[OpCall, ...] = ()) -> tuple[int, ...]:
     chosen = set(saves)
     calls = op_calls(program)
     return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in chosen)
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 
 
-def export(
+def export_plan(
     plan: Any, *, to: str, gpu: str | None = None, model: str | None = None, progress: Progress = silent
 ) -> Exported:
     """What `jettison export` answers.
@@ -80,31 +79,37 @@ def _described(document: Mapping[str, Any], name: str, model: str | None, write:
     return write(subject, DescribedPricer(again.choice))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """Where an export's files are."""
-
-    paths: tuple[Path, ...]
-
-
-def write_files(found: Exported, out: Path, *, force: bool) -> Written:
-    """One file as ``out``, several into the folder ``out``.
+def check_free(out: Path | None, *, force: bool) -> None:
+    """Before long work: may something be written there?
 
     Raises:
-        UsageError: something is there already, or there is no such folder.
+        UsageError: there is a file already, or no such folder.
     """
-    if len(found.files) == 1:
-        targets = {out / next(iter(found.files)) if out.is_dir() else out: next(iter(found.files.values()))}
+    if out is None:
+        return
+    if out.is_file() and not force:
+        raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
+
+
+def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
+    """One file as ``out``, several into the folder ``out``; all of them, or none.
+
+    Raises:
+        UsageError: something is there already, or ``out`` is a file where there are several.
+    """
+    check_free(out, force=force)
+    if len(found.files) > 1 and out.is_file():
+        raise UsageError(f"{found.target} is {len(found.files)} files, and {out} is one; give a folder")
+    if len(found.files) == 1 and not out.is_dir():
+        targets = {out: next(iter(found.files.values()))}
     else:
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"{found.target} is {len(found.files)} files, and {out} is one; give a folder")
         targets = {out / name: text for name, text in found.files.items()}
     there = [path for path in targets if path.exists()]
     if there and not force:
         raise UsageError(f"{there[0]} is there already; give --force to replace it, or another --out")
-    if not out.parent.is_dir():
-        raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
     for path, text in targets.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return Written(paths=tuple(targets))
+    return tuple(targets)

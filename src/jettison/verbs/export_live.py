@@ -34,7 +34,7 @@ def live_export(
     model: str | None,
     progress: Progress,
 ) -> Exported:
-    """See `jettison.verbs.export.export`."""
+    """See `jettison.verbs.export.export_plan`."""
     plan = Plan.from_json(text)
     made_by = document.get("made_by")
     stated = made_by if isinstance(made_by, dict) else {}

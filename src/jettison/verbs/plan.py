@@ -143,8 +143,8 @@ def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
     unknown = sorted(set(made_by) - known)
     if not isinstance(made_by.get("model"), str) or unknown:
         raise UsageError(
-            f"the plan does not say how it was made (key made_by{f': {unknown[0]!r}' if unknown else ''}); make it again "
-            "with jettison plan"
+            f"the plan does not say how it was made (key made_by{f': {unknown[0]!r}' if unknown else ''}); make it "
+            "again with jettison plan"
         )
     try:
         request = RunRequest(**{name: value for name, value in made_by.items() if name in fields})

@@ -1,4 +1,4 @@
-"""A brief in Markdown that a person or an assistant can act on: model, accelerator, plan by layer, reasons, questions."""
+"""A brief in Markdown that a person or an assistant can act on: model, accelerator, plan, reasons, open questions."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def _title(subject: Subject) -> list[str]:
     return [
         f"# What to keep, recompute and offload: {_plain(subject.model)}",
         "",
-        "Task: make a training step of this model stay below the budget, by a policy for each layer (none, selective, full,",
-        "offload or mixed). The policy below was chosen by Jettison's solver and is to be carried out as it stands; what is",
-        "not known is asked at the end, and should be answered before anything is changed.",
+        "Task: make a training step of this model stay below the budget, by a policy for each layer (none, selective,",
+        "full, offload or mixed). The policy below was chosen by Jettison's solver, to be carried out as it stands.",
+        "What is not known is asked at the end, and should be answered before anything is changed.",
         "",
     ]
 
@@ -72,10 +72,10 @@ def _model(subject: Subject) -> list[str]:
         model, layout = run.model, run.layout
         lines += [
             f"- {subject.described.forecast.parameters:,} parameters, {model.depth} layers, hidden size {model.hidden}",
-            f"- batch: {run.micro_batch} sequences of {run.seq} tokens in a micro-batch, {run.micro_batches} micro-batches "
-            "in a step on one data-parallel rank",
-            f"- layout: tp {layout.tp}{' with sequence parallelism' if layout.sp and layout.tp > 1 else ''}, cp {layout.cp}, "
-            f"pp {layout.pp}, dp {layout.dp}, ep {layout.ep}, ZeRO {layout.zero}: {layout.world} devices",
+            f"- batch: {run.micro_batch} sequences of {run.seq} tokens in a micro-batch, "
+            f"{run.micro_batches} micro-batches in a step on one data-parallel rank",
+            f"- layout: tp {layout.tp}{' with sequence parallelism' if layout.sp and layout.tp > 1 else ''}, "
+            f"cp {layout.cp}, pp {layout.pp}, dp {layout.dp}, ep {layout.ep}, ZeRO {layout.zero}: {layout.world} devices",
             f"- precision {run.precision.name}, optimizer {run.optimizer}, kernels {run.kernels.name}, attention "
             f"{run.kernels.attention}, dropout {run.dropout}",
         ]
@@ -153,7 +153,12 @@ def _row(decision: Decision) -> tuple[str, int, int, int]:
 
 def _reasons(subject: Subject) -> list[str]:
     """By kind of decision, which tensors it drops, dearest in bytes first."""
-    lines = ["## Reasons", "", "What is dropped, by the op that makes it; a price is what its bytes cost to compute again.", ""]
+    lines = [
+        "## Reasons",
+        "",
+        "What is dropped, by the op that makes it; a price is what its bytes cost to compute again.",
+        "",
+    ]
     seen: set[object] = set()
     for decision in subject.decisions:
         key = id(decision.program), decision.kept, decision.moved
@@ -196,7 +201,11 @@ def _simpler(subject: Subject, pricer: Pricer) -> list[str]:
             could="which layers are checkpoints",
         )
     except Infeasible as error:
-        return [*lines, f"It does not fit: with every layer a checkpoint a step needs {_bytes(error.minimum_budget_bytes)}.", ""]
+        return [
+            *lines,
+            f"It does not fit: with every layer a checkpoint a step needs {_bytes(error.minimum_budget_bytes)}.",
+            "",
+        ]
     chosen = [policy.layer for policy in policies if str(policy.action) == "full"]
     again = format_flops(cost.recompute_flops)
     what = f"{len(chosen)} of {len(policies)} layers, {chosen[0]} to {chosen[-1]}" if chosen else "no layer"
@@ -207,8 +216,8 @@ def _questions(subject: Subject) -> list[str]:
     lines = [
         "## Open questions",
         "",
-        "- Is the budget what the accelerator leaves after the CUDA context, the caching allocator's fragmentation and other "
-        "processes?",
+        "- Is the budget what the accelerator leaves after the CUDA context, the caching allocator's fragmentation and "
+        "other processes?",
         "- Which trainer runs it? `jettison export PLAN --to TARGET` writes its settings, and says what they lose.",
         "- Does the batch change in size from step to step? The plan is for the one above.",
     ]
@@ -217,7 +226,9 @@ def _questions(subject: Subject) -> list[str]:
     elif subject.described is not None and subject.described.forecast.run.model.depth:
         lines.append("- Is the model's code the one whose kernels are named above? Other code saves other tensors.")
     if any(decision.moved for decision in subject.decisions):
-        lines.append("- Does the trainer move tensors to the host beside the computation? If not, plan with --no-offload.")
+        lines.append(
+            "- Does the trainer move tensors to the host beside the computation? If not, plan with --no-offload."
+        )
     lines.append("- Was it verified? `jettison verify` compares gradients and the peak on the machine itself.")
     return lines
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jettison.export.nearest import fewest_checkpoints
 from jettison.export.policy import Action, LayerPolicy, checkpointed, kept_whole
@@ -49,10 +50,10 @@ def export_deepspeed(subject: Subject, pricer: Pricer) -> Exported:
     if not on:
         return found
     lost = (
-        "the section takes effect where the model's own code calls deepspeed.checkpointing.checkpoint for each layer; the "
-        "file cannot say which layers do (with transformers: activation_checkpointing=True in TrainingArguments)"
+        "the section takes effect where the model's own code calls deepspeed.checkpointing.checkpoint for each layer; "
+        "the file cannot say which layers do (with transformers: activation_checkpointing=True in TrainingArguments)"
     )
-    return _with_loss(found, lost)
+    return replace(found, lost=(*found.lost, lost))
 
 
 def export_lightning(subject: Subject, pricer: Pricer) -> Exported:
@@ -95,12 +96,6 @@ def _exported(
         notes=_sharding(subject),
         checked_with=checked_with,
     )
-
-
-def _with_loss(found: Exported, text: str) -> Exported:
-    from dataclasses import replace
-
-    return replace(found, lost=(*found.lost, text))
 
 
 def _sharding(subject: Subject) -> tuple[str, ...]:

@@ -86,8 +86,8 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
     run = subject.described.forecast.run
     if run.recompute.whole:
         raise CannotSay(
-            f"the plan keeps {run.recompute.whole} of each window's micro-batches whole; megatron-core 0.19 has no flag "
-            "for it any more. Plan without --whole-micro-batches"
+            f"the plan keeps {run.recompute.whole} of each window's micro-batches whole; megatron-core 0.19 has no "
+            "flag for it any more. Plan without --whole-micro-batches"
         )
     if run.layout.schedule is not Schedule.ONE_F_ONE_B and run.layout.pp > 1:
         raise CannotSay(f"the plan's schedule is {run.layout.schedule}; {target} runs 1f1b")
@@ -151,9 +151,7 @@ def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
         for chunk in stage.parts:
             names = [part.name for part in chunk if part.is_layer]
             position.update((name, i) for i, name in enumerate(names))
-    policies = tuple(
-        checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions
-    )
+    policies = tuple(checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions)
     return Candidate(
         settings={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number},
         policies=policies,
@@ -242,8 +240,8 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
     what = "gradients" if run.layout.zero == 2 else "gradients and parameters"
     return (
         f"the plan shards {what} (zero {run.layout.zero}); the flags say --use-distributed-optimizer, which shards "
-        "optimizer state alone. Megatron-FSDP, which shards more, is not exported: the peak here is not what these flags "
-        "alone reach",
+        "optimizer state alone. Megatron-FSDP, which shards more, is not exported: the peak here is not what these "
+        "flags alone reach",
     )
 
 
@@ -252,9 +250,11 @@ def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
     modules = best.settings.get("recompute_modules")
     if isinstance(modules, list) and "layernorm" in modules:
         found.append(
-            "layernorm frees something where norms are modules of their own; under Transformer Engine the norm before a "
-            "product is part of that product's kernel"
+            "layernorm frees something where norms are modules of their own; under Transformer Engine the norm before "
+            "a product is part of that product's kernel"
         )
     if run.kernels.name != "megatron":
-        found.append(f"the plan was made for kernels of {run.kernels.name}; with --kernels megatron bytes are Megatron's")
+        found.append(
+            f"the plan was made for kernels of {run.kernels.name}; with --kernels megatron bytes are Megatron's"
+        )
     return tuple(found)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jettison.export.nearest import Priced, fewest_checkpoints, least
-from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops, checkpointed
+from jettison.export.nearest import Priced, between, fewest_checkpoints
+from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops
 from jettison.export.python_text import header, names, saves_table
 from jettison.export.result import CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Subject
 
 TARGET = "torch"
-USE = """Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
-torch.compile. It changes the model in place; names in its state_dict stay as they are."""
+USE = """Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel
+and torch.compile. It changes the model in place; names in its state_dict stay as they are."""
 COULD = "which calls of ops stay, and which layers are checkpoints"
 DISPATCHED = (
-    "selective contexts put a dispatch mode around every op of a layer; that costs time on the host beside the ops that "
-    "run again, and is not in these seconds"
+    "selective contexts put a dispatch mode around every op of a layer; that costs time on the host beside the ops "
+    "that run again, and is not in these seconds"
 )
 
 
@@ -52,13 +52,7 @@ def _chosen(subject: Subject, pricer: Pricer) -> Priced:
     if not subject.live:  # a description names no ops of a module
         return fewest_checkpoints(subject, pricer, write, target=TARGET, could="which layers are checkpoints")
     wished = tuple(map(by_ops, subject.decisions))
-    changed = [i for i, policy in enumerate(wished) if policy.action is not Action.CHECKPOINT]
-
-    def made(count: int) -> tuple[LayerPolicy, ...]:
-        more = set(changed[:count])
-        return tuple(checkpointed(p.decision) if i in more else p for i, p in enumerate(wished))
-
-    return least(made, len(changed), subject, pricer, write, target=TARGET, could=COULD)
+    return between(wished, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=True)
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
@@ -156,7 +150,7 @@ def apply(model: nn.Module) -> nn.Module:
 _CONTEXTS = '''
 
 def _contexts(saves):
-    """Fresh contexts for one forward: calls of ops are counted, in the forward and again when it is run again."""
+    """Fresh contexts for one forward: calls of ops are counted, then and when it is run again."""
     seen = Counter()
 
     def policy(ctx, op, *args, **kwargs):

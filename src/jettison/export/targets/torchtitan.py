@@ -1,7 +1,7 @@
 """torchtitan 0.3: a subclass of its `SelectiveAC` that treats each layer as the plan does.
 
 A live plan of a torchtitan model names calls of ops, and all of that can be said. A described plan's ops are those of a
-formula: of these it says what torchtitan's layers compute in the same order, products with weights, attention and what
+formula: of these it says what torchtitan's layers have modules for, products with weights, and attention and what
 reduce-scatters return.
 """
 
@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from jettison.export.described import DescribedPricer
-from jettison.export.nearest import Priced, fewest_checkpoints, least
-from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops, checkpointed, kept_whole
+from jettison.export.nearest import Priced, between, fewest_checkpoints
+from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops, checkpointed, kept_whole, op_calls, saving
 from jettison.export.python_text import header, names, saves_table
 from jettison.export.result import Alternative, CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Decision, Subject
 from jettison.export.targets import plain_torch
-from jettison.spec.run import Mode, Recompute
+from jettison.ledger.program import Op
+from jettison.solve.policy import SelectiveOp
 
 TARGET: Final = "torchtitan"
 ATTENTION: Final = "attention"
@@ -27,8 +27,20 @@ COULD: Final = "which calls of ops stay, and which layers are checkpoints"
 USE: Final = """    Trainer.Config(activation_checkpoint=PlannedAC.Config(), ...)
 
 torchtitan applies it to a model's layers, layers.0 and so on, before FSDP and not beside a compiled model."""
-_SAYABLE: Final = {"aten.mm.default": "aten.mm.default", "aten.addmm.default": "aten.addmm.default"}
-_SUMMED: Final = "_c10d_functional.reduce_scatter_tensor.default"
+_LINEAR: Final = ("aten.mm.default", "aten.addmm.default")
+_PRODUCTS: Final = {
+    "attention.query": "qkv",
+    "attention.key": "qkv",
+    "attention.value": "qkv",
+    "attention.qkv": "qkv",
+    "attention.query_down": "query down",
+    "attention.key_value_down": "key value down",
+    "attention.key_value": "key value",
+    "attention.out": "out",
+    "mlp.gate": "gate",
+    "mlp.up": "up",
+    "mlp.down": "down",
+}
 
 
 def export(subject: Subject, pricer: Pricer) -> Exported:
@@ -58,7 +70,8 @@ def _refuse(subject: Subject) -> None:
     if subject.described is not None:
         if subject.described.forecast.run.recompute.whole:
             raise CannotSay(
-                "the plan keeps micro-batches whole, and torchtitan treats all alike; plan without --whole-micro-batches"
+                "the plan keeps micro-batches whole, and torchtitan treats all alike; plan without "
+                "--whole-micro-batches"
             )
         return
     for decision in subject.decisions:
@@ -75,44 +88,63 @@ def _chosen(subject: Subject, pricer: Pricer) -> Priced:
 
     if all(decision.plain or decision.whole for decision in subject.decisions):
         return fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
-    wished = tuple(by_ops(d) if subject.live else _in_its_order(d) for d in subject.decisions)
-    changed = [i for i, policy in enumerate(wished) if policy.action is not Action.CHECKPOINT]
+    if subject.live:
+        wished = tuple(map(by_ops, subject.decisions))
+        return between(wished, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=True)
+    products = tuple(map(_by_products, subject.decisions))
+    by_layer = fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
+    by_product = between(products, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=False)
+    return min(by_product, by_layer, key=lambda priced: priced[1].step_seconds or 0.0)
 
-    def made(count: int) -> tuple[LayerPolicy, ...]:
-        more = set(changed[:count])
-        return tuple(checkpointed(p.decision) if i in more else p for i, p in enumerate(wished))
 
-    return least(made, len(changed), subject, pricer, write, target=TARGET, could=COULD)
-
-
-def _in_its_order(decision: Decision) -> LayerPolicy:
-    """What of a formula's decisions torchtitan's own layer can be told. An experts' layer is taken whole: it may run its
-    products in another order.
+def _by_products(decision: Decision) -> LayerPolicy:
+    """What of a formula's decisions torchtitan's own layer can be told: by product, the three of query, key and value
+    together, since it may compute them as one. An experts' layer is taken whole.
     """
     if decision.plain:
         return kept_whole(decision)
-    if any(op.path.startswith("mlp.router") for op in decision.program.ops):
+    program = decision.program
+    if any(op.path.startswith("mlp.router") for op in program.ops):
         return checkpointed(decision)
-    return by_ops(decision, lambda name: _spoken(name) is not None)
+    products: dict[str, list[Op]] = {}
+    for op in program.ops:
+        if (name := product_of(op)) is not None:
+            products.setdefault(name, []).append(op)
+    calls = op_calls(program)
+    saves = [calls[op.index] for ops in products.values() if _mostly_kept(decision, ops) for op in ops]
+    return saving(decision, saves)
 
 
-def _spoken(name: str) -> str | None:
-    """A formula's op as torchtitan's code has it; None where it may have another."""
-    if name.startswith("aten._scaled_dot_product"):
+def _mostly_kept(decision: Decision, ops: Sequence[Op]) -> bool:
+    outputs = frozenset(b for op in ops for b in op.outputs)
+    return 2 * decision.program.kept_bytes(outputs & decision.kept) >= decision.program.kept_bytes(outputs)
+
+
+def product_of(op: Op) -> str | None:
+    """What a formula's op is called in the file; None where torchtitan's code may have another."""
+    if op.name.startswith("aten._scaled_dot_product"):
         return ATTENTION
-    if "reduce_scatter" in name:
-        return _SUMMED
-    return _SAYABLE.get(name)
+    if "reduce_scatter" in op.name:
+        return f"{op.path} summed"
+    return _PRODUCTS.get(op.path) if op.name in _LINEAR else None
 
 
 def _alternatives(subject: Subject, pricer: Pricer) -> tuple[Alternative, ...]:
     """torchtitan's own policies."""
     full = tuple(map(checkpointed, subject.decisions))
-    found = [Alternative(words="FullAC.Config()", cost=pricer.cost(full, plain_torch.code(subject, full)))]
-    if isinstance(pricer, DescribedPricer):
-        selective = pricer.cost_of_mode(Recompute(mode=Mode.SELECTIVE_OP_ALTERNATE), full)
-        found.append(Alternative(words="SelectiveAC.Config()", cost=selective))
-    return tuple(found)
+    stock = tuple(map(_stock, subject.decisions))
+    return tuple(
+        Alternative(words=words, cost=pricer.cost(policies, plain_torch.code(subject, policies)))
+        for words, policies in (("FullAC.Config()", full), ("SelectiveAC.Config()", stock))
+    )
+
+
+def _stock(decision: Decision) -> LayerPolicy:
+    """As its `SelectiveAC` does: all that it names is held, asked for or not, but for every second product."""
+    program = decision.program
+    named = SelectiveOp(alternate=True).named(program)
+    calls = zip(program.ops, op_calls(program), strict=True)
+    return saving(decision, [call for op, call in calls if named.intersection(op.outputs)])
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
@@ -120,10 +152,10 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     kinds: dict[tuple[OpCall, ...], str] = {}
     for policy in policies:
         if policy.action is Action.SELECT:
-            kinds.setdefault(_translated(subject, policy.saves), f"kind {len(kinds) + 1}")
+            kinds.setdefault(_translated(policy, live=subject.live), f"kind {len(kinds) + 1}")
     full = [policy.layer for policy in policies if policy.action is Action.CHECKPOINT]
     rows = "".join(
-        f"    {policy.layer!r}: {kinds[_translated(subject, policy.saves)]!r},\n"
+        f"    {policy.layer!r}: {kinds[_translated(policy, live=subject.live)]!r},\n"
         for policy in policies
         if policy.action is Action.SELECT
     )
@@ -132,14 +164,18 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     text += f"FULL = {names(full)}\nSELECTIVE = {{\n{rows}}}\n" if rows else f"FULL = {names(full)}\nSELECTIVE = {{}}\n"
     text += "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"
     text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n"
-    return text + _CLASS.format(states=states, depth=len(policies))
+    text += _CLASS.format(states=states, depth=len(policies))
+    return text + (_BY_CALLS if subject.live else _BY_PRODUCTS)
 
 
-def _translated(subject: Subject, saves: tuple[OpCall, ...]) -> tuple[OpCall, ...]:
-    """A live plan's ops are torchtitan's own."""
-    if subject.live:
-        return saves
-    return tuple(OpCall(op=_spoken(call.op) or call.op, number=call.number) for call in saves)
+def _translated(policy: LayerPolicy, *, live: bool) -> tuple[OpCall, ...]:
+    """A live plan's ops are torchtitan's own; a formula's go by their products' names."""
+    if live:
+        return policy.saves
+    chosen = set(policy.saves)
+    calls = op_calls(policy.program)
+    found = {product_of(op) for op, call in zip(policy.program.ops, calls, strict=True) if call in chosen}
+    return tuple(OpCall(op=name, number=1) for name in sorted(filter(None, found)))
 
 
 _IMPORTS = """
@@ -152,8 +188,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 """
-_CLASS = '''KERNELS = ("scaled_dot_product", "flex_attention", "varlen_attn")  # any of them is "attention" above
-LAYERS = {depth}
+_CLASS = '''LAYERS = {depth}
 
 
 class PlannedAC(SelectiveAC):
@@ -171,25 +206,66 @@ class PlannedAC(SelectiveAC):
         super().apply(model)
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        how = {{"preserve_rng_state": self.config.preserve_rng_state, "determinism_check": self.config.determinism_check}}
+        config = self.config
+        how = {{"preserve_rng_state": config.preserve_rng_state, "determinism_check": config.determinism_check}}
         if base_fqn in FULL:
             return checkpoint_wrapper(module, **how)
         if base_fqn in SELECTIVE:
-            saves = SAVES[SELECTIVE[base_fqn]]
-            return checkpoint_wrapper(module, context_fn=lambda: _contexts(saves), **how)
+            return checkpoint_wrapper(module, context_fn=_contexts(module, SAVES[SELECTIVE[base_fqn]]), **how)
         return module
+'''
+_BY_CALLS = '''
+
+def _contexts(module, saves):
+    """Makes fresh contexts for each forward: calls of ops are counted, then and when it is run again."""
+
+    def made():
+        seen = Counter()
+
+        def policy(ctx, op, *args, **kwargs):
+            seen[ctx.is_recompute, op] += 1
+            if seen[ctx.is_recompute, op] in saves.get(str(op), ()):
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return made
+'''
+_BY_PRODUCTS = '''
+
+LINEAR = ("aten.mm.default", "aten.addmm.default", "aten.linear.default")
+KERNELS = ("scaled_dot_product", "flex_attention", "varlen_attn")  # of attention, any of them
+PRODUCTS = {  # torchtitan's names of modules
+    "wq": "qkv", "wk": "qkv", "wv": "qkv", "wqkv": "qkv", "wq_b": "qkv", "wo": "out",
+    "wq_a": "query down", "wkv_a": "key value down", "wkv_b": "key value",
+    "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
 
 
-def _contexts(saves):
-    """Fresh contexts for one forward: calls of ops are counted, in the forward and again when it is run again."""
-    seen = Counter()
+def _contexts(module, saves):
+    """Makes contexts that know which of the layer's products runs."""
+    running = [""]
+    for name, child in module.named_modules():
+        product = PRODUCTS.get(name.rpartition(".")[2])
+        if product is not None:
+            child.register_forward_pre_hook(lambda _module, _args, product=product: running.__setitem__(0, product))
 
-    def policy(ctx, op, *args, **kwargs):
-        name = "attention" if any(kernel in str(op) for kernel in KERNELS) and "attention" in saves else str(op)
-        seen[ctx.is_recompute, name] += 1
-        if seen[ctx.is_recompute, name] in saves.get(name, ()):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    def made():
+        seen = Counter()
 
-    return create_selective_checkpoint_contexts(policy)
+        def policy(ctx, op, *args, **kwargs):
+            name = str(op)
+            if name in LINEAR:
+                wanted = running[0] in saves
+            elif "reduce_scatter" in name:  # the first follows attention
+                seen[ctx.is_recompute] += 1
+                wanted = ("attention summed" if seen[ctx.is_recompute] == 1 else "mlp summed") in saves
+            else:
+                wanted = "attention" in saves and any(kernel in name for kernel in KERNELS)
+            return CheckpointPolicy.MUST_SAVE if wanted else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return made
 '''

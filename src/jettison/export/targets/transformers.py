@@ -14,9 +14,10 @@ from jettison.export.subject import Subject
 TARGET = "transformers"
 LAYER = "transformers.modeling_layers:GradientCheckpointingLayer"
 COULD = "only which layers are checkpoints"
-USE = """Call apply(model) after the model was built, and leave activation_checkpointing (and gradient_checkpointing, which TRL's
-configurations switch on) at False: the Trainer would put every layer's switch where its own arguments say."""
-USE_ARGUMENTS = """Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply(model) does the same without a Trainer."""
+USE = """Call apply(model) after the model was built, and leave activation_checkpointing (and gradient_checkpointing, which
+TRL's configurations switch on) at False: the Trainer would put every layer's switch where its own arguments say."""
+USE_ARGUMENTS = """Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply(model) does the same without
+a Trainer."""
 
 
 def export(subject: Subject, pricer: Pricer) -> Exported:
