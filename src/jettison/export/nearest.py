@@ -20,7 +20,7 @@ def fewest_checkpoints(subject: Subject, pricer: Pricer, write: Write, *, target
     behind it are gone.
 
     Raises:
-        Infeasible: not even all of them fit.
+        DoesNotFit: not even all of them fit.
     """
     if all(decision.plain or decision.whole for decision in subject.decisions):
         asked = tuple(kept_whole(d) if d.plain else checkpointed(d) for d in subject.decisions)
@@ -52,7 +52,7 @@ def between(
         as_it_stands: else, where the wish leaves room, the last layers keep everything, as many as fit.
 
     Raises:
-        Infeasible: with every layer a checkpoint it does not fit.
+        DoesNotFit: with every layer a checkpoint it does not fit.
     """
     depth = len(wished)
     whole = [kept_whole(policy.decision) for policy in wished]
@@ -81,7 +81,7 @@ def least(
     """The first of ``made(0) .. made(most)`` that fits; more of them take fewer bytes.
 
     Raises:
-        Infeasible: the last does not fit.
+        DoesNotFit: the last does not fit.
     """
     known: dict[int, Priced] = {}
 

@@ -5,6 +5,11 @@ NOTE [ What a checkpoint holds ]
 last one of which backward asks for something, whether their results are wanted or not. Under selective contexts the
 outputs of chosen calls of ops are held as well, all of a call's outputs or none, and these calls are not run again. A
 plan that keeps one of two outputs, or leaves out an input that it can compute, therefore holds more once exported.
+
+NOTE [ What selective contexts must not save ]
+Where a call is not run again its result is handed out in its place. That is wrong without an error for ops that write
+in place, since the code around them goes on with the tensor that they wrote to; and it moves the random stream on less
+than the forward did, for whoever draws next. So no op in place is saved, and of those that draw all or none.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jettison.export.subject import Decision
-from jettison.ledger.program import Program
+from jettison.ledger.program import Op, Program, Source
 from jettison.solve.policy import Full
 
 
@@ -89,21 +94,55 @@ def by_ops(decision: Decision) -> LayerPolicy:
     return saving(decision, [call for op, call in calls if decision.kept.intersection(op.outputs)])
 
 
-def saving(decision: Decision, saves: Sequence[OpCall]) -> LayerPolicy:
-    """The layer is a checkpoint that saves the outputs of these calls."""
-    if not saves:
+def saving(decision: Decision, wanted: Sequence[OpCall]) -> LayerPolicy:
+    """The layer is a checkpoint that saves the outputs of these calls, but for those that must not be."""
+    program = decision.program
+    calls = savable(program, frozenset(wanted))
+    if not calls:
         return checkpointed(decision)
-    program, calls = decision.program, tuple(sorted(saves))
+    kept = held_by(program, calls)
     return LayerPolicy(
-        decision=decision, action=Action.SELECT, kept=held_by(program, calls), again=rerun(program, calls), saves=calls
+        decision=decision, action=Action.SELECT, kept=kept, again=rerun(program, calls), saves=tuple(sorted(calls))
     )
 
 
-def held_by(program: Program, saves: Sequence[OpCall]) -> frozenset[int]:
+def savable(program: Program, wanted: frozenset[OpCall]) -> frozenset[OpCall]:
+    """See NOTE [ What selective contexts must not save ]."""
+    calls = op_calls(program)
+    outside = {call for op, call in zip(program.ops, calls, strict=True) if writes_in_place(op)}
+    found = wanted - outside
+    drawing = _drawing(program)
+    return found if drawing <= found else found - drawing
+
+
+def writes_in_place(op: Op) -> bool:
+    """By the convention for names of ops; what stands for no op of torch's counts as well."""
+    namespace, _, name = op.name.partition(".")
+    return namespace == "jettison" or name.partition(".")[0].endswith("_")
+
+
+def _drawing(program: Program) -> frozenset[OpCall]:
+    """Calls that draw random numbers."""
+    states = {buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM}
+    calls = zip(program.ops, op_calls(program), strict=True)
+    return frozenset(
+        call for op, call in calls if states.intersection(op.inputs) and not op.name.startswith("jettison.")
+    )
+
+
+def draws_again(policy: LayerPolicy) -> bool:
+    """Backward draws random numbers of the layer a second time, from where the forward did."""
+    return policy.action is not Action.KEEP and not _drawing(policy.program) <= set(policy.saves)
+
+
+def held_by(program: Program, saves: frozenset[OpCall]) -> frozenset[int]:
     """Buffers that stay when the outputs of these calls do."""
-    chosen = set(saves)
-    outputs = {b for op, call in zip(program.ops, op_calls(program), strict=True) if call in chosen for b in op.outputs}
-    return frozenset(b for b in outputs if not program.buffers[b].free) | Full().kept(program)
+    calls = zip(program.ops, op_calls(program), strict=True)
+    outputs = {b for op, call in calls if call in saves for b in op.outputs}
+    given = Full().kept(program)
+    if _drawing(program) <= saves:
+        given -= {buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM}
+    return frozenset(b for b in outputs if not program.buffers[b].free) | given
 
 
 def op_calls(program: Program) -> list[OpCall]:
@@ -116,9 +155,8 @@ def op_calls(program: Program) -> list[OpCall]:
     return found
 
 
-def rerun(program: Program, saves: tuple[OpCall, ...] = ()) -> tuple[int, ...]:
+def rerun(program: Program, saves: frozenset[OpCall] = frozenset()) -> tuple[int, ...]:
     """Ops that a checkpoint runs again, in order."""
     makers = [m for b in program.needed_buffers() if (m := program.buffers[b].producer) is not None]
-    chosen = set(saves)
     calls = op_calls(program)
-    return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in chosen)
+    return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in saves)

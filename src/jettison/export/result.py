@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
 
-from jettison.errors import Infeasible, UsageError
+from jettison.errors import DoesNotFit, UsageError
 from jettison.export.policy import LayerPolicy
 from jettison.export.subject import Subject
 from jettison.units import format_bytes
@@ -162,12 +162,18 @@ def require_fit(cost: Cost, subject: Subject, target: str, could: str) -> Cost:
     """A cost that the plan's budget allows.
 
     Raises:
-        Infeasible: it does not.
+        DoesNotFit: it does not.
     """
     if cost.peak_bytes > subject.budget_bytes:
-        raise Infeasible(
-            minimum_budget_bytes=cost.peak_bytes,
-            budget_bytes=subject.budget_bytes,
-            reason=f"{target} can say {could}, and the plan needs more than that.",
-        )
+        raise too_much(cost.peak_bytes, subject, target, could)
     return cost
+
+
+def too_much(peak_bytes: int, subject: Subject, target: str, could: str) -> DoesNotFit:
+    """The error for what needs more than the plan's budget, whatever is said."""
+    return DoesNotFit(
+        peak_bytes=peak_bytes,
+        limit_bytes=subject.budget_bytes,
+        limit_name="the plan's budget",
+        advice=f"{target} can say {could}, which the plan goes beyond. Plan with --budget {peak_bytes}B or more",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jettison.ledger.program import Program, Source
+from jettison.ledger.program import Program
 from jettison.predict.auto_recompute import AutoForecast
 from jettison.solve.policy import Full
 from jettison.spec.hardware import Hardware
@@ -40,11 +40,6 @@ class Decision:
     def whole(self) -> bool:
         """Nothing stays but what the layer is given, and what cannot be computed again."""
         return not self.moved and not self.packed and self.kept <= Full().kept(self.program)
-
-    @property
-    def random(self) -> bool:
-        """It draws random numbers."""
-        return any(buffer.source is Source.RANDOM for buffer in self.program.buffers)
 
     @property
     def kept_bytes(self) -> int:

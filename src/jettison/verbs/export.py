@@ -14,6 +14,7 @@ from jettison.export.result import Exported
 from jettison.progress import Progress, silent
 from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
+from jettison.solve.plan import Plan
 
 
 def export_plan(
@@ -30,7 +31,7 @@ def export_plan(
     Raises:
         UsageError: no such plan or target, or the target has no words for it (`CannotSay`).
         PlanMismatch: the plan was edited, or what it was made for has changed.
-        Infeasible: the nearest that the target can say is above the plan's budget.
+        DoesNotFit: the nearest that the target can say is above the plan's budget.
     """
     write = exporter(to)
     document, text, name = _document(plan)
@@ -40,10 +41,11 @@ def export_plan(
         if gpu is not None:
             raise UsageError(f"got --gpu {gpu}: the plan of a described run has prices of its own")
         return _described(document, name, model, write)
+    made = Plan.from_json(text)
     progress("loading torch")
     from jettison.verbs.export_live import live_export
 
-    return live_export(text, document, name, write=write, gpu=gpu, model=model, progress=progress)
+    return live_export(made, document, write=write, gpu=gpu, model=model, progress=progress)
 
 
 def _document(plan: Any) -> tuple[Mapping[str, Any], str, str]:

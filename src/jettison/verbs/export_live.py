@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,9 +25,8 @@ from jettison.verbs.live_model import MEASURED_BELOW_BYTES
 
 
 def live_export(
-    text: str,
-    document: Any,
-    name: str,
+    plan: Plan,
+    document: Mapping[str, Any],
     *,
     write: Callable[[Subject, Pricer], Exported],
     gpu: str | None,
@@ -35,7 +34,6 @@ def live_export(
     progress: Progress,
 ) -> Exported:
     """See `jettison.verbs.export.export_plan`."""
-    plan = Plan.from_json(text)
     made_by = document.get("made_by")
     stated = made_by if isinstance(made_by, dict) else {}
     request = ModelRequest.from_document(stated if model is None else {**stated, "model": model})

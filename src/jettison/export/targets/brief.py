@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from jettison.errors import Infeasible
+from jettison.errors import DoesNotFit
 from jettison.export.nearest import fewest_checkpoints
 from jettison.export.policy import LayerPolicy, by_ops
 from jettison.export.result import Cost, Exported, Pricer
@@ -75,9 +75,10 @@ def _model(subject: Subject) -> list[str]:
             f"- batch: {run.micro_batch} sequences of {run.seq} tokens in a micro-batch, "
             f"{run.micro_batches} micro-batches in a step on one data-parallel rank",
             f"- layout: tp {layout.tp}{' with sequence parallelism' if layout.sp and layout.tp > 1 else ''}, "
-            f"cp {layout.cp}, pp {layout.pp}, dp {layout.dp}, ep {layout.ep}, ZeRO {layout.zero}: {layout.world} devices",
-            f"- precision {run.precision.name}, optimizer {run.optimizer}, kernels {run.kernels.name}, attention "
-            f"{run.kernels.attention}, dropout {run.dropout}",
+            f"cp {layout.cp}, pp {layout.pp}, dp {layout.dp}, ep {layout.ep}, ZeRO {layout.zero}: "
+            f"{layout.world} devices",
+            f"- precision {run.precision.name}, optimizer {run.optimizer}, kernels {run.kernels.name}, "
+            f"attention {run.kernels.attention}, dropout {run.dropout}",
         ]
     else:
         kinds = dict.fromkeys(decision.module.partition(":")[2] for decision in subject.decisions)
@@ -200,12 +201,8 @@ def _simpler(subject: Subject, pricer: Pricer) -> list[str]:
             target=TARGET,
             could="which layers are checkpoints",
         )
-    except Infeasible as error:
-        return [
-            *lines,
-            f"It does not fit: with every layer a checkpoint a step needs {_bytes(error.minimum_budget_bytes)}.",
-            "",
-        ]
+    except DoesNotFit as error:
+        return [*lines, f"It does not fit: with every layer a checkpoint a step needs {_bytes(error.peak_bytes)}.", ""]
     chosen = [policy.layer for policy in policies if str(policy.action) == "full"]
     again = format_flops(cost.recompute_flops)
     what = f"{len(chosen)} of {len(policies)} layers, {chosen[0]} to {chosen[-1]}" if chosen else "no layer"

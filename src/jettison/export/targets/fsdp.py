@@ -29,7 +29,7 @@ def export_accelerate(subject: Subject, pricer: Pricer) -> Exported:
 
     Raises:
         CannotSay: the plan names no class of layers to wrap.
-        Infeasible: with every layer a checkpoint the peak is above the plan's budget.
+        DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     classes = _classes(subject, ACCELERATE)
     policies, cost = _all_or_none(subject, pricer, ACCELERATE, states=False)
@@ -41,7 +41,7 @@ def export_deepspeed(subject: Subject, pricer: Pricer) -> Exported:
     """A DeepSpeed configuration with its section ``activation_checkpointing``.
 
     Raises:
-        Infeasible: with every layer a checkpoint the peak is above the plan's budget.
+        DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     policies, cost = _all_or_none(subject, pricer, DEEPSPEED, states=True)
     on = policies[0].action is Action.CHECKPOINT
@@ -61,7 +61,7 @@ def export_lightning(subject: Subject, pricer: Pricer) -> Exported:
 
     Raises:
         CannotSay: the plan is of a described run, which names no modules.
-        Infeasible: with every layer a checkpoint the peak is above the plan's budget.
+        DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     plain_torch.refuse_described(subject, LIGHTNING)
 

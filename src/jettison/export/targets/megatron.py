@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from jettison.errors import Infeasible
 from jettison.export.described import DescribedPricer
 from jettison.export.modules import CORE_ATTENTION, MODULES, by_modules, is_fused, parts_of
 from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
-from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses
+from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Subject
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.run import Mode, Recompute, Run
@@ -40,7 +39,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
 
     Raises:
         CannotSay: the plan is a live model's, or its layout is none of Megatron's.
-        Infeasible: nothing that can be said fits the plan's budget.
+        DoesNotFit: nothing that can be said fits the plan's budget.
     """
     best, run = _best(subject, pricer, MEGATRON)
     layout = layout_settings(run)
@@ -55,7 +54,7 @@ def export_bridge(subject: Subject, pricer: Pricer) -> Exported:
     """Overrides for a Megatron-Bridge or NeMo recipe, one a line.
 
     Raises:
-        CannotSay, Infeasible: see `export`.
+        CannotSay, DoesNotFit: see `export`.
     """
     best, run = _best(subject, pricer, BRIDGE)
     return _exported(BRIDGE, subject, pricer, best, run, {"overrides.txt": overrides_text(run, best.settings)})
@@ -94,11 +93,7 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
     found = list(_candidates(subject, pricer))
     fitting = [one for one in found if one.cost.peak_bytes <= subject.budget_bytes]
     if not fitting:
-        raise Infeasible(
-            minimum_budget_bytes=min(one.cost.peak_bytes for one in found),
-            budget_bytes=subject.budget_bytes,
-            reason=f"{target} can say {COULD}, and the plan needs more than that.",
-        )
+        raise too_much(min(one.cost.peak_bytes for one in found), subject, target, COULD)
     return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.peak_bytes)), run
 
 

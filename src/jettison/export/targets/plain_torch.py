@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jettison.export.nearest import Priced, between, fewest_checkpoints
-from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops
+from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops, draws_again
 from jettison.export.python_text import header, names, saves_table
 from jettison.export.result import CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Subject
 
 TARGET = "torch"
-USE = """Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel
-and torch.compile. It changes the model in place; names in its state_dict stay as they are."""
+USE = """\
+Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
+torch.compile. It changes the model in place; names in its state_dict stay as they are."""
 COULD = "which calls of ops stay, and which layers are checkpoints"
 DISPATCHED = (
     "selective contexts put a dispatch mode around every op of a layer; that costs time on the host beside the ops "
@@ -28,7 +29,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     """The nearest file to the plan.
 
     Raises:
-        Infeasible: with every layer a checkpoint the peak is above the plan's budget.
+        DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     policies, cost = _chosen(subject, pricer)
     selective = any(policy.action is Action.SELECT for policy in policies)
@@ -67,7 +68,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
             kinds.setdefault(policy.saves, f"kind {len(kinds) + 1}")
     full = [_name(subject, p, i) for i, p in enumerate(policies) if p.action is Action.CHECKPOINT]
     selective = {_name(subject, p, i): kinds[p.saves] for i, p in enumerate(policies) if p.action is Action.SELECT}
-    keep_states = any(p.decision.random for p in policies) if states is None else states
+    keep_states = any(map(draws_again, policies)) if states is None else states
     text = header(subject, "plain torch", USE)
     text += _IMPORTS_SELECTIVE if kinds else _IMPORTS
     text += f"\nFULL = {names(full)}\n"
@@ -76,7 +77,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
         text += f"SELECTIVE = {{\n{rows}}}\n"
         text += "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"
         text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n"
-    text += f"PRESERVE_RNG_STATE = {keep_states}  # whether some layer draws random numbers\n"
+    text += f"PRESERVE_RNG_STATE = {keep_states}  # whether what runs again draws random numbers\n"
     if not subject.live:
         text += f"LAYERS = {len(policies)}\n"
     return text + _body(bool(kinds), subject.live)

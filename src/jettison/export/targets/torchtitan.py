@@ -12,7 +12,17 @@ from collections.abc import Sequence
 from typing import Final
 
 from jettison.export.nearest import Priced, between, fewest_checkpoints
-from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops, checkpointed, kept_whole, op_calls, saving
+from jettison.export.policy import (
+    Action,
+    LayerPolicy,
+    OpCall,
+    by_ops,
+    checkpointed,
+    draws_again,
+    kept_whole,
+    op_calls,
+    saving,
+)
 from jettison.export.python_text import header, names, saves_table
 from jettison.export.result import Alternative, CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Decision, Subject
@@ -48,7 +58,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
 
     Raises:
         CannotSay: the layers are not those of a torchtitan model, or the plan keeps micro-batches whole.
-        Infeasible: with every layer a checkpoint the peak is above the plan's budget.
+        DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     _refuse(subject)
     policies, cost = _chosen(subject, pricer)
@@ -159,7 +169,7 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
         for policy in policies
         if policy.action is Action.SELECT
     )
-    states = any(policy.decision.random for policy in policies)
+    states = any(map(draws_again, policies))
     text = header(subject, "torchtitan", USE) + _IMPORTS
     text += f"FULL = {names(full)}\nSELECTIVE = {{\n{rows}}}\n" if rows else f"FULL = {names(full)}\nSELECTIVE = {{}}\n"
     text += "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"

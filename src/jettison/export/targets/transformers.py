@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jettison.errors import Infeasible
+from jettison.errors import DoesNotFit
 from jettison.export.nearest import Priced, fewest_checkpoints, least
-from jettison.export.policy import Action, LayerPolicy, checkpointed, kept_whole
+from jettison.export.policy import Action, LayerPolicy, checkpointed, draws_again, kept_whole
 from jettison.export.python_text import header, names
 from jettison.export.result import Alternative, CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Subject
@@ -14,10 +14,11 @@ from jettison.export.subject import Subject
 TARGET = "transformers"
 LAYER = "transformers.modeling_layers:GradientCheckpointingLayer"
 COULD = "only which layers are checkpoints"
-USE = """Call apply(model) after the model was built, and leave activation_checkpointing (and gradient_checkpointing, which
-TRL's configurations switch on) at False: the Trainer would put every layer's switch where its own arguments say."""
-USE_ARGUMENTS = """Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply(model) does the same without
-a Trainer."""
+USE = """\
+Call apply(model) after the model was built, and leave activation_checkpointing (and gradient_checkpointing, which TRL's
+configurations switch on) at False: the Trainer would put every layer's switch where its own arguments say."""
+USE_ARGUMENTS = """\
+Trainer(args=TrainingArguments(**TRAINING_ARGUMENTS, ...)) does all of it; apply(model) does so without a Trainer."""
 
 
 def export(subject: Subject, pricer: Pricer) -> Exported:
@@ -25,7 +26,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
 
     Raises:
         CannotSay: the layers are none of transformers'.
-        Infeasible: with every layer a checkpoint the peak is above the plan's budget.
+        DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     _refuse_others(subject)
 
@@ -95,14 +96,14 @@ def _spaced(subject: Subject, pricer: Pricer) -> Priced | None:
 
     try:
         return least(made, len(steps) - 1, subject, pricer, text, target=TARGET, could="every_n_layers")
-    except Infeasible:
+    except DoesNotFit:
         return None
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     """The file."""
     step = step_of(policies)
-    states = any(policy.decision.random for policy in policies)
+    states = any(map(draws_again, policies))
     chosen = [
         policy.layer if subject.live else i for i, policy in enumerate(policies) if policy.action is Action.CHECKPOINT
     ]
