@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -17,6 +19,7 @@ from jettison.errors import PlanMismatch, UsageError
 from jettison.export.described import DescribedPricer, decisions_of
 from jettison.export.modules import by_modules
 from jettison.export.policy import checkpointed, kept_whole
+from jettison.export.registry import TARGETS
 from jettison.export.result import CannotSay, Exported
 from jettison.export.targets.megatron import layout_string
 from jettison.export.targets.torchtitan import product_of
@@ -225,3 +228,21 @@ def test_described_plans_are_exported_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], input=json.dumps(paper()), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "export.md"
+
+
+def test_what_the_document_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command of the page, in order; its Python as well. Its table has all targets."""
+    monkeypatch.chdir(tmp_path)
+    page = PAGE.read_text(encoding="utf-8")
+    block = re.search(r"```console\n(.*?)```", page, flags=re.DOTALL)
+    assert block is not None
+    for line in block[1].splitlines():
+        assert cli(*shlex.split(line.removeprefix("$ jettison "))) == 0, line
+    assert (tmp_path / "settings" / "megatron-flags.txt").exists()
+    code = re.search(r"## In Python\n\n```python\n(.*?)```", page, flags=re.DOTALL)
+    assert code is not None
+    exec(code[1], {})
+    assert re.findall(r"^\| `([a-z-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)

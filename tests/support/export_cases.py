@@ -64,7 +64,9 @@ def applied(found: Exported, model: nn.Module) -> nn.Module:
     return changed
 
 
-def held_bytes(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] = lambda output: output) -> tuple[int, Any]:
+def held_bytes(
+    model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] = lambda output: output
+) -> tuple[int, Any]:
     """Alive between a real forward and its backward, and not before; the loss."""
     args, kwargs = as_call(batch)
     with AllocationCounter(static_tensors(model, batch)) as counter:
