@@ -129,7 +129,7 @@ RANKS = (
         tolerance=1e-6,
     ),
     Claim(
-        words="Sequence parallelism moves no more bytes than tensor parallelism: beside that, a step waits for transfers",
+        words="Sequence parallelism moves no more bytes: beside tensor parallelism, a step waits for transfers",
         theirs=(1,),
         unit="x",
         asks=(

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     helps = {
         "block": "what one block keeps for backward",
         "gradients": "is every policy's gradient the same, and is it right?",
-        "sweep": "segments of k layers, for every k",
+        "sweep": "segments of k layers, for all k up to 16 and one in four above",
         "policies": "bytes and FLOPs of none, selective, block:n and every:k",
         "offload": "seconds by link, and where recompute and offload break even",
         "fp8": "delayed scaling when layers run again",

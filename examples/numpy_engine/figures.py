@@ -66,7 +66,7 @@ def step() -> str:
 def chain_sweep() -> str:
     """Segments of a chain of products, and the knee."""
     facts, rows = studies.sweep(chain(layers=64, b=16, h=64, dtype="float16"))
-    held, peak = (_thinned(rows, name) for name in ("held", "peak"))
+    held, peak = ([(row["k"], row[name]) for row in rows] for name in ("held", "peak"))
     x = Axis(label="k, layers in a segment", low=1, high=64, ticks=(1, 2, 4, 8, 16, 32, 64), is_log=True)
     y = Axis(label="values, in inputs of a layer", low=0, high=70, ticks=(0, 10, 20, 30, 40, 50, 60, 70))
     series = [Series(name="held between passes", points=held), Series(name="most at one moment", points=peak)]
@@ -77,17 +77,12 @@ def chain_sweep() -> str:
 def layer_sweep() -> str:
     """Segments of transformer blocks: the knee is elsewhere."""
     facts, rows = studies.sweep(transformer(layers=64, attention="fused", **WIDE))
-    held, peak = (_thinned(rows, name) for name in ("held", "peak"))
+    held, peak = ([(row["k"], row[name]) for row in rows] for name in ("held", "peak"))
     x = Axis(label="k, layers in a segment", low=1, high=64, ticks=(1, 2, 4, 8, 16, 32, 64), is_log=True)
     y = Axis(label="values, in inputs of a layer", low=1, high=10_000, ticks=(1, 10, 100, 1000), is_log=True)
     series = [Series(name="held between passes", points=held), Series(name="most at one moment", points=peak)]
     note = Note(words=f"{facts['least peak']:g} at k = {facts['least peak from k']}", at=(2, facts["least peak"]))
     return lines("64 transformer layers, each keeping 17 inputs", x, y, series, [note])
-
-
-def _thinned(rows: studies.Rows, name: str) -> list[tuple[float, float]]:
-    """By k: all points up to 16, then every fourth."""
-    return [(row["k"], row[name]) for row in rows if row["k"] <= 16 or row["k"] % 4 == 0]
 
 
 def policies() -> str:
@@ -130,8 +125,8 @@ def fp8() -> str:
     """The scale of a layer in forward, and when it runs again."""
     rows = replay(snapshot=False)
     series = [
-        Series(name="in forward", points=[(row.step, row.scale) for row in rows]),
-        Series(name="when it runs again", points=[(row.step, row.again_scale) for row in rows]),
+        Series(name="everything kept", points=[(row.step, row.scale) for row in rows]),
+        Series(name="when a layer runs again", points=[(row.step, row.again_scale) for row in rows]),
     ]
     x = Axis(label="step; the input of step 3 is eight times as large", low=0, high=11, ticks=range(12))
     y = Axis(label="FP8 scale of the first layer", low=0, high=200, ticks=(0, 50, 100, 150, 200))

@@ -44,9 +44,9 @@ class Replayed:
 
     step: int
     scale: float
-    """The first layer's, in forward."""
+    """The first layer's, where everything is kept."""
     again_scale: float
-    """The same layer's, when it ran a second time."""
+    """The same layer's when it runs a second time, in the copy that is checkpointed."""
     gradients_identical: bool
     worst: float
     """The largest difference of a gradient, as a share of the largest gradient."""

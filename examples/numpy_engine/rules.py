@@ -87,4 +87,4 @@ def _peak(network: Network, k: int) -> float:
 
 
 def _best(network: Network) -> int:
-    return min(range(1, LAYERS + 1), key=lambda k: _peak(network, k))
+    return min(range(1, 2 * K + 1), key=lambda k: _peak(network, k))
