@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from cyclopts import CycloptsError
 
+from jettison.cli.diagnosing import doctor
 from jettison.cli.pages import explore
 from jettison.cli.parameters import app
 from jettison.cli.predicting import estimate, ledger, plan, search
 from jettison.cli.reporting import report
-from jettison.cli.running import demo, doctor, train, verify
+from jettison.cli.running import demo, train, verify
 from jettison.errors import JettisonError
 from jettison.report.console import hint
 
