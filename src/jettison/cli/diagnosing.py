@@ -70,3 +70,41 @@ def doctor(
         return
     table = figures(measured)
     deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
+
+
+@app.command
+def profile(
+    targets: Annotated[
+        list[str],
+        Parameter(
+            help="Traces of torch.profiler and memory snapshots of one run; or a script, or a recipe as for `train`."
+        ),
+    ],
+    /,
+    *,
+    steps: Annotated[int, Parameter(help="Of a script or a recipe: steps to record, after two that warm up.")] = 3,
+    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    trace: Annotated[
+        Path | None, Parameter(help="Of a script or a recipe: keep the trace there, for ui.perfetto.dev.")
+    ] = None,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="Write the JSON document to this file as well.")] = None,
+    force: Force = False,
+) -> None:
+    """Where time and memory of a step go: phases, MFU and HFU, recompute, and findings with what would mend each."""
+    refuse_to_overwrite(out, force=force)
+    refuse_to_overwrite(trace, force=force)
+    from jettison.spec.hardware import hardware
+    from jettison.verbs.profile import is_recorded, profile_files, require_files
+
+    known = None if gpu is None else hardware(gpu)
+    if len(targets) > 1 or is_recorded(Path(targets[0])):
+        files = [Path(target) for target in targets]
+        require_files(files)
+        said = profile_files(files, known)
+    else:
+        from jettison.verbs.profile_run import profile_run
+
+        with progress() as say:
+            said = profile_run(targets[0], steps=steps, gpu=known, trace=trace, progress=say)
+    deliver(said.document, said.table, form=form, out=out)
