@@ -1,4 +1,4 @@
-"""The lesson's pages: their code and commands print what they say, and their figures are drawn from the engine."""
+"""Pages of docs/lesson and docs/how-to: code and commands print what they say, figures are drawn from the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from support.consoles import commands, first_difference, printed, python_blocks,
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = ROOT / "docs" / "lesson"
 PAGES = sorted([*LESSON.glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")])
-NAMES = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.stem)
