@@ -96,7 +96,10 @@ def test_an_upload_is_what_a_file_would_be(
     Path("small.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     text, _ = printed(capsys, "plan", "small.json", "--tp", "1", "--budget", "1GiB")
     answer = server.post("plan", {"config": LLAMA, "name": "small", "budget": "1GiB"})
-    assert timeless(answer.text) == timeless(text)
+    served_one, written = timeless(answer.text), timeless(text)
+    assert written["made_by"].pop("model") == str(tmp_path / "small.json")
+    assert served_one["made_by"].pop("model") == "small.json"  # and not where this machine had it meanwhile
+    assert served_one == written
     assert answer.json()["model"] == "small.json"
     assert "torch" not in loaded(server)
     unnamed = server.post("ledger", {"config": LLAMA}).json()

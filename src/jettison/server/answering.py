@@ -54,7 +54,9 @@ def _plan(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progress)
         report = plan(model, RunRequest(**run), **_with("budget", flags), progress=say)
     except Infeasible as error:
         return Answer(text=json_text(infeasible_document(error)), exit_code=error.exit_code)
-    return Answer(text=json_text(report.document()), exit_code=0)
+    document = report.document()
+    document["made_by"] = document["made_by"] | {"model": model}  # where an upload lies here is nobody's concern
+    return Answer(text=json_text(document), exit_code=0)
 
 
 def _ledger(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progress) -> Answer:
