@@ -202,7 +202,7 @@ class Timing:
             sent=tuple((blocks if place < last else 0.0, blocks if place else 0.0) for place in places),
             end=end,
             hideable=hideable,
-            optimizer=self._optimizer(every),
+            optimizer=self.optimizer(every),
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
         )
 
@@ -289,8 +289,7 @@ class Timing:
         layout = self.run.layout
         if layout.shards == 1 or not items:
             return 0.0, 0.0
-        again = layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
-        after = sum(item.count * item.gathered for item in items) if again else 0.0
+        after = sum(item.count * item.gathered for item in items) if self.gathers_after else 0.0
         if layout.zero >= 2 and self.execution.reduces_each:
             return items[0].reduced + after, 0.0
         every = sum(item.count * item.reduced for item in items)
@@ -307,7 +306,20 @@ class Timing:
         shared = self.hardware.reached.shared
         return left + (every - left) * shared + after, left * (1 - shared)
 
-    def _optimizer(self, items: Sequence[Item]) -> float:
+    @property
+    def gathers_after(self) -> bool:
+        """Does a step end with gathering the parameters that it has changed?"""
+        layout = self.run.layout
+        return layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
+
+    def adding(self, region: Region) -> float:
+        """Of a micro-batch's backward: adding a region's weight gradients to those that are there already."""
+        run = self.run
+        if run.micro_batches == 1:
+            return 0.0
+        return _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
+
+    def optimizer(self, items: Sequence[Item]) -> float:
         """Bytes of gradients, parameters and state, over the memory bandwidth."""
         precision = self.run.precision
         nbytes = sum(item.count * item.optimizer_bytes for item in items)

@@ -9,12 +9,14 @@ A candidate is left out of a search only where one of these proves that it canno
    own weight steps comes: its end moves by as much. With virtual stages backwards of other chunks lie between, and a
    wait may swallow what the reduction gains: there a stage's forward, which takes no less than all that could be
    computed again of it, comes off what of its reduction a longer backward could hide.
-2. Let W be one micro-batch's forward and backward through the whole model under r, w that through its cheapest layer.
-   The busiest of p stages works at least as long as their mean: time(S, r) >= n W / p. And the last stage cannot begin
-   before the first p - 1 places have done a forward, nor can a step end before they have done a backward after its
-   last: time(S, r) >= w (n x layers of the last stage + layers of these places). Where a schedule splits backwards,
-   only their forwards count. What ZeRO, offloading and sending add is not negative. W and w depend on t, sp, cp, ep, b
-   and r alone; segments of several layers compute no less again than `full`.
+2. Stage i cannot begin before the first i places have passed a micro-batch forwards, and after its last backward they
+   pass that micro-batch backwards, the first stage at the end. So the first stage ends no sooner than ramp(i) + n w(i),
+   where w(i) is a micro-batch's work on stage i. Two of these are worked out: the last stage's, from the cheapest
+   layer, and the mean of all, in which w is a p-th of the whole model's W. Where a schedule splits backwards, ramps
+   have forwards only. To W and w come sends that both sides wait for, and what a transfer of ZeRO costs beside a layer
+   at least: what is longer than the longest work, and what it slows the device down while it hides. The first stage's
+   end is followed by what of its reduction and gathering cannot hide behind anything, and by the longest optimizer
+   step. Segments of several layers compute no less again than `full`; W, w depend on t, sp, cp, ep, b and r alone.
 3. peak(S, r) >= parameters + state + gradients of the largest stage, which are there together in the optimizer's step
    whatever r is; and that is at least a p-th of what they are without a pipeline, at the same dp, cp and ZeRO stage.
 4. peak(S, r) >= what the layers of the first stage have of these before a backward, and what r holds of them for as
@@ -34,11 +36,12 @@ from typing import Final
 
 from jettison.cost.execution import execution_of
 from jettison.ledger.schedule import stage_occupancies
-from jettison.predict.forecast import Forecast, Stage, forecast_sizes
-from jettison.predict.stage_time import Timing
-from jettison.predict.stages import kept_by, outline
+from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stages import Chunk, kept_by, outline
 from jettison.predict.time import Estimate
 from jettison.search.space import Setup
+from jettison.search.time_bound import Ends, PassSeconds, Pipeline, Sends, ShardSeconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.run import Gradients, Mode, Recompute, Run
@@ -51,62 +54,67 @@ _SEGMENTS: Final = frozenset((*_TREATMENTS, Mode.EVERY))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanBound:
-    """Of one plan.
+class ShardBound:
+    """Of one stage of ZeRO.
 
     Args:
-        whole: W, in seconds.
-        forward, backward: w, by pass.
-        held: of a micro-batch, by the layer that holds least, in bytes.
+        static_bytes: without a pipeline.
+        layer_bytes: the same of the layer that has least, gradients aside.
+        layer_gradients: and its gradients.
     """
 
-    whole: float
-    forward: float
-    backward: float
-    held: int
+    seconds: ShardSeconds
+    static_bytes: int
+    layer_bytes: int
+    layer_gradients: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeBound:
-    """Of all setups that share a micro-batch and the axes that shard tensors and weights.
+    """Of all setups that share a batch and all axes but virtual stages, and whose plans that is.
 
     Args:
         plans: by what happens to a layer.
-        static_bytes: without a pipeline, by ZeRO stage.
-        layer_bytes: the same of the layer that has least, gradients aside.
-        layer_gradients: and its gradients.
+        shards: by ZeRO stage.
         upfront: gradients are there from the start.
+        hidden: share of the device that a transfer takes while it hides.
     """
 
-    plans: dict[Mode, PlanBound]
-    static_bytes: tuple[int, ...]
-    layer_bytes: tuple[int, ...]
-    layer_gradients: tuple[int, ...]
+    plans: dict[Mode, PassSeconds]
+    shards: tuple[ShardBound, ...]
+    sends: Sends
     upfront: bool
+    hidden: float
+
+    def rough(self, setup: Setup) -> tuple[float, int]:
+        """Seconds and bytes of any plan of a setup; `least` is never below."""
+        layout = setup.layout
+        whole = self.plans[Mode.NONE].whole
+        return setup.micro_batches * whole / layout.pp, self.shards[layout.zero].static_bytes // layout.pp
 
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Seconds and bytes of plans of a setup of a model of so many layers."""
         layout, count = setup.layout, setup.micro_batches
         sizes = layout.layers_per_chunk(depth)
-        last, before = sum(sizes[layout.pp - 1 :: layout.pp]), sum(sizes[: layout.pp - 1])
-        drains = layout.schedule is not Schedule.ZERO_BUBBLE
-        static = self.static_bytes[layout.zero] // layout.pp
-        there = self.layer_bytes[layout.zero]
-        if self.upfront or count > 1:
-            there += self.layer_gradients[layout.zero]
+        pipeline = Pipeline(layout=layout, sizes=sizes, count=count, hidden=self.hidden, sends=self.sends)
+        shard = self.shards[layout.zero]
+        static = shard.static_bytes // layout.pp
+        there = shard.layer_bytes + (shard.layer_gradients if self.upfront or count > 1 else 0)
         first = sizes[:: layout.pp]
         there *= sum(first)
+        seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
-            of_plan = self.plans[Mode.NONE if plan.whole else _treated(plan)]
-            in_line = count * last * (of_plan.forward + of_plan.backward)
-            in_line += before * (of_plan.forward + (of_plan.backward if drains else 0.0))
+            treated = _treated(plan)
+            timed = Mode.NONE if plan.whole else treated
+            if timed not in seconds:
+                seconds[timed] = pipeline.least_seconds(self.plans[timed], shard.seconds)
             nbytes = static
             if plan.mode in _SEGMENTS and not plan.offload:
-                held = min(of_plan.held, self.plans[_treated(plan)].held)  # of micro-batches kept whole or not
+                held = min(self.plans[timed].held, self.plans[treated].held)  # of micro-batches kept whole or not
                 held *= _in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
                 nbytes = max(nbytes, there + held)
-            found.append((max(count * of_plan.whole / layout.pp, in_line), max(nbytes, there)))
+            found.append((seconds[timed], max(nbytes, there)))
         return found
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
@@ -146,34 +154,92 @@ def _segments_in_flight(
 
 
 def bound(run: Run, hardware: Hardware) -> TimeBound:
-    """Of the setups that are like a run in all but p, m, n and ZeRO."""
+    """Of the setups that are like a run in all but m, the schedule, layers by stage, and ZeRO."""
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
-    single = replace(run, layout=alone, micro_batches=1)
-    found = [forecast_sizes(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
-    layers = [[group.part.static for group in f.stages[0].groups[0] if group.part.is_layer] for f in found]
+    plain = replace(run, layout=alone, recompute=Recompute())
+    stages = range(4) if alone.shards > 1 else (0,)  # alone, none of them shards
+    shards = [_shard_bound(replace(plain, layout=replace(alone, zero=zero)), hardware) for zero in stages]
+    execution = execution_of(run)
     return TimeBound(
-        plans=_plan_bounds(replace(single, layout=run.layout.within_stage), hardware),
-        static_bytes=tuple(static_bytes(f) for f in found),
-        layer_bytes=tuple(min(s.parameters + s.state for s in each) for each in layers),
-        layer_gradients=tuple(min(s.gradients for s in each) for each in layers),
+        plans=_plan_bounds(replace(plain, layout=run.layout.within_stage, micro_batches=1), hardware),
+        shards=tuple(shards) if len(shards) > 1 else tuple(shards) * 4,
+        sends=Sends(
+            seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
+        ),
         upfront=run.gradients is Gradients.UPFRONT,
+        hidden=hardware.reached.shared if execution.hides_data else 1.0,
     )
 
 
+def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
+    """Args: run: on one stage, with nothing computed again."""
+    (chunk,) = outline(run)[0]
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    layers = [group.part.static for group in chunk if group.part.is_layer]
+    total = [(len(group.names), group.part.static) for group in chunk]
+    return ShardBound(
+        seconds=_shard_seconds(timing, chunk),
+        static_bytes=sum(n * (s.parameters + s.state + s.gradients) for n, s in total),
+        layer_bytes=min(s.parameters + s.state for s in layers),
+        layer_gradients=min(s.gradients for s in layers),
+    )
+
+
+def _shard_seconds(timing: Timing, chunk: Chunk) -> ShardSeconds:
+    layout, execution = timing.run.layout, timing.execution
+    items = timing.items(chunk)
+    layers = [item for item in items if item.in_layer]
+    steps = [timing.optimizer((item,)) / item.count for item in items]
+    added = [timing.adding(item.region) for item in items]
+    shards = layout.zero >= 2 and layout.shards > 1
+    return ShardSeconds(
+        gathered=min(i.gathered for i in layers) if shards and layout.zero == 3 and layout.resharded else 0.0,
+        reduced=min(i.reduced for i in layers) if shards and execution.reduces_each else 0.0,
+        added=_ends(items, added),
+        added_whole=sum(seconds * item.count for seconds, item in zip(added, items, strict=True)),
+        longest_added=max(added),
+        end=_behind(timing, items),
+        optimizer=_ends(items, steps),
+    )
+
+
+def _ends(items: Sequence[Item], seconds: Sequence[float]) -> Ends:
+    """Args: seconds: of each item, of one of those that it stands for."""
+    layers = [each for item, each in zip(items, seconds, strict=True) if item.in_layer]
+    return Ends(layer=min(layers), first=seconds[0], last=seconds[-1])
+
+
+def _behind(timing: Timing, items: Sequence[Item]) -> Ends:
+    """What is left behind the last backward, whatever hides."""
+    layout = timing.run.layout
+    if layout.shards == 1:
+        return Ends(layer=0.0, first=0.0, last=0.0)
+    after = [item.gathered if timing.gathers_after else 0.0 for item in items]
+    if layout.zero >= 2 and timing.execution.reduces_each:
+        gathered = _ends(items, after)  # and the reduction of the first region is the last
+        return replace(gathered, first=gathered.first + items[0].reduced)
+    shared = timing.hardware.reached.shared if timing.execution.hides_data else 1.0
+    return _ends(items, [item.reduced * shared + each for item, each in zip(items, after, strict=True)])
+
+
 @lru_cache(maxsize=4096)
-def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PlanBound]:
+def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PassSeconds]:
     """By what happens to a layer; replicas and ZeRO do not matter, nor does a pipeline."""
     return {mode: _plan_bound(replace(run, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS}
 
 
-def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
+def _plan_bound(run: Run, hardware: Hardware) -> PassSeconds:
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     items = timing.items(outline(run)[0][0])
     layers = [item for item in items if item.in_layer]
-    return PlanBound(
-        whole=sum(item.count * (item.seconds.forward.seconds + item.seconds.backward.seconds) for item in items),
+    passes = [(item.seconds.forward.seconds, item.seconds.backward.seconds) for item in items]
+    return PassSeconds(
+        whole=sum(item.count * (forward + backward) for item, (forward, backward) in zip(items, passes, strict=True)),
         forward=min(item.seconds.forward.seconds for item in layers),
         backward=min(item.seconds.backward.seconds for item in layers),
+        head_forward=passes[-1][0],
+        head_backward=passes[-1][1],
+        longest=(max(forward for forward, _ in passes), max(backward for _, backward in passes)),
         held=min(i.region.program.kept_bytes(kept_by(i.region, str(run.recompute.mode))) for i in layers),
     )
 

@@ -28,7 +28,7 @@ from typing import Final
 
 from jettison.predict.allowance import available_to
 from jettison.progress import Progress
-from jettison.search.bounds import SHAVED
+from jettison.search.bounds import SHAVED, TimeBound
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
 from jettison.search.space import Candidate, Setup, Space
@@ -77,6 +77,7 @@ class Node:
     Args:
         setup: its number in the space.
         plain: `none` is to be worked out, for itself and as a bound of the others; otherwise, these others.
+        rough: a sharper bound is to be worked out before anything else.
         ranks: could it improve on what is known of its setup?
     """
 
@@ -85,6 +86,7 @@ class Node:
     seconds: float
     nbytes: int
     ranks: bool = True
+    rough: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,7 @@ class State:
     times: list[float]
     peaks: list[int]
 
-    def matters(self, seconds: float, nbytes: int, *, ranks: bool, named: bool) -> bool:
+    def matters(self, seconds: float, nbytes: int, *, ranks: bool = True, named: bool = True) -> bool:
         """Could a candidate with these bounds be listed, or be on the front?
 
         Args:
@@ -145,7 +147,8 @@ class Hunt:
     _heap: list[tuple[float, int, Node]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Found] = field(default_factory=dict)
-    _least: list[list[tuple[float, int]]] = field(default_factory=list)  # seconds and bytes, by setup and plan
+    _bounds: list[TimeBound] = field(default_factory=list)
+    _known_least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)
     _closest: Found | None = None
     _planners: list[tuple[float, int, int]] = field(default_factory=list)
@@ -190,9 +193,9 @@ class Hunt:
         """Where nothing fits: the candidate that lacks least, among plans that have a name if there are any."""
         pairs = sorted(
             (nbytes - self._limit(setup), setup, number)
-            for setup, least in enumerate(self._least)
-            for number, (_, nbytes) in enumerate(least)
-            if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
+            for setup in range(len(self.space.setups))
+            for number, (_, nbytes) in enumerate(self._least(setup))
+            if number < len(self.space.plans(self.space.setups[setup])) or len(self._least(setup)) == 1
         )
         found = self._closest
         for at in range(0, len(pairs), PLANNER_BOUNDS):
@@ -216,16 +219,27 @@ class Hunt:
     # rounds -----------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        setups, depth = self.space.setups, self.space.template.model.depth
-        for number, (setup, bound) in enumerate(zip(setups, self.bench.bounds(setups), strict=True)):
-            least = bound.least(setup, depth, self._all_plans(number))
-            self._least.append(least)
-            limit = self._limit(number)
-            fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
-            nbytes = min(nbytes for _, nbytes in least)
-            node = Node(setup=number, plain=True, seconds=min(fitting, default=0.0), nbytes=nbytes)
-            if fitting:
-                self._push(node)
+        setups = self.space.setups
+        self._bounds = self.bench.bounds(setups)
+        for number, (setup, bound) in enumerate(zip(setups, self._bounds, strict=True)):
+            seconds, nbytes = bound.rough(setup)
+            if nbytes <= self._limit(number):
+                self._push(Node(setup=number, plain=True, rough=True, seconds=seconds, nbytes=nbytes))
+
+    def _least(self, number: int) -> list[tuple[float, int]]:
+        """Seconds and bytes that each plan of a setup takes at least."""
+        if number not in self._known_least:
+            setup, depth = self.space.setups[number], self.space.template.model.depth
+            self._known_least[number] = self._bounds[number].least(setup, depth, self._all_plans(number))
+        return self._known_least[number]
+
+    def _refined(self, node: Node) -> Node | None:
+        """With a sharper bound; None where nothing fits."""
+        least, limit = self._least(node.setup), self._limit(node.setup)
+        fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
+        if not fitting:
+            return None
+        return replace(node, rough=False, seconds=min(fitting), nbytes=min(nbytes for _, nbytes in least))
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
@@ -246,6 +260,11 @@ class Hunt:
         tasks: list[list[tuple[int, Task]]] = []
         while self._heap and len(batch) < ROUND:
             *_, node = heapq.heappop(self._heap)
+            if node.rough:
+                sharper = self._refined(node) if state.matters(node.seconds, node.nbytes) else None
+                if sharper is not None:
+                    self._push(sharper)
+                continue
             wanted = self._wanted(node, state)
             if wanted:
                 batch.append(node)
@@ -271,8 +290,8 @@ class Hunt:
         setup = self.space.setups[node.setup]
         limit, found = self._limit(node.setup), []
         matter = False
-        for number, plan in enumerate(self._all_plans(node.setup)):
-            seconds, nbytes = self._least[node.setup][number]
+        for number, (plan, least) in enumerate(zip(self._all_plans(node.setup), self._least(node.setup), strict=True)):
+            seconds, nbytes = least
             if not node.plain:
                 seconds, nbytes = max(seconds, node.seconds), max(nbytes, node.nbytes)
             named = plan.mode is not Mode.AUTO

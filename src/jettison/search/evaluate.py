@@ -191,7 +191,7 @@ def _scene(setup: Setup) -> tuple[object, ...]:
 
 def _bounded(setup: Setup) -> tuple[object, ...]:
     """Setups with the same have the same bounds."""
-    return *_scene(setup), setup.layout.dp
+    return *_scene(setup), setup.layout.dp, setup.layout.pp, setup.micro_batches
 
 
 def _answers(known: Figures | None, task: Task) -> bool:
