@@ -19,8 +19,9 @@ A candidate is left out of a search only where one of these proves that it canno
    step. Segments of several layers compute no less again than `full`; W, w depend on t, sp, cp, ep, b and r alone.
 3. peak(S, r) >= parameters + state + gradients of the largest stage, which are there together in the optimizer's step
    whatever r is; and that is at least a p-th of what they are without a pipeline, at the same dp, cp and ZeRO stage.
-4. peak(S, r) >= what the layers of the first stage have of these before a backward, and what r holds of them for as
-   many micro-batches as the schedule has in flight there; gradients are not there yet in the only backward of a step.
+4. peak(S, r) >= what the first stage has of these before a backward (gradients are not there yet in the only backward
+   of a step), what r holds of its layers for as many micro-batches as the schedule has in flight there, and how far the
+   backward that comes next rises above that: it begins with the last layer, or the last segment, of its chunk.
 5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
    `planner_time_bound`; of one that may offload nothing but rule 1 is known.
 
@@ -35,13 +36,15 @@ from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
-from jettison.ledger.schedule import stage_occupancies
+from jettison.formula.static import Static
 from jettison.predict.forecast import Forecast, Stage
-from jettison.predict.stage_time import Item, Timing
-from jettison.predict.stages import Chunk, kept_by, outline
+from jettison.predict.stage_time import Timing
+from jettison.predict.stages import FULL, StageRegion, kept_by, outline
 from jettison.predict.time import Estimate
+from jettison.predict.timeline_units import passes_of
+from jettison.search.memory_bound import LayerBytes, Parts, Rises, ShardBytes, segments_in_flight
 from jettison.search.space import Setup
-from jettison.search.time_bound import Ends, PassSeconds, Pipeline, Sends, ShardSeconds
+from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.run import Gradients, Mode, Recompute, Run
@@ -54,33 +57,41 @@ _SEGMENTS: Final = frozenset((*_TREATMENTS, Mode.EVERY))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardBound:
-    """Of one stage of ZeRO.
+class PlanBound:
+    """Of one plan.
 
     Args:
-        static_bytes: without a pipeline.
-        layer_bytes: the same of the layer that has least, gradients aside.
-        layer_gradients: and its gradients.
+        held: of a micro-batch, by the layer that holds least, in bytes.
+        rises: of the layer that rises least.
     """
 
-    seconds: ShardSeconds
-    static_bytes: int
-    layer_bytes: int
-    layer_gradients: int
+    seconds: PassSeconds
+    held: int
+    rises: Rises
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeBound:
-    """Of all setups that share a batch and all axes but virtual stages, and whose plans that is.
+class ShardBound:
+    """Of one stage of ZeRO."""
+
+    seconds: ShardSeconds
+    nbytes: ShardBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Of all setups that share a batch and all axes but virtual stages and ZeRO.
 
     Args:
         plans: by what happens to a layer.
+        plain: a layer of which everything stays.
         shards: by ZeRO stage.
         upfront: gradients are there from the start.
         hidden: share of the device that a transfer takes while it hides.
     """
 
-    plans: dict[Mode, PassSeconds]
+    plans: dict[Mode, PlanBound]
+    plain: LayerBytes
     shards: tuple[ShardBound, ...]
     sends: Sends
     upfront: bool
@@ -89,33 +100,46 @@ class TimeBound:
     def rough(self, setup: Setup) -> tuple[float, int]:
         """Seconds and bytes of any plan of a setup; `least` is never below."""
         layout = setup.layout
-        whole = self.plans[Mode.NONE].whole
-        return setup.micro_batches * whole / layout.pp, self.shards[layout.zero].static_bytes // layout.pp
+        whole = self.plans[Mode.NONE].seconds.whole
+        return setup.micro_batches * whole / layout.pp, self.shards[layout.zero].nbytes.everything // layout.pp
 
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Seconds and bytes of plans of a setup of a model of so many layers."""
         layout, count = setup.layout, setup.micro_batches
         sizes = layout.layers_per_chunk(depth)
         pipeline = Pipeline(layout=layout, sizes=sizes, count=count, hidden=self.hidden, sends=self.sends)
-        shard = self.shards[layout.zero]
-        static = shard.static_bytes // layout.pp
-        there = shard.layer_bytes + (shard.layer_gradients if self.upfront or count > 1 else 0)
-        first = sizes[:: layout.pp]
-        there *= sum(first)
+        shard, first = self.shards[layout.zero], sizes[:: layout.pp]
+        there = self.upfront or count > 1
+        least = shard.nbytes.everything // layout.pp
+        base = shard.nbytes.first_stage(sum(first), alone=layout.pp == 1, there=there)
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
-            treated = _treated(plan)
-            timed = Mode.NONE if plan.whole else treated
+            timed = Mode.NONE if plan.whole else _treated(plan)
             if timed not in seconds:
-                seconds[timed] = pipeline.least_seconds(self.plans[timed], shard.seconds)
-            nbytes = static
+                seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, shard.seconds)
+            nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                held = min(self.plans[timed].held, self.plans[treated].held)  # of micro-batches kept whole or not
-                held *= _in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
-                nbytes = max(nbytes, there + held)
-            found.append((seconds[timed], max(nbytes, there)))
+                nbytes += self._held(setup, first, plan) + self._rise(plan, first, there)
+                nbytes += shard.nbytes.gathered if all(first) else 0
+            found.append((seconds[timed], max(nbytes, least)))
         return found
+
+    def _held(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
+        """By all micro-batches in flight on the first stage; args: first: layers of its chunks."""
+        held = self.plans[_treated(plan)].held
+        if plan.whole:
+            held = min(held, self.plans[Mode.NONE].held)
+        return held * segments_in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
+
+    def _rise(self, plan: Recompute, first: tuple[int, ...], there: bool) -> int:
+        """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
+        if not all(first):
+            return 0
+        rise = self.plans[_treated(plan)].rises.of(there)
+        if plan.mode is Mode.EVERY and plan.number > 1:
+            rise = self.plain.segment(min(1 + (n - 1) % plan.number for n in first), there)
+        return min(rise, self.plans[Mode.NONE].rises.of(there)) if plan.whole else rise
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
         """Of one plan: rules 1 and 2."""
@@ -133,35 +157,17 @@ def _treated(plan: Recompute) -> Mode:
     return plan.mode if plan.mode in _TREATMENTS else Mode.NONE
 
 
-def _in_flight(setup: Setup, layers: tuple[int, ...], segment: int) -> int:
-    """Args: layers: of each chunk of the first stage."""
-    layout = setup.layout
-    return _segments_in_flight(
-        layout.schedule, layout.pp, setup.micro_batches if layout.pp > 1 else 1, layout.virtual_stages, layers, segment
-    )
-
-
-@lru_cache(maxsize=65536)
-def _segments_in_flight(
-    schedule: Schedule, stages: int, micro_batches: int, virtual_stages: int, layers: tuple[int, ...], segment: int
-) -> int:
-    """The most segments of layers, times micro-batches, that the first stage holds before a backward."""
-    states = stage_occupancies(
-        schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
-    )
-    counts = [-(-n // segment) for n in layers]
-    return max(sum((f + w) * n for f, w, n in zip(s.forward, s.weight, counts, strict=True)) for s in states)
-
-
-def bound(run: Run, hardware: Hardware) -> TimeBound:
+def bound(run: Run, hardware: Hardware) -> Bounds:
     """Of the setups that are like a run in all but m, the schedule, layers by stage, and ZeRO."""
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
     plain = replace(run, layout=alone, recompute=Recompute())
     stages = range(4) if alone.shards > 1 else (0,)  # alone, none of them shards
     shards = [_shard_bound(replace(plain, layout=replace(alone, zero=zero)), hardware) for zero in stages]
+    inner = replace(plain, layout=run.layout.within_stage, micro_batches=1)
     execution = execution_of(run)
-    return TimeBound(
-        plans=_plan_bounds(replace(plain, layout=run.layout.within_stage, micro_batches=1), hardware),
+    return Bounds(
+        plans=_plan_bounds(inner, hardware),
+        plain=_layer_bytes(inner),
         shards=tuple(shards) if len(shards) > 1 else tuple(shards) * 4,
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
@@ -175,72 +181,60 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     """Args: run: on one stage, with nothing computed again."""
     (chunk,) = outline(run)[0]
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    layers = [group.part.static for group in chunk if group.part.is_layer]
-    total = [(len(group.names), group.part.static) for group in chunk]
+    total = sum((group.part.static.times(len(group.names)) for group in chunk), Static())
+    statics = [(group.part.is_layer, group.part.static) for group in chunk]
     return ShardBound(
-        seconds=_shard_seconds(timing, chunk),
-        static_bytes=sum(n * (s.parameters + s.state + s.gradients) for n, s in total),
-        layer_bytes=min(s.parameters + s.state for s in layers),
-        layer_gradients=min(s.gradients for s in layers),
+        seconds=shard_seconds(timing, chunk),
+        nbytes=ShardBytes(
+            everything=total.parameters + total.state + total.gradients,
+            settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
+            gradients=_parts([(layer, s.gradients) for layer, s in statics]),
+            gathered=2 * min(s.gathered for layer, s in statics if layer) if run.layout.resharded else 0,
+        ),
     )
 
 
-def _shard_seconds(timing: Timing, chunk: Chunk) -> ShardSeconds:
-    layout, execution = timing.run.layout, timing.execution
-    items = timing.items(chunk)
-    layers = [item for item in items if item.in_layer]
-    steps = [timing.optimizer((item,)) / item.count for item in items]
-    added = [timing.adding(item.region) for item in items]
-    shards = layout.zero >= 2 and layout.shards > 1
-    return ShardSeconds(
-        gathered=min(i.gathered for i in layers) if shards and layout.zero == 3 and layout.resharded else 0.0,
-        reduced=min(i.reduced for i in layers) if shards and execution.reduces_each else 0.0,
-        added=_ends(items, added),
-        added_whole=sum(seconds * item.count for seconds, item in zip(added, items, strict=True)),
-        longest_added=max(added),
-        end=_behind(timing, items),
-        optimizer=_ends(items, steps),
-    )
-
-
-def _ends(items: Sequence[Item], seconds: Sequence[float]) -> Ends:
-    """Args: seconds: of each item, of one of those that it stands for."""
-    layers = [each for item, each in zip(items, seconds, strict=True) if item.in_layer]
-    return Ends(layer=min(layers), first=seconds[0], last=seconds[-1])
-
-
-def _behind(timing: Timing, items: Sequence[Item]) -> Ends:
-    """What is left behind the last backward, whatever hides."""
-    layout = timing.run.layout
-    if layout.shards == 1:
-        return Ends(layer=0.0, first=0.0, last=0.0)
-    after = [item.gathered if timing.gathers_after else 0.0 for item in items]
-    if layout.zero >= 2 and timing.execution.reduces_each:
-        gathered = _ends(items, after)  # and the reduction of the first region is the last
-        return replace(gathered, first=gathered.first + items[0].reduced)
-    shared = timing.hardware.reached.shared if timing.execution.hides_data else 1.0
-    return _ends(items, [item.reduced * shared + each for item, each in zip(items, after, strict=True)])
+def _parts(nbytes: Sequence[tuple[bool, int]]) -> Parts:
+    """Args: nbytes: of the regions of a model, and are they layers?"""
+    return Parts(layer=min(n for layer, n in nbytes if layer), first=nbytes[0][1], last=nbytes[-1][1])
 
 
 @lru_cache(maxsize=4096)
-def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PassSeconds]:
+def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PlanBound]:
     """By what happens to a layer; replicas and ZeRO do not matter, nor does a pipeline."""
     return {mode: _plan_bound(replace(run, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS}
 
 
-def _plan_bound(run: Run, hardware: Hardware) -> PassSeconds:
+def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
+    (chunk,) = outline(run)[0]
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    items = timing.items(outline(run)[0][0])
-    layers = [item for item in items if item.in_layer]
-    passes = [(item.seconds.forward.seconds, item.seconds.backward.seconds) for item in items]
-    return PassSeconds(
-        whole=sum(item.count * (forward + backward) for item, (forward, backward) in zip(items, passes, strict=True)),
-        forward=min(item.seconds.forward.seconds for item in layers),
-        backward=min(item.seconds.backward.seconds for item in layers),
-        head_forward=passes[-1][0],
-        head_backward=passes[-1][1],
-        longest=(max(forward for forward, _ in passes), max(backward for _, backward in passes)),
-        held=min(i.region.program.kept_bytes(kept_by(i.region, str(run.recompute.mode))) for i in layers),
+    layers = [group.part for group in chunk if group.part.is_layer]
+    return PlanBound(
+        seconds=pass_seconds(timing.items(chunk)),
+        held=min(part.region.program.kept_bytes(part.kept) for part in layers),
+        rises=_rises(run, layers),
+    )
+
+
+def _rises(run: Run, layers: Sequence[StageRegion]) -> Rises:
+    dtype = run.precision.gradient
+    return Rises(
+        fresh=min(passes_of(part, dtype).backward_peak for part in layers),
+        adding=min(passes_of(part, dtype, accumulates=True).backward_peak for part in layers),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(run: Run) -> LayerBytes:
+    """Args: run: with nothing computed again."""
+    layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
+    passes = [passes_of(part, run.precision.gradient) for part in layers]
+    return LayerBytes(
+        resident=min(p.resident for p in passes),
+        forward=min(p.forward_peak for p in passes),
+        rises=_rises(run, layers),
+        output=min(p.output for p in passes),
+        shared=max(part.region.program.kept_bytes(kept_by(part.region, FULL) & part.kept) for part in layers),
     )
 
 

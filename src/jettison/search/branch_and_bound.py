@@ -28,7 +28,7 @@ from typing import Final
 
 from jettison.predict.allowance import available_to
 from jettison.progress import Progress
-from jettison.search.bounds import SHAVED, TimeBound
+from jettison.search.bounds import SHAVED, Bounds
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
 from jettison.search.space import Candidate, Setup, Space
@@ -40,7 +40,7 @@ REACH: Final = 1.5
 ROUND: Final = 256
 """Setups that are worked out before bounds are compared again."""
 PLANNER_BOUNDS: Final = 64
-PLANNERS: Final = 8
+PLANNERS: Final = 2
 """The same for bounds of a planner's choices, and for these."""
 RUNNERS: Final = 2
 """Places that are exact at least: the best, and what it is compared with."""
@@ -147,7 +147,7 @@ class Hunt:
     _heap: list[tuple[float, int, Node]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Found] = field(default_factory=dict)
-    _bounds: list[TimeBound] = field(default_factory=list)
+    _bounds: list[Bounds] = field(default_factory=list)
     _known_least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     _limits: dict[int, int] = field(default_factory=dict)
     _closest: Found | None = None
@@ -299,7 +299,8 @@ class Hunt:
                 continue
             matter = True
             if not node.plain and named and plan != Recompute():
-                most = limit if node.ranks or plan.whole else min(limit, state.below(seconds))
+                first = node.ranks and seconds * (1 - SHAVED) <= state.last
+                most = limit if first or plan.whole else min(limit, state.below(seconds))
                 found.append((number, Task(candidate=self._candidate(node.setup, plan), limit_bytes=most)))
         if node.plain and matter:
             plans = self.space.plans(setup)

@@ -24,7 +24,7 @@ from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import settled
-from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
+from jettison.search.bounds import Bounds, bound, least_seconds, static_bytes
 from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
 from jettison.search.planner_time_bound import planner_seconds
@@ -86,7 +86,7 @@ class Bench:
         self._journal = journal
         self._context = question.digest
         self._known: dict[str, Figures] = dict(journal.known) if journal else {}
-        self._bounds: dict[tuple[object, ...], TimeBound] = {}
+        self._bounds: dict[tuple[object, ...], Bounds] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._lock = Lock()  # of what is known, written down and started
 
@@ -104,7 +104,7 @@ class Bench:
         # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def bounds(self, setups: Sequence[Setup]) -> list[TimeBound]:
+    def bounds(self, setups: Sequence[Setup]) -> list[Bounds]:
         """What any plan of each setup takes, at least."""
         keys = [_bounded(setup) for setup in setups]
         alike = dict(zip(keys, setups, strict=True))
@@ -219,7 +219,7 @@ def _several(asked: tuple[Callable[[Question, _T], _R], list[_T]]) -> list[_R]:
     return [work(_question, item) for item in items]
 
 
-def _bound(question: Question, setup: Setup) -> TimeBound:
+def _bound(question: Question, setup: Setup) -> Bounds:
     return bound(setup_run(setup, question.template), question.hardware)
 
 

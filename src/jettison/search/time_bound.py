@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from jettison.predict.stage_time import Item, Timing
+from jettison.predict.stages import Chunk
 from jettison.spec.layout import Layout, Schedule
 
 
@@ -24,7 +26,6 @@ class PassSeconds:
 
     Args:
         longest: the work that hides most of a transfer, by pass.
-        held: of a micro-batch, by the layer that holds least, in bytes.
     """
 
     whole: float
@@ -33,7 +34,6 @@ class PassSeconds:
     head_forward: float
     head_backward: float
     longest: tuple[float, float]
-    held: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,3 +211,55 @@ def _optimizer(seconds: Ends, shape: _Shape, stages: int) -> float:
         return seconds.first + shape.most * seconds.layer + seconds.last
     first = seconds.first + shape.first_layers * seconds.layer
     return max(first, shape.most * seconds.layer, seconds.last + shape.last_layers * seconds.layer)
+
+
+def pass_seconds(items: Sequence[Item]) -> PassSeconds:
+    """Args: items: of the whole model."""
+    layers = [item for item in items if item.in_layer]
+    passes = [(item.seconds.forward.seconds, item.seconds.backward.seconds) for item in items]
+    return PassSeconds(
+        whole=sum(item.count * (forward + backward) for item, (forward, backward) in zip(items, passes, strict=True)),
+        forward=min(item.seconds.forward.seconds for item in layers),
+        backward=min(item.seconds.backward.seconds for item in layers),
+        head_forward=passes[-1][0],
+        head_backward=passes[-1][1],
+        longest=(max(forward for forward, _ in passes), max(backward for _, backward in passes)),
+    )
+
+
+def shard_seconds(timing: Timing, chunk: Chunk) -> ShardSeconds:
+    """Args: chunk: the whole model, with nothing computed again."""
+    layout, execution = timing.run.layout, timing.execution
+    items = timing.items(chunk)
+    layers = [item for item in items if item.in_layer]
+    steps = [timing.optimizer((item,)) / item.count for item in items]
+    added = [timing.adding(item.region) for item in items]
+    shards = layout.zero >= 2 and layout.shards > 1
+    return ShardSeconds(
+        gathered=min(i.gathered for i in layers) if shards and layout.zero == 3 and layout.resharded else 0.0,
+        reduced=min(i.reduced for i in layers) if shards and execution.reduces_each else 0.0,
+        added=_ends(items, added),
+        added_whole=sum(seconds * item.count for seconds, item in zip(added, items, strict=True)),
+        longest_added=max(added),
+        end=_behind(timing, items),
+        optimizer=_ends(items, steps),
+    )
+
+
+def _ends(items: Sequence[Item], seconds: Sequence[float]) -> Ends:
+    """Args: seconds: of each item, of one of those that it stands for."""
+    layers = [each for item, each in zip(items, seconds, strict=True) if item.in_layer]
+    return Ends(layer=min(layers), first=seconds[0], last=seconds[-1])
+
+
+def _behind(timing: Timing, items: Sequence[Item]) -> Ends:
+    """What is left behind the last backward, whatever hides."""
+    layout = timing.run.layout
+    if layout.shards == 1:
+        return Ends(layer=0.0, first=0.0, last=0.0)
+    after = [item.gathered if timing.gathers_after else 0.0 for item in items]
+    if layout.zero >= 2 and timing.execution.reduces_each:
+        gathered = _ends(items, after)  # and the reduction of the first region is the last
+        return replace(gathered, first=gathered.first + items[0].reduced)
+    shared = timing.hardware.reached.shared if timing.execution.hides_data else 1.0
+    return _ends(items, [item.reduced * shared + each for item, each in zip(items, after, strict=True)])
