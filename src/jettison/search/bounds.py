@@ -36,7 +36,6 @@ from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
-from jettison.formula.static import Static
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, StageRegion, kept_by, outline
@@ -96,12 +95,6 @@ class Bounds:
     sends: Sends
     upfront: bool
     hidden: float
-
-    def rough(self, setup: Setup) -> tuple[float, int]:
-        """Seconds and bytes of any plan of a setup; `least` is never below."""
-        layout = setup.layout
-        whole = self.plans[Mode.NONE].seconds.whole
-        return setup.micro_batches * whole / layout.pp, self.shards[layout.zero].nbytes.everything // layout.pp
 
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
         """Seconds and bytes of plans of a setup of a model of so many layers."""
@@ -163,7 +156,7 @@ def bound(run: Run, hardware: Hardware) -> Bounds:
     plain = replace(run, layout=alone, recompute=Recompute())
     stages = range(4) if alone.shards > 1 else (0,)  # alone, none of them shards
     shards = [_shard_bound(replace(plain, layout=replace(alone, zero=zero)), hardware) for zero in stages]
-    inner = replace(plain, layout=run.layout.within_stage, micro_batches=1)
+    inner = _inner(run)
     execution = execution_of(run)
     return Bounds(
         plans=_plan_bounds(inner, hardware),
@@ -181,12 +174,11 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     """Args: run: on one stage, with nothing computed again."""
     (chunk,) = outline(run)[0]
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    total = sum((group.part.static.times(len(group.names)) for group in chunk), Static())
     statics = [(group.part.is_layer, group.part.static) for group in chunk]
     return ShardBound(
         seconds=shard_seconds(timing, chunk),
         nbytes=ShardBytes(
-            everything=total.parameters + total.state + total.gradients,
+            everything=whole_static_bytes(run),
             settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
             gradients=_parts([(layer, s.gradients) for layer, s in statics]),
             gathered=2 * min(s.gathered for layer, s in statics if layer) if run.layout.resharded else 0,
@@ -199,18 +191,39 @@ def _parts(nbytes: Sequence[tuple[bool, int]]) -> Parts:
     return Parts(layer=min(n for layer, n in nbytes if layer), first=nbytes[0][1], last=nbytes[-1][1])
 
 
+def whole_seconds(run: Run, hardware: Hardware) -> float:
+    """W of rule 2 without recompute."""
+    return _pass_seconds(_inner(run), hardware).whole
+
+
+def whole_static_bytes(run: Run) -> int:
+    """Parameters, state and gradients on one rank of a run without a pipeline."""
+    (chunk,) = outline(run)[0]
+    counted = [(len(group.names), group.part.static) for group in chunk]
+    return sum(n * (s.parameters + s.state + s.gradients) for n, s in counted)
+
+
+def _inner(run: Run) -> Run:
+    """What the seconds of its regions depend on: no replicas, no ZeRO, no pipeline, no recompute."""
+    return replace(run, layout=run.layout.within_stage, micro_batches=1, recompute=Recompute())
+
+
+@lru_cache(maxsize=4096)
+def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    return pass_seconds(timing.items(outline(run)[0][0]))
+
+
 @lru_cache(maxsize=4096)
 def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PlanBound]:
-    """By what happens to a layer; replicas and ZeRO do not matter, nor does a pipeline."""
+    """By what happens to a layer."""
     return {mode: _plan_bound(replace(run, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS}
 
 
 def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
-    (chunk,) = outline(run)[0]
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    layers = [group.part for group in chunk if group.part.is_layer]
+    layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
     return PlanBound(
-        seconds=pass_seconds(timing.items(chunk)),
+        seconds=_pass_seconds(run, hardware),
         held=min(part.region.program.kept_bytes(part.kept) for part in layers),
         rises=_rises(run, layers),
     )

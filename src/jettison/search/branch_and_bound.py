@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -28,7 +28,7 @@ from typing import Final
 
 from jettison.predict.allowance import available_to
 from jettison.progress import Progress
-from jettison.search.bounds import SHAVED, Bounds
+from jettison.search.bounds import SHAVED
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
 from jettison.search.space import Candidate, Setup, Space
@@ -37,11 +37,13 @@ from jettison.spec.run import Mode, Recompute
 
 REACH: Final = 1.5
 """The front ends at so many times the fastest step."""
-ROUND: Final = 256
+ROUND: Final = 64
 """Setups that are worked out before bounds are compared again."""
+SHARPENED: Final = 256
 PLANNER_BOUNDS: Final = 64
 PLANNERS: Final = 2
-"""The same for bounds of a planner's choices, and for these."""
+"""The same for sharp bounds, for bounds of a planner's choices, and for these: of more at once some would be asked in
+vain, which takes longer than waiting for each other."""
 RUNNERS: Final = 2
 """Places that are exact at least: the best, and what it is compared with."""
 _UNBOUNDED: Final = 1 << 62
@@ -77,7 +79,6 @@ class Node:
     Args:
         setup: its number in the space.
         plain: `none` is to be worked out, for itself and as a bound of the others; otherwise, these others.
-        rough: a sharper bound is to be worked out before anything else.
         ranks: could it improve on what is known of its setup?
     """
 
@@ -86,7 +87,6 @@ class Node:
     seconds: float
     nbytes: int
     ranks: bool = True
-    rough: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class State:
     times: list[float]
     peaks: list[int]
 
-    def matters(self, seconds: float, nbytes: int, *, ranks: bool = True, named: bool = True) -> bool:
+    def matters(self, seconds: float, nbytes: int, *, ranks: bool, named: bool) -> bool:
         """Could a candidate with these bounds be listed, or be on the front?
 
         Args:
@@ -147,8 +147,8 @@ class Hunt:
     _heap: list[tuple[float, int, Node]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Found] = field(default_factory=dict)
-    _bounds: list[Bounds] = field(default_factory=list)
-    _known_least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+    _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
+    _known_least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # seconds and bytes, by plan
     _limits: dict[int, int] = field(default_factory=dict)
     _closest: Found | None = None
     _planners: list[tuple[float, int, int]] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Hunt:
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
         self._open()
-        while self._heap:
+        while self._heap or self._rough:
             self._work()
 
     def ask_planner(self) -> None:
@@ -191,11 +191,12 @@ class Hunt:
 
     def closest(self) -> Found:
         """Where nothing fits: the candidate that lacks least, among plans that have a name if there are any."""
+        self._know_least(range(len(self.space.setups)))
         pairs = sorted(
             (nbytes - self._limit(setup), setup, number)
-            for setup in range(len(self.space.setups))
-            for number, (_, nbytes) in enumerate(self._least(setup))
-            if number < len(self.space.plans(self.space.setups[setup])) or len(self._least(setup)) == 1
+            for setup, least in self._known_least.items()
+            for number, (_, nbytes) in enumerate(least)
+            if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
         )
         found = self._closest
         for at in range(0, len(pairs), PLANNER_BOUNDS):
@@ -219,27 +220,32 @@ class Hunt:
     # rounds -----------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        setups = self.space.setups
-        self._bounds = self.bench.bounds(setups)
-        for number, (setup, bound) in enumerate(zip(setups, self._bounds, strict=True)):
-            seconds, nbytes = bound.rough(setup)
-            if nbytes <= self._limit(number):
-                self._push(Node(setup=number, plain=True, rough=True, seconds=seconds, nbytes=nbytes))
+        rough = enumerate(self.bench.rough(self.space.setups))
+        self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limit(number)]
+        self._rough.sort(reverse=True)
 
-    def _least(self, number: int) -> list[tuple[float, int]]:
-        """Seconds and bytes that each plan of a setup takes at least."""
-        if number not in self._known_least:
-            setup, depth = self.space.setups[number], self.space.template.model.depth
-            self._known_least[number] = self._bounds[number].least(setup, depth, self._all_plans(number))
-        return self._known_least[number]
+    def _sharpen(self, state: State) -> None:
+        """Of setups with the best rough bounds, sharp ones, until no rough one is better than all of these."""
+        while self._rough and (not self._heap or self._rough[-1][0] <= self._heap[0][0]):
+            numbers: list[int] = []
+            while self._rough and len(numbers) < SHARPENED:
+                seconds, number, nbytes = self._rough.pop()
+                if state.matters(seconds, nbytes, ranks=True, named=True):
+                    numbers.append(number)
+            self._know_least(numbers)
+            for number in numbers:
+                least, limit = self._known_least[number], self._limit(number)
+                fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
+                if fitting:
+                    nbytes = min(nbytes for _, nbytes in least)
+                    self._push(Node(setup=number, plain=True, seconds=min(fitting), nbytes=nbytes))
 
-    def _refined(self, node: Node) -> Node | None:
-        """With a sharper bound; None where nothing fits."""
-        least, limit = self._least(node.setup), self._limit(node.setup)
-        fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
-        if not fitting:
-            return None
-        return replace(node, rough=False, seconds=min(fitting), nbytes=min(nbytes for _, nbytes in least))
+    def _know_least(self, numbers: Iterable[int]) -> None:
+        """Work out what each plan of these setups takes at least."""
+        missing = [number for number in numbers if number not in self._known_least]
+        setups, depth = [self.space.setups[number] for number in missing], self.space.template.model.depth
+        for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups), strict=True):
+            self._known_least[number] = bounds.least(setup, depth, self._all_plans(number))
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
@@ -256,15 +262,11 @@ class Hunt:
     def _work(self) -> None:
         """A round: the most promising nodes that still matter."""
         state = self._state()
+        self._sharpen(state)
         batch: list[Node] = []
         tasks: list[list[tuple[int, Task]]] = []
         while self._heap and len(batch) < ROUND:
             *_, node = heapq.heappop(self._heap)
-            if node.rough:
-                sharper = self._refined(node) if state.matters(node.seconds, node.nbytes) else None
-                if sharper is not None:
-                    self._push(sharper)
-                continue
             wanted = self._wanted(node, state)
             if wanted:
                 batch.append(node)
@@ -290,7 +292,9 @@ class Hunt:
         setup = self.space.setups[node.setup]
         limit, found = self._limit(node.setup), []
         matter = False
-        for number, (plan, least) in enumerate(zip(self._all_plans(node.setup), self._least(node.setup), strict=True)):
+        for number, (plan, least) in enumerate(
+            zip(self._all_plans(node.setup), self._known_least[node.setup], strict=True)
+        ):
             seconds, nbytes = least
             if not node.plain:
                 seconds, nbytes = max(seconds, node.seconds), max(nbytes, node.nbytes)
