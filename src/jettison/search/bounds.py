@@ -30,18 +30,19 @@ Arithmetic in floating point: bounds are shaved by `SHAVED` of themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
+from jettison.formula.liveness import Passes
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, StageRegion, kept_by, outline
 from jettison.predict.time import Estimate
 from jettison.predict.timeline_units import passes_of
-from jettison.search.memory_bound import LayerBytes, Parts, Rises, ShardBytes, segments_in_flight
+from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, segments_in_flight
 from jettison.search.space import Setup
 from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
@@ -61,12 +62,12 @@ class PlanBound:
 
     Args:
         held: of a micro-batch, by the layer that holds least, in bytes.
-        rises: of the layer that rises least.
+        rise: of the layer whose backward rises least above what is held before it.
     """
 
     seconds: PassSeconds
     held: int
-    rises: Rises
+    rise: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +114,7 @@ class Bounds:
                 seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, shard.seconds)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                nbytes += self._held(setup, first, plan) + self._rise(plan, first, there)
+                nbytes += self._held(setup, first, plan) + self._rise(plan, first)
                 nbytes += shard.nbytes.gathered if all(first) else 0
             found.append((seconds[timed], max(nbytes, least)))
         return found
@@ -125,14 +126,14 @@ class Bounds:
             held = min(held, self.plans[Mode.NONE].held)
         return held * segments_in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
 
-    def _rise(self, plan: Recompute, first: tuple[int, ...], there: bool) -> int:
+    def _rise(self, plan: Recompute, first: tuple[int, ...]) -> int:
         """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
         if not all(first):
             return 0
-        rise = self.plans[_treated(plan)].rises.of(there)
+        rise = self.plans[_treated(plan)].rise
         if plan.mode is Mode.EVERY and plan.number > 1:
-            rise = self.plain.segment(min(1 + (n - 1) % plan.number for n in first), there)
-        return min(rise, self.plans[Mode.NONE].rises.of(there)) if plan.whole else rise
+            rise = self.plain.segment(min(1 + (n - 1) % plan.number for n in first))
+        return min(rise, self.plans[Mode.NONE].rise) if plan.whole else rise
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
         """Of one plan: rules 1 and 2."""
@@ -150,22 +151,33 @@ def _treated(plan: Recompute) -> Mode:
     return plan.mode if plan.mode in _TREATMENTS else Mode.NONE
 
 
-def bound(run: Run, hardware: Hardware) -> Bounds:
-    """Of the setups that are like a run in all but m, the schedule, layers by stage, and ZeRO."""
+def treatments(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
+    """What bounds are needed for."""
+    asked = {_treated(plan) for plan in plans}
+    return tuple(mode for mode in _TREATMENTS if mode in asked or mode is Mode.NONE)
+
+
+def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> Bounds:
+    """Of the setups that are like a run in all but m, the schedule, layers by stage, and ZeRO.
+
+    Args:
+        modes: what happens to layers under the plans that are asked for.
+    """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
     plain = replace(run, layout=alone, recompute=Recompute())
     stages = range(4) if alone.shards > 1 else (0,)  # alone, none of them shards
     shards = [_shard_bound(replace(plain, layout=replace(alone, zero=zero)), hardware) for zero in stages]
-    inner = _inner(run)
+    inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
+    there = upfront or run.micro_batches > 1
     execution = execution_of(run)
     return Bounds(
-        plans=_plan_bounds(inner, hardware),
-        plain=_layer_bytes(inner),
+        plans={mode: _plan_bound(inner, mode, there, hardware) for mode in modes},
+        plain=_layer_bytes(inner, there),
         shards=tuple(shards) if len(shards) > 1 else tuple(shards) * 4,
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
         ),
-        upfront=run.gradients is Gradients.UPFRONT,
+        upfront=upfront,
         hidden=hardware.reached.shared if execution.hides_data else 1.0,
     )
 
@@ -215,40 +227,34 @@ def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
 
 
 @lru_cache(maxsize=4096)
-def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PlanBound]:
-    """By what happens to a layer."""
-    return {mode: _plan_bound(replace(run, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS}
-
-
-def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
+def _plan_bound(inner: Run, mode: Mode, there: bool, hardware: Hardware) -> PlanBound:
+    """Args: there: gradients are, before a backward."""
+    run = replace(inner, recompute=Recompute(mode=mode))
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
     return PlanBound(
         seconds=_pass_seconds(run, hardware),
         held=min(part.region.program.kept_bytes(part.kept) for part in layers),
-        rises=_rises(run, layers),
-    )
-
-
-def _rises(run: Run, layers: Sequence[StageRegion]) -> Rises:
-    dtype = run.precision.gradient
-    return Rises(
-        fresh=min(passes_of(part, dtype).backward_peak for part in layers),
-        adding=min(passes_of(part, dtype, accumulates=True).backward_peak for part in layers),
+        rise=min(_passes(run, part, there).backward_peak for part in layers),
     )
 
 
 @lru_cache(maxsize=4096)
-def _layer_bytes(run: Run) -> LayerBytes:
+def _layer_bytes(run: Run, there: bool) -> LayerBytes:
     """Args: run: with nothing computed again."""
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    passes = [passes_of(part, run.precision.gradient) for part in layers]
+    passes = [_passes(run, part, there) for part in layers]
     return LayerBytes(
         resident=min(p.resident for p in passes),
         forward=min(p.forward_peak for p in passes),
-        rises=_rises(run, layers),
+        backward=min(p.backward_peak for p in passes),
         output=min(p.output for p in passes),
         shared=max(part.region.program.kept_bytes(kept_by(part.region, FULL) & part.kept) for part in layers),
     )
+
+
+def _passes(run: Run, part: StageRegion, there: bool) -> Passes:
+    """Where gradients are there, a backward adds to them: one that follows others, or has a buffer for them."""
+    return passes_of(part, run.precision.gradient, accumulates=there)
 
 
 def least_seconds(plain: Estimate) -> float:

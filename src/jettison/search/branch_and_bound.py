@@ -28,7 +28,7 @@ from typing import Final
 
 from jettison.predict.allowance import available_to
 from jettison.progress import Progress
-from jettison.search.bounds import SHAVED
+from jettison.search.bounds import SHAVED, treatments
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
 from jettison.search.space import Candidate, Setup, Space
@@ -134,6 +134,7 @@ class Hunt:
         top: setups whose place is to be known.
         reach: of the front; None: there is no need of one.
         known: a candidate that fits.
+        least: by setup, seconds and bytes that each of its plans takes at least: as far as it is known, of the space.
     """
 
     space: Space
@@ -143,12 +144,12 @@ class Hunt:
     top: int = 1
     reach: float | None = None
     known: Found | None = None
+    least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)
     _heap: list[tuple[float, int, Node]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Found] = field(default_factory=dict)
     _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
-    _known_least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # seconds and bytes, by plan
     _limits: dict[int, int] = field(default_factory=dict)
     _closest: Found | None = None
     _planners: list[tuple[float, int, int]] = field(default_factory=list)
@@ -194,7 +195,7 @@ class Hunt:
         self._know_least(range(len(self.space.setups)))
         pairs = sorted(
             (nbytes - self._limit(setup), setup, number)
-            for setup, least in self._known_least.items()
+            for setup, least in self.least.items()
             for number, (_, nbytes) in enumerate(least)
             if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
         )
@@ -234,18 +235,23 @@ class Hunt:
                     numbers.append(number)
             self._know_least(numbers)
             for number in numbers:
-                least, limit = self._known_least[number], self._limit(number)
+                least, limit = self.least[number], self._limit(number)
                 fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
                 if fitting:
                     nbytes = min(nbytes for _, nbytes in least)
                     self._push(Node(setup=number, plain=True, seconds=min(fitting), nbytes=nbytes))
 
+    @cached_property
+    def _modes(self) -> tuple[Mode, ...]:
+        """What happens to layers under the plans of the space."""
+        return treatments(plan for kind in {*map(self.space.all_plans, self.space.setups)} for plan in kind)
+
     def _know_least(self, numbers: Iterable[int]) -> None:
         """Work out what each plan of these setups takes at least."""
-        missing = [number for number in numbers if number not in self._known_least]
+        missing = [number for number in numbers if number not in self.least]
         setups, depth = [self.space.setups[number] for number in missing], self.space.template.model.depth
-        for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups), strict=True):
-            self._known_least[number] = bounds.least(setup, depth, self._all_plans(number))
+        for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups, self._modes), strict=True):
+            self.least[number] = bounds.least(setup, depth, self._all_plans(number))
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
@@ -292,9 +298,7 @@ class Hunt:
         setup = self.space.setups[node.setup]
         limit, found = self._limit(node.setup), []
         matter = False
-        for number, (plan, least) in enumerate(
-            zip(self._all_plans(node.setup), self._known_least[node.setup], strict=True)
-        ):
+        for number, (plan, least) in enumerate(zip(self._all_plans(node.setup), self.least[node.setup], strict=True)):
             seconds, nbytes = least
             if not node.plain:
                 seconds, nbytes = max(seconds, node.seconds), max(nbytes, node.nbytes)

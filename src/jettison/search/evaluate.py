@@ -127,13 +127,13 @@ class Bench:
             self._statics[key] = whole_static_bytes(run)
         return self._statics[key]
 
-    def bounds(self, setups: Sequence[Setup]) -> list[Bounds]:
-        """What any plan of each setup takes, at least."""
-        keys = [_bounded(setup) for setup in setups]
+    def bounds(self, setups: Sequence[Setup], modes: tuple[Mode, ...]) -> list[Bounds]:
+        """What plans that treat layers so take of each setup, at least."""
+        keys = [(*_bounded(setup), modes) for setup in setups]
         alike = dict(zip(keys, setups, strict=True))
-        missing = [setup for key, setup in alike.items() if key not in self._bounds]
-        found = self._map(_bound, missing, key=_scene)
-        self._bounds.update((_bounded(setup), bound) for setup, bound in zip(missing, found, strict=True))
+        missing = {key: (setup, modes) for key, setup in alike.items() if key not in self._bounds}
+        found = self._map(_bound, list(missing.values()), key=lambda one: _scene(one[0]))
+        self._bounds.update(zip(missing, found, strict=True))
         return [self._bounds[key] for key in keys]
 
     def planner_bounds(
@@ -246,8 +246,9 @@ def _whole(question: Question, setup: Setup) -> float:
     return whole_seconds(setup_run(setup, question.template), question.hardware)
 
 
-def _bound(question: Question, setup: Setup) -> Bounds:
-    return bound(setup_run(setup, question.template), question.hardware)
+def _bound(question: Question, asked: tuple[Setup, tuple[Mode, ...]]) -> Bounds:
+    setup, modes = asked
+    return bound(setup_run(setup, question.template), question.hardware, modes)
 
 
 def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> float | None:

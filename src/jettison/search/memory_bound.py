@@ -11,38 +11,26 @@ from jettison.spec.layout import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rises:
-    """How far a backward rises above what is held before it: one in which gradients appear, one that adds to them."""
-
-    fresh: int
-    adding: int
-
-    def of(self, there: bool) -> int:
-        """Args: there: gradients are, already."""
-        return self.adding if there else self.fresh
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerBytes:
     """Of one micro-batch on one rank, by the layer that has least of each; of ``shared`` the one that has most.
 
     Args:
         resident: between the passes.
-        forward: how far a forward rises.
+        forward, backward: how far passes rise above what is held before them.
         output: what it returns.
         shared: of ``resident``, what is held where only the input is.
     """
 
     resident: int
     forward: int
-    rises: Rises
+    backward: int
     output: int
     shared: int
 
-    def segment(self, layers: int, there: bool) -> int:
+    def segment(self, layers: int) -> int:
         """How far the backward of a segment rises that holds its input and runs so many layers again."""
         again = self.output + (layers - 1) * self.resident + self.forward
-        return max(again, layers * self.resident + self.rises.of(there)) - self.shared
+        return max(again, layers * self.resident + self.backward) - self.shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

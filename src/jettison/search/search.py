@@ -112,7 +112,8 @@ def search(
             raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space))
         ranked, best = tuple(hunt.ranked[:top]), hunt.ranked[0]
         progress("with more memory")
-        larger = Hunt(space=space, room=replace(room, scale=MORE_MEMORY), bench=bench, say=progress, known=best)
+        roomier = replace(room, scale=MORE_MEMORY)
+        larger = Hunt(space=space, room=roomier, bench=bench, say=progress, known=best, least=hunt.least)
         larger.run()
         progress("with more GPUs")
         more_gpus = _more_gpus(space, room, bench, progress) if begun is None else begun.result()
