@@ -39,7 +39,7 @@ from jettison.cost.execution import execution_of
 from jettison.formula.liveness import Passes
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, StageRegion, kept_by, outline
+from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline
 from jettison.predict.time import Estimate
 from jettison.predict.timeline_units import passes_of
 from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, segments_in_flight
@@ -80,44 +80,64 @@ class ShardBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Of all setups that share a batch and all axes but virtual stages and ZeRO.
+    """Of all setups that share a batch and all axes but virtual stages.
 
     Args:
         plans: by what happens to a layer.
         plain: a layer of which everything stays.
-        shards: by ZeRO stage.
         upfront: gradients are there from the start.
         hidden: share of the device that a transfer takes while it hides.
     """
 
     plans: dict[Mode, PlanBound]
     plain: LayerBytes
-    shards: tuple[ShardBound, ...]
+    shard: ShardBound
     sends: Sends
     upfront: bool
     hidden: float
 
+    def of_any(self, setup: Setup, depth: int) -> tuple[float, int]:
+        """Seconds and bytes of every plan of a setup of a model of so many layers."""
+        seconds = self._pipeline(setup, depth).least_seconds(self.plans[Mode.NONE].seconds, self.shard.seconds)
+        return seconds, self._base(setup, depth)
+
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
-        """Seconds and bytes of plans of a setup of a model of so many layers."""
-        layout, count = setup.layout, setup.micro_batches
-        sizes = layout.layers_per_chunk(depth)
-        pipeline = Pipeline(layout=layout, sizes=sizes, count=count, hidden=self.hidden, sends=self.sends)
-        shard, first = self.shards[layout.zero], sizes[:: layout.pp]
-        there = self.upfront or count > 1
-        least = shard.nbytes.everything // layout.pp
-        base = shard.nbytes.first_stage(sum(first), alone=layout.pp == 1, there=there)
+        """Seconds and bytes of each of these plans."""
+        pipeline, base = self._pipeline(setup, depth), self._base(setup, depth)
+        first = pipeline.sizes[:: setup.layout.pp]
+        stage = self._stage(setup, first)
         seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
             timed = Mode.NONE if plan.whole else _treated(plan)
             if timed not in seconds:
-                seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, shard.seconds)
+                seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, self.shard.seconds)
             nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                nbytes += self._held(setup, first, plan) + self._rise(plan, first)
-                nbytes += shard.nbytes.gathered if all(first) else 0
-            found.append((seconds[timed], max(nbytes, least)))
+                held = stage + self._held(setup, first, plan) + self._rise(plan, first)
+                nbytes = max(base, held + (self.shard.nbytes.gathered if all(first) else 0))
+            found.append((seconds[timed], nbytes))
         return found
+
+    def _pipeline(self, setup: Setup, depth: int) -> Pipeline:
+        return Pipeline(
+            layout=setup.layout,
+            sizes=setup.layout.layers_per_chunk(depth),
+            count=setup.micro_batches,
+            hidden=self.hidden,
+            sends=self.sends,
+        )
+
+    def _base(self, setup: Setup, depth: int) -> int:
+        """Rule 3, and what the first stage has under any plan."""
+        layout = setup.layout
+        stage = self._stage(setup, layout.layers_per_chunk(depth)[:: layout.pp])
+        return max(self.shard.nbytes.everything // layout.pp, stage)
+
+    def _stage(self, setup: Setup, first: tuple[int, ...]) -> int:
+        """What the first stage has before a backward; args: first: layers of its chunks."""
+        there = self.upfront or setup.micro_batches > 1
+        return self.shard.nbytes.first_stage(sum(first), alone=setup.layout.pp == 1, there=there)
 
     def _held(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
         """By all micro-batches in flight on the first stage; args: first: layers of its chunks."""
@@ -158,22 +178,19 @@ def treatments(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
 
 
 def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> Bounds:
-    """Of the setups that are like a run in all but m, the schedule, layers by stage, and ZeRO.
+    """Of the setups that are like a run in all but m, the schedule and layers by stage.
 
     Args:
         modes: what happens to layers under the plans that are asked for.
     """
-    alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
-    plain = replace(run, layout=alone, recompute=Recompute())
-    stages = range(4) if alone.shards > 1 else (0,)  # alone, none of them shards
-    shards = [_shard_bound(replace(plain, layout=replace(alone, zero=zero)), hardware) for zero in stages]
+    alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
     there = upfront or run.micro_batches > 1
     execution = execution_of(run)
     return Bounds(
         plans={mode: _plan_bound(inner, mode, there, hardware) for mode in modes},
         plain=_layer_bytes(inner, there),
-        shards=tuple(shards) if len(shards) > 1 else tuple(shards) * 4,
+        shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
         ),
@@ -190,7 +207,7 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
     return ShardBound(
         seconds=shard_seconds(timing, chunk),
         nbytes=ShardBytes(
-            everything=whole_static_bytes(run),
+            everything=_everything(chunk),
             settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
             gradients=_parts([(layer, s.gradients) for layer, s in statics]),
             gathered=2 * min(s.gathered for layer, s in statics if layer) if run.layout.resharded else 0,
@@ -210,7 +227,10 @@ def whole_seconds(run: Run, hardware: Hardware) -> float:
 
 def whole_static_bytes(run: Run) -> int:
     """Parameters, state and gradients on one rank of a run without a pipeline."""
-    (chunk,) = outline(run)[0]
+    return _everything(outline(run)[0][0])
+
+
+def _everything(chunk: Chunk) -> int:
     counted = [(len(group.names), group.part.static) for group in chunk]
     return sum(n * (s.parameters + s.state + s.gradients) for n, s in counted)
 

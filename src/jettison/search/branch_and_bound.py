@@ -233,18 +233,16 @@ class Hunt:
                 seconds, number, nbytes = self._rough.pop()
                 if state.matters(seconds, nbytes, ranks=True, named=True):
                     numbers.append(number)
-            self._know_least(numbers)
-            for number in numbers:
-                least, limit = self.least[number], self._limit(number)
-                fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
-                if fitting:
-                    nbytes = min(nbytes for _, nbytes in least)
-                    self._push(Node(setup=number, plain=True, seconds=min(fitting), nbytes=nbytes))
+            setups, depth = [self.space.setups[number] for number in numbers], self.space.template.model.depth
+            for number, setup, bounds in zip(numbers, setups, self.bench.bounds(setups), strict=True):
+                seconds, nbytes = bounds.of_any(setup, depth)
+                if nbytes <= self._limit(number):
+                    self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
 
     @cached_property
     def _modes(self) -> tuple[Mode, ...]:
         """What happens to layers under the plans of the space."""
-        return treatments(plan for kind in {*map(self.space.all_plans, self.space.setups)} for plan in kind)
+        return treatments(self.space.every_plan)
 
     def _know_least(self, numbers: Iterable[int]) -> None:
         """Work out what each plan of these setups takes at least."""
@@ -273,6 +271,10 @@ class Hunt:
         tasks: list[list[tuple[int, Task]]] = []
         while self._heap and len(batch) < ROUND:
             *_, node = heapq.heappop(self._heap)
+            if not state.matters(node.seconds, node.nbytes, ranks=True, named=True):
+                continue
+            if node.setup not in self.least:
+                self._know_least([node.setup, *(near.setup for *_, near in heapq.nsmallest(SHARPENED, self._heap))])
             wanted = self._wanted(node, state)
             if wanted:
                 batch.append(node)

@@ -127,7 +127,7 @@ class Bench:
             self._statics[key] = whole_static_bytes(run)
         return self._statics[key]
 
-    def bounds(self, setups: Sequence[Setup], modes: tuple[Mode, ...]) -> list[Bounds]:
+    def bounds(self, setups: Sequence[Setup], modes: tuple[Mode, ...] = (Mode.NONE,)) -> list[Bounds]:
         """What plans that treat layers so take of each setup, at least."""
         keys = [(*_bounded(setup), modes) for setup in setups]
         alike = dict(zip(keys, setups, strict=True))
@@ -214,7 +214,7 @@ def _scene(setup: Setup) -> tuple[object, ...]:
 
 def _bounded(setup: Setup) -> tuple[object, ...]:
     """Setups with the same have the same bounds."""
-    return *_scene(setup), setup.layout.dp, setup.layout.pp, setup.micro_batches
+    return *_scene(setup), setup.layout.dp, setup.layout.pp, setup.layout.zero, setup.micro_batches
 
 
 def _answers(known: Figures | None, task: Task) -> bool:
