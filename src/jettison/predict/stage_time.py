@@ -64,7 +64,7 @@ class StageSeconds:
     @cached_property
     def backward(self) -> list[float]:
         """By chunk, both halves, and what is computed again."""
-        return [c.backward.seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
+        return [c.backward_seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
 
     @cached_property
     def weights(self) -> list[float]:
@@ -234,7 +234,7 @@ class Timing:
             pairs = [(item.count - 1, item, item) for item in items]
             pairs += [(1, item, after) for item, after in pairwise(items) if after.in_layer]  # the last layer's stay
             forward += sum(n * self._over(i.offloaded, after.seconds.forward.seconds) for n, i, after in pairs)
-            backward += sum(n * self._over(i.offloaded, after.seconds.backward.seconds) for n, i, after in pairs)
+            backward += sum(n * self._over(i.offloaded, after.seconds.backward_seconds) for n, i, after in pairs)
         if not (forward or backward):
             return NOTHING
         return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
@@ -264,7 +264,7 @@ class Timing:
         """Of these transfers what work does not cover, and all of them."""
         waited = every = 0.0
         for at, item in enumerate(items):
-            work = item.seconds.forward.seconds if forward else item.seconds.backward.seconds
+            work = item.seconds.forward.seconds if forward else item.seconds.backward_seconds
             following = items[at + 1].gathered if gathers and at + 1 < len(items) else 0.0
             before = items[at - 1].reduced if reduces and at else 0.0
             own_gathered, own_reduced = (item.gathered if gathers else 0.0), (item.reduced if reduces else 0.0)
@@ -297,7 +297,7 @@ class Timing:
             return every + after, 0.0
         now = done = 0.0
         for item in reversed(items):
-            took, reduced = item.seconds.backward.seconds, item.reduced
+            took, reduced = item.seconds.backward_seconds, item.reduced
             pending = took * _pending(item.region)
             for _ in range(item.count):
                 now += took

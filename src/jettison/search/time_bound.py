@@ -216,11 +216,11 @@ def _optimizer(seconds: Ends, shape: _Shape, stages: int) -> float:
 def pass_seconds(items: Sequence[Item]) -> PassSeconds:
     """Args: items: of the whole model."""
     layers = [item for item in items if item.in_layer]
-    passes = [(item.seconds.forward.seconds, item.seconds.backward.seconds) for item in items]
+    passes = [(item.seconds.forward.seconds, item.seconds.backward_seconds) for item in items]
     return PassSeconds(
         whole=sum(item.count * (forward + backward) for item, (forward, backward) in zip(items, passes, strict=True)),
         forward=min(item.seconds.forward.seconds for item in layers),
-        backward=min(item.seconds.backward.seconds for item in layers),
+        backward=min(item.seconds.backward_seconds for item in layers),
         head_forward=passes[-1][0],
         head_backward=passes[-1][1],
         longest=(max(forward for forward, _ in passes), max(backward for _, backward in passes)),
