@@ -1,4 +1,4 @@
-"""Commands that run a model or the machine: `demo`, `verify`, `train`, `doctor`."""
+"""Commands that run a model: `demo`, `verify`, `train`."""
 
 from __future__ import annotations
 
@@ -155,49 +155,3 @@ def train(
             sys.exit(error.exit_code)
     if leads:
         deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
-
-
-@app.command
-def doctor(
-    *,
-    calibrate: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Measure what this machine reaches (needs torch).")
-    ] = False,
-    quick: Annotated[
-        bool, Parameter(negative="", show_default=False, help="With --calibrate: fewer shapes, some 15 seconds.")
-    ] = False,
-    device: Annotated[str | None, Parameter(help="With --calibrate: cpu or cuda:N instead of the first GPU.")] = None,
-    ranks: Annotated[int, Parameter(show_default=False, help="With --calibrate: time collectives of N ranks.")] = 0,
-    form: Format = "human",
-    out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
-    force: Force = False,
-) -> None:
-    """Versions and devices; with --calibrate, a hardware file for this machine, on stdout or in --out."""
-    from jettison.cli import doctor as report
-    from jettison.report.tables import doctor_table
-
-    if not calibrate:
-        report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
-        found = report.facts()
-        document = {"schema": "jettison.doctor/1", **dict(found)}
-        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
-        return
-    report.refuse_name(out)
-    refuse_to_overwrite(out, force=force)
-    if (note := report.busy()) is not None:
-        hint(note)
-    with progress() as say:
-        measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
-    from jettison.calibrate import hardware_toml
-    from jettison.calibrate.figures import calibration_document, doubtful, figures
-
-    if (note := doubtful(measured)) is not None:
-        hint(note)
-    if out is not None:
-        out.write_text(hardware_toml(measured), encoding="utf-8")
-        hint(f"wrote {out}")
-    if form == "human" and out is None:
-        sys.stdout.write(hardware_toml(measured))
-        return
-    table = figures(measured)
-    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)

@@ -9,7 +9,7 @@ rounds each allocation up to 512. An allocation is freed at ``free_requested``, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +35,23 @@ class Segment:
     allocated_bytes: int
     stream: int
     blocks: int
+    free_pieces_bytes: tuple[int, ...] = ()
+    is_expandable: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """In use in part: what is free in it cannot go back to the driver."""
+        return 0 < self.allocated_bytes < self.total_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutOfMemory:
+    """A request that failed, before event ``event``. ``free_bytes``: of the device, by the driver."""
+
+    event: int
+    asked_bytes: int
+    free_bytes: int
+    label: Label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +62,7 @@ class DeviceSnapshot:
     timeline: MemoryTimeline
     segments: tuple[Segment, ...]
     complete: bool
+    out_of_memory: tuple[OutOfMemory, ...] = ()
 
     @property
     def reserved_bytes(self) -> int:
@@ -58,6 +76,7 @@ class Snapshot:
 
     name: str
     devices: tuple[DeviceSnapshot, ...]
+    settings: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     @property
     def busiest(self) -> DeviceSnapshot:
@@ -96,7 +115,9 @@ def snapshot_of(content: object, name: str) -> Snapshot:
         reader.device(index, traces[index] if index < len(traces) else [], own.get(index, []))
         for index in sorted(used or {0})
     )
-    return Snapshot(name=name, devices=devices)
+    settings = reader.dictionary(found.get("allocator_settings", {}), "allocator_settings")
+    plain = {str(k)[:100]: v for k, v in settings.items() if isinstance(v, str | int | float | bool)}
+    return Snapshot(name=name, devices=devices, settings=plain)
 
 
 class _Reader:
@@ -183,7 +204,7 @@ def _device(
     for address, size, block in _blocks(reader, segments):
         if address not in born and address not in live:
             live[address] = writer.already(size, reader.label(block, known))
-    last = 0
+    last, failed = 0, []
     for event in events:
         action = event.get("action")
         time_ns = reader.whole(event, "time_us", last // 1000) * 1000
@@ -198,11 +219,18 @@ def _device(
             if gone is not None:
                 writer.free(gone, time_ns)
         elif action == "oom":
-            writer.mark(f"out of memory: {reader.whole(event, 'size')} bytes were asked for")
+            asked, free = reader.whole(event, "size"), reader.whole(event, "device_free", 0)
+            writer.mark(f"out of memory: {asked} bytes were asked for")
+            label = reader.label(event, known)
+            failed.append(OutOfMemory(event=writer.events, asked_bytes=asked, free_bytes=free, label=label))
         elif action == "user_defined":
             writer.mark(str(event.get("user_metadata", "") or "mark")[:200])
     return DeviceSnapshot(
-        index=index, timeline=writer.timeline(), segments=tuple(_segments(reader, segments)), complete=complete
+        index=index,
+        timeline=writer.timeline(),
+        segments=tuple(_segments(reader, segments)),
+        complete=complete,
+        out_of_memory=tuple(failed),
     )
 
 
@@ -235,4 +263,6 @@ def _segments(reader: _Reader, segments: list[Mapping[str, Any]]) -> Iterator[Se
             allocated_bytes=sum(b["size"] for b in blocks if b.get("state") in _ALLOCATED),
             stream=reader.whole(segment, "stream", 0),
             blocks=len(blocks),
+            free_pieces_bytes=tuple(b["size"] for b in blocks if b.get("state") not in _ALLOCATED),
+            is_expandable=segment.get("is_expandable") is True,
         )

@@ -1,0 +1,110 @@
+"""Commands that look for what is wrong: `doctor`, `profile`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.parameters import Force, Format, app
+from jettison.errors import UsageError
+from jettison.report.console import hint, progress
+
+
+@app.command
+def doctor(
+    *,
+    oom: Annotated[
+        Path | None, Parameter(help="Say why memory ran out: a memory snapshot, a log, or what jettison.watch wrote.")
+    ] = None,
+    calibrate: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Measure what this machine reaches (needs torch).")
+    ] = False,
+    quick: Annotated[
+        bool, Parameter(negative="", show_default=False, help="With --calibrate: fewer shapes, some 15 seconds.")
+    ] = False,
+    device: Annotated[str | None, Parameter(help="With --calibrate: cpu or cuda:N instead of the first GPU.")] = None,
+    ranks: Annotated[int, Parameter(show_default=False, help="With --calibrate: time collectives of N ranks.")] = 0,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
+    force: Force = False,
+) -> None:
+    """Versions and devices; with --oom, why memory ran out; with --calibrate, a hardware file for this machine."""
+    from jettison.cli import doctor as report
+    from jettison.report.tables import doctor_table
+
+    if oom is not None:
+        if calibrate:
+            raise UsageError("got --oom and --calibrate; give one of them")
+        report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
+        from jettison.verbs.doctor import diagnose_oom
+
+        said = diagnose_oom(oom)
+        deliver(said.document, said.table, form=form, out=None)
+        return
+    if not calibrate:
+        report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
+        found = report.facts()
+        document = {"schema": "jettison.doctor/1", **dict(found)}
+        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
+        return
+    report.refuse_name(out)
+    refuse_to_overwrite(out, force=force)
+    if (note := report.busy()) is not None:
+        hint(note)
+    with progress() as say:
+        measured = report.calibrated(device=device, quick=quick, ranks=ranks, say=say)
+    from jettison.calibrate import hardware_toml
+    from jettison.calibrate.figures import calibration_document, doubtful, figures
+
+    if (note := doubtful(measured)) is not None:
+        hint(note)
+    if out is not None:
+        out.write_text(hardware_toml(measured), encoding="utf-8")
+        hint(f"wrote {out}")
+    if form == "human" and out is None:
+        sys.stdout.write(hardware_toml(measured))
+        return
+    table = figures(measured)
+    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
+
+
+@app.command
+def profile(
+    targets: Annotated[
+        list[str],
+        Parameter(
+            help="Traces of torch.profiler and memory snapshots of one run; or a script, or a recipe as for `train`."
+        ),
+    ],
+    /,
+    *,
+    steps: Annotated[int, Parameter(help="Of a script or a recipe: steps to record, after two that warm up.")] = 3,
+    gpu: Annotated[str | None, Parameter(help="Its peak FLOP/s make MFU and HFU, such as h100-80gb.")] = None,
+    trace: Annotated[
+        Path | None, Parameter(help="Of a script or a recipe: keep the trace there, for ui.perfetto.dev.")
+    ] = None,
+    form: Format = "human",
+    out: Annotated[Path | None, Parameter(help="Write the JSON document to this file as well.")] = None,
+    force: Force = False,
+) -> None:
+    """Where time and memory of a step go: phases, MFU and HFU, recompute, and findings with what would mend each."""
+    refuse_to_overwrite(out, force=force)
+    refuse_to_overwrite(trace, force=force)
+    from jettison.spec.hardware import hardware
+    from jettison.verbs.profile import is_recorded, profile_files, require_files
+
+    known = None if gpu is None else hardware(gpu)
+    if len(targets) > 1 or is_recorded(Path(targets[0])):
+        files = [Path(target) for target in targets]
+        require_files(files)
+        said = profile_files(files, known)
+    else:
+        from jettison.verbs.profile_run import profile_run
+
+        with progress() as say:
+            said = profile_run(targets[0], steps=steps, gpu=known, trace=trace, progress=say)
+    deliver(said.document, said.table, form=form, out=out)

@@ -1,0 +1,52 @@
+"""What is found, in words: a claim, the figures that it rests on, and the change that would mend it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """Of a finding; a stable word for programs."""
+
+    PEAK = "peak"
+    FRAGMENTATION = "fragmentation"
+    LEAK = "leak"
+    OTHERS = "other processes"
+    UNKNOWN = "unknown"
+    EXPOSED_COMMUNICATION = "exposed communication"
+    GAPS = "gaps"
+    BLOCKING_COPIES = "blocking copies"
+    FIRST_STEP = "first step"
+    OPTIMIZER_STATE = "optimizer state"
+    DATA_WAIT = "data wait"
+    SMALL_KERNELS = "small kernels"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What to do: ``line`` is a command, or a line of the program; ``why`` says what it gives."""
+
+    line: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is so, and what it costs."""
+
+    kind: Kind
+    claim: str
+    evidence: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "kind": str(self.kind),
+            "claim": self.claim,
+            "evidence": list(self.evidence),
+            "changes": [{"line": change.line, "why": change.why} for change in self.changes],
+        }

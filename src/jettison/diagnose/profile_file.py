@@ -1,0 +1,200 @@
+"""Traces that `torch.profiler` exports (Chrome's format, plain or gzipped), as spans of time.
+
+Times are whole nanoseconds. Only what a step is made of is kept: operators, annotations, kernels and copies of the
+device, calls of its runtime, and the allocator's counters.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.errors import UsageError
+
+MOST_READ_BYTES: Final = 2 << 30
+RECOMPUTES: Final = "jettison.recompute"
+"""Annotation of what a plan of ours computes again, in traces that `jettison profile` makes."""
+_STEP: Final = "ProfilerStep#"
+_OPTIMIZER: Final = "Optimizer.step#"
+_RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
+_DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Something that ran from ``start_ns`` to ``end_ns``, on a thread of the host or a stream of the device."""
+
+    name: str
+    kind: str
+    start_ns: int
+    end_ns: int
+    track: str
+    args: Mapping[str, Any]
+
+    @property
+    def ns(self) -> int:
+        """How long."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPoint:
+    """The allocator's counters after an allocation or a free of ``delta_bytes``."""
+
+    at_ns: int
+    delta_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerTrace:
+    """One file. All in the order of their beginning.
+
+    Args:
+        steps: by annotation; where there is none by the optimizer's, else all of it.
+        ops: of the host; ``device``: kernels, copies and fills.
+    """
+
+    name: str
+    steps: tuple[tuple[int, Slice], ...]
+    ops: tuple[Slice, ...]
+    annotations: tuple[Slice, ...]
+    runtime: tuple[Slice, ...]
+    device: tuple[Slice, ...]
+    memory: tuple[MemoryPoint, ...]
+    devices: tuple[str, ...] = ()
+
+
+def is_trace(path: Path) -> bool:
+    """Does it begin as JSON does, or as what gzip writes?"""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(64)
+    except OSError:
+        return False
+    return begin[:2] == b"\x1f\x8b" or begin.lstrip()[:1] in (b"{", b"[")
+
+
+def read_profile(path: Path) -> ProfilerTrace:
+    """Read a trace.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if zipped else path.open("rb") as file:
+            data = file.read(MOST_READ_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > MOST_READ_BYTES:
+        raise UsageError(f"{path} has more than {MOST_READ_BYTES} bytes; profile fewer steps")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no JSON ({str(error)[:80]}); expected a trace of torch.profiler") from error
+    return profile_of(content, path.name)
+
+
+def profile_of(content: object, name: str) -> ProfilerTrace:
+    """The same of what was in the file.
+
+    Raises:
+        UsageError: it has another structure.
+    """
+    events = content.get("traceEvents") if isinstance(content, Mapping) else content
+    if not isinstance(events, list):
+        raise UsageError(f"{name} has no list of traceEvents; expected a trace that torch.profiler exported")
+    slices = sorted(_slices(events, name), key=lambda one: (one.start_ns, -one.end_ns))
+    ops = tuple(one for one in slices if one.kind == "cpu_op")
+    device = tuple(one for one in slices if one.kind in _DEVICE)
+    if not ops and not device:
+        raise UsageError(f"{name} has neither operators nor kernels; expected a trace that torch.profiler exported")
+    annotations = tuple(one for one in slices if one.kind == "user_annotation")
+    found = content.get("deviceProperties", []) if isinstance(content, Mapping) else []
+    return ProfilerTrace(
+        name=name,
+        steps=_steps(annotations, (*ops, *device)),
+        ops=ops,
+        annotations=annotations,
+        runtime=tuple(one for one in slices if one.kind in _RUNTIME),
+        device=device,
+        memory=tuple(_memory(events)),
+        devices=tuple(str(one.get("name", "")) for one in found if isinstance(one, Mapping)),
+    )
+
+
+def _slices(events: list[Any], name: str) -> Iterator[Slice]:
+    kinds = {"cpu_op", "user_annotation", *_RUNTIME, *_DEVICE}
+    for event in events:
+        if not isinstance(event, Mapping):
+            raise UsageError(
+                f"{name}: an event is {type(event).__name__}, not an object; expected torch.profiler's trace"
+            )
+        if event.get("ph") != "X" or event.get("cat") not in kinds:
+            continue
+        start: Any = event.get("ts")
+        length: Any = event.get("dur", 0)
+        args = event.get("args", {})
+        if not _is_number(start) or not _is_number(length) or length < 0 or not isinstance(args, Mapping):
+            raise UsageError(
+                f"{name}: an event {str(event.get('name'))[:40]!r} has no time; expected torch.profiler's trace"
+            )
+        begin = round(start * 1000)
+        yield Slice(
+            name=str(event.get("name", "")),
+            kind=str(event["cat"]),
+            start_ns=begin,
+            end_ns=begin + round(length * 1000),
+            track=f"{event.get('pid')}/{event.get('tid')}",
+            args=args,
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+
+
+def _steps(annotations: tuple[Slice, ...], work: tuple[Slice, ...]) -> tuple[tuple[int, Slice], ...]:
+    marked = [one for one in annotations if one.name.startswith(_STEP)]
+    if marked:
+        return tuple((_number(one.name), one) for one in marked)
+    begin, end = min(one.start_ns for one in work), max(one.end_ns for one in work)
+    ends = [one.end_ns for one in annotations if one.name.startswith(_OPTIMIZER)]
+    edges = [begin, *ends[:-1], end] if ends else [begin, end]
+    return tuple(
+        (at, Slice(name=f"step {at}", kind="step", start_ns=a, end_ns=b, track="", args={}))
+        for at, (a, b) in enumerate(pairwise(edges))
+    )
+
+
+def _number(name: str) -> int:
+    text = name.removeprefix(_STEP)
+    return int(text) if text.isdecimal() else 0
+
+
+def _memory(events: list[Any]) -> Iterator[MemoryPoint]:
+    for event in events:
+        args = event.get("args")
+        if event.get("name") != "[memory]" or not isinstance(args, Mapping) or not _is_number(event.get("ts")):
+            continue
+        figures: list[Any] = [args.get(key) for key in ("Bytes", "Total Allocated", "Total Reserved")]
+        if all(type(figure) is int for figure in figures):
+            delta, allocated, reserved = figures
+            device = "cpu" if args.get("Device Type") == 0 else f"device {args.get('Device Id')}"
+            yield MemoryPoint(
+                at_ns=round(event["ts"] * 1000),
+                delta_bytes=delta,
+                allocated_bytes=allocated,
+                reserved_bytes=reserved,
+                device=device,
+            )

@@ -1,0 +1,244 @@
+"""What makes steps slow, in words: each finding with its evidence and the change that would mend it.
+
+A finding needs a share of the steps' time (`LEAST`, unless one of its own is named), so that nothing is said of what
+nobody would gain by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Final
+
+from jettison.diagnose.facts import MemoryFacts
+from jettison.diagnose.finding import Change, Finding, Kind
+from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.step_profile import SLOW_FIRST, StepProfile
+from jettison.traces.snapshot import DeviceSnapshot
+from jettison.units import MIB, format_bytes, format_percent, format_seconds
+
+LEAST: Final = 0.05
+LEAST_WAITED: Final = 0.02
+SMALL_KERNEL_NS: Final = 10_000
+MANY_KERNELS: Final = 300
+"""A step."""
+HELD_UNUSED: Final = 0.2
+LEAST_UNUSED_BYTES: Final = 64 * MIB
+STATE: Final = 0.05
+"""Of the peak, in the optimizer's first step."""
+
+
+def slow_findings(profile: StepProfile) -> tuple[Finding, ...]:
+    """Of a trace, the costliest first where they have a cost in time."""
+    found = [*_communication(profile), *_data(profile), *_copies(profile), *_gaps(profile), *_first(profile)]
+    return (*found, *_state(profile), *_fragments(profile))
+
+
+def snapshot_findings(facts: MemoryFacts, device: DeviceSnapshot) -> tuple[Finding, ...]:
+    """Of a memory snapshot."""
+    found = [diagnose_memory(facts)]
+    kept = [found[0]] if facts.failed or found[0].kind is Kind.LEAK else []
+    allocated = facts.allocated_bytes or 0
+    if not facts.failed and facts.unused_bytes is not None:
+        kept += _held(allocated, allocated + facts.unused_bytes, facts.expandable is True)
+    return (*kept, *_first_state(device))
+
+
+def _share(profile: StepProfile, ns: int) -> str:
+    each = format_seconds(ns / profile.steps / 1e9)
+    return f"{each} of each step ({format_percent(ns / profile.ns)})"
+
+
+def _communication(profile: StepProfile) -> Iterator[Finding]:
+    if profile.exposed_ns < LEAST * profile.ns:
+        return
+    hidden = 1 - profile.exposed_ns / max(1, profile.communication_ns)
+    evidence = [f"{format_percent(hidden)} of the time of collectives is hidden behind computation"]
+    evidence += [
+        f"{name}: {_share(profile, ns)} in the open" for name, ns in list(profile.collectives.items())[:3] if ns
+    ]
+    most = next(iter(profile.collectives), "")
+    if profile.exposed_after_backward_ns > 0.5 * profile.exposed_ns:
+        evidence.append("most of it runs after the last computation of backward")
+    if most in ("AllGather", "ReduceScatter"):
+        change = Change(
+            line="for block in model.layers: fully_shard(block)    # then fully_shard(model)",
+            why="blocks gather one ahead of the other; further with set_modules_to_forward_prefetch",
+        )
+    elif most == "AllReduce":
+        change = Change(
+            line="model = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True)",
+            why="reduces each bucket as soon as its gradients are there; no_sync() in all but the last micro-batch",
+        )
+    else:
+        change = Change(
+            line="jettison search MODEL --gpus N --gpu NAME",
+            why="looks for a layout in which less is exchanged, or later",
+        )
+    claim = f"communication that nothing hides takes {_share(profile, profile.exposed_ns)}"
+    yield Finding(kind=Kind.EXPOSED_COMMUNICATION, claim=claim, evidence=tuple(evidence), changes=(change,))
+
+
+def _data(profile: StepProfile) -> Iterator[Finding]:
+    ns = profile.waiting.data_ns if profile.has_device else profile.data_ns
+    if ns < LEAST * profile.ns:
+        return
+    idle = "the device has nothing to do meanwhile" if profile.has_device else "no operator of the step runs meanwhile"
+    yield Finding(
+        kind=Kind.DATA_WAIT,
+        claim=f"steps wait for the data loader: {_share(profile, ns)}",
+        evidence=(f"in the loader's __next__: {_share(profile, profile.data_ns)}; {idle}",),
+        changes=(
+            Change(
+                line="DataLoader(..., num_workers=4, prefetch_factor=4, persistent_workers=True)",
+                why="batches are then made in other processes while steps run",
+            ),
+        ),
+    )
+
+
+def _copies(profile: StepProfile) -> Iterator[Finding]:
+    copies, stopped = profile.copies, profile.waiting.sync_ns
+    cost = stopped + copies.alone_ns
+    if not profile.has_device or cost < LEAST_WAITED * profile.ns:
+        return
+    evidence = [
+        f"copies beside which nothing is computed: {_share(profile, copies.alone_ns)}; the device without work after "
+        f"the host had waited for it: {_share(profile, stopped)}",
+        f"the host waits in copies and reads for {_share(profile, copies.waited_ns)}",
+    ]
+    changes = []
+    if copies.pageable:
+        evidence.append(
+            f"{copies.pageable} of {copies.count} copies are of pageable memory, which cannot be asynchronous"
+        )
+        line = "DataLoader(..., pin_memory=True)    # and batch.to(device, non_blocking=True)"
+        changes.append(Change(line=line, why="copies from pinned memory run beside computation"))
+    if copies.reads:
+        evidence.append(f"{copies.reads} times a single number is read (.item(), float(), print of a tensor)")
+        line = "if step % 50 == 0: print(loss.item())"
+        changes.append(Change(line=line, why="each read waits until the device has done all before it"))
+    if not changes:
+        line = "torch.cuda.set_sync_debug_mode('warn')"
+        changes.append(Change(line=line, why="says which lines wait for the device"))
+    claim = f"copies and reads that block: {_share(profile, cost)}"
+    yield Finding(kind=Kind.BLOCKING_COPIES, claim=claim, evidence=tuple(evidence), changes=tuple(changes))
+
+
+def _gaps(profile: StepProfile) -> Iterator[Finding]:
+    waiting = profile.waiting
+    if waiting.allocator_ns >= LEAST_WAITED * profile.ns:
+        yield Finding(
+            kind=Kind.GAPS,
+            claim=f"the device waits for memory from the driver: {_share(profile, waiting.allocator_ns)}",
+            evidence=(
+                "cudaMalloc and cudaFree run in steps that should find all their memory in the allocator's cache",
+            ),
+            changes=(
+                Change(
+                    line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                    why="unless it is set: segments grow where they are; lengths that vary less help as well",
+                ),
+            ),
+        )
+    if waiting.host_ns < LEAST * profile.ns:
+        return
+    each = profile.kernels // profile.steps
+    small = profile.median_kernel_ns < SMALL_KERNEL_NS and each >= MANY_KERNELS
+    median_time = format_seconds(profile.median_kernel_ns / 1e9)
+    claim = f"the device waits for the host to launch kernels: {_share(profile, waiting.host_ns)}"
+    yield Finding(
+        kind=Kind.SMALL_KERNELS if small else Kind.GAPS,
+        claim=f"many small kernels: {claim}" if small else claim,
+        evidence=(f"{each:,} kernels a step, {median_time} in the median",),
+        changes=(
+            Change(
+                line="for block in model.layers: block.compile()",
+                why="fuses small kernels; plans of Jettison's know blocks that are compiled one by one",
+            ),
+            Change(line="torch.optim.AdamW(model.parameters(), fused=True)", why="one kernel for many parameters"),
+        )
+        if small
+        else (
+            Change(
+                line="torch.profiler.profile(with_stack=True)",
+                why="then the trace names the Python that runs in the gaps",
+            ),
+        ),
+    )
+
+
+def _first(profile: StepProfile) -> Iterator[Finding]:
+    steps = list(profile.step_ns.items())
+    if len(steps) < 3:
+        return
+    (number, first), *others = steps
+    yield from slow_first(number, first / 1e9, median(ns for _, ns in others) / 1e9)
+
+
+def slow_first(number: int, seconds: float, others_seconds: float) -> Iterator[Finding]:
+    """Where a first step takes much longer than those after it."""
+    if seconds <= SLOW_FIRST * others_seconds:
+        return
+    yield Finding(
+        kind=Kind.FIRST_STEP,
+        claim=f"step {number} takes {format_seconds(seconds)}, those after it {format_seconds(others_seconds)}",
+        evidence=("it loads kernels, fills the allocator's cache and makes the optimizer's state; no average has it",),
+        changes=(
+            Change(line="torch.profiler.schedule(wait=1, warmup=1, active=3)", why="measures from the third step on"),
+        ),
+    )
+
+
+# memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _state(profile: StepProfile) -> Iterator[Finding]:
+    peak = max(profile.peak_bytes.values(), default=0)
+    if profile.state_bytes and profile.state_bytes >= STATE * peak:
+        yield _state_finding(profile.state_bytes)
+
+
+def _first_state(device: DeviceSnapshot) -> Iterator[Finding]:
+    """What the optimizer allocated in the trace, once, and kept."""
+    timeline = device.timeline
+    kept = timeline.alive(len(timeline.allocation) - 1)
+    made = [
+        n for n in kept.tolist() if timeline.born[n] >= 0 and timeline.labels[timeline.label_of[n]].role == "optimizer"
+    ]
+    nbytes = int(timeline.nbytes[made].sum()) if made else 0
+    if nbytes >= STATE * max(1, timeline.peak_bytes):
+        yield _state_finding(nbytes)
+
+
+def _state_finding(nbytes: int) -> Finding:
+    return Finding(
+        kind=Kind.OPTIMIZER_STATE,
+        claim=f"the optimizer's state, {format_bytes(nbytes)}, appears in its first step and stays",
+        evidence=("the step after the first one peaks higher by as much: that it fits says nothing before then",),
+        changes=(
+            Change(
+                line='jettison.auto_checkpoint(model, batch, "...GiB", optimizer=optimizer)',
+                why="counts the state from the beginning",
+            ),
+        ),
+    )
+
+
+def _fragments(profile: StepProfile) -> Iterator[Finding]:
+    if profile.reserved_at_peak is not None:
+        yield from _held(*profile.reserved_at_peak, False)
+
+
+def _held(allocated: int, reserved: int, expandable: bool) -> Iterator[Finding]:
+    unused = reserved - allocated
+    if unused < LEAST_UNUSED_BYTES or unused < HELD_UNUSED * reserved:
+        return
+    change = Change(line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", why="segments then grow in place")
+    pad = Change(line="pad_to_multiple_of=512", why="few different lengths leave few different pieces")
+    yield Finding(
+        kind=Kind.FRAGMENTATION,
+        claim=f"{format_bytes(unused)} of {format_bytes(reserved)} are held and not used where most is allocated",
+        evidence=(f"{format_percent(unused / reserved)} of what PyTorch has from the driver lies between tensors",),
+        changes=(pad,) if expandable else (change, pad),
+    )

@@ -1,0 +1,349 @@
+"""What a trace says of a step: phases, how busy the device was, what it waited for, bytes by phase, FLOPs.
+
+NOTE [ Phases of a trace ]
+The host tells them. Optimizers and data loaders annotate themselves. Backward is what autograd's engine evaluates.
+Forward is an operator that autograd numbers (it has a sequence number, and no forward thread) outside of these; the
+same inside of backward is recompute: whatever checkpoints, its forward runs again with gradients on. A plan of
+Jettison's runs recipes without, and `jettison profile` annotates them. A kernel belongs to where it was launched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from jettison.diagnose.flops import op_flops
+from jettison.diagnose.profile_file import RECOMPUTES, ProfilerTrace, Slice
+from jettison.diagnose.spans import Span, joined, overlap, total, within, without
+
+DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
+PHASES: Final = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+SLOW_FIRST: Final = 1.5
+"""Times the median of the others: a step that warms something up, and is left out of what is averaged."""
+_ENGINE: Final = "autograd::engine::evaluate_function"
+_ALLOCATES: Final = (
+    "cudaMalloc",
+    "cudaFree",
+    "cudaMallocAsync",
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemUnmap",
+    "cudaMemGetInfo",
+)
+_WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_LEAST_GAP_NS: Final = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Time in which the device had nothing to do, by what the host did then."""
+
+    data_ns: int = 0
+    allocator_ns: int = 0
+    sync_ns: int = 0
+    host_ns: int = 0
+
+    @property
+    def ns(self) -> int:
+        """Altogether."""
+        return self.data_ns + self.allocator_ns + self.sync_ns + self.host_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Between host and device, of pageable memory or waited for."""
+
+    count: int = 0
+    alone_ns: int = 0
+    """Of copies beside which nothing is computed."""
+    waited_ns: int = 0
+    """Of the host, inside of operators that copy or read."""
+    pageable: int = 0
+    reads: int = 0
+    """Of single numbers (``.item()``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Of the steady steps of a trace, altogether; ``seconds`` and the like divide by their number.
+
+    Args:
+        step_ns: of each step in the trace, by number.
+        window: from the beginning of the first steady step to the end of the last.
+        has_device: kernels were recorded; else the work is that of the host's operators.
+        collectives: by name, what of them is beside no computation.
+        flops: of all that ran; ``again_flops`` of that was recompute.
+        peak_bytes: by phase.
+        level_bytes: allocated at the end of each step.
+    """
+
+    steps: int
+    step_ns: Mapping[int, int]
+    window: Span
+    has_device: bool
+    phase_ns: Mapping[str, int]
+    recompute_ns: int
+    busy_ns: int
+    communication_ns: int
+    exposed_ns: int
+    exposed_after_backward_ns: int
+    collectives: Mapping[str, int]
+    waiting: Waiting
+    data_ns: int
+    copies: Copies
+    kernels: int
+    median_kernel_ns: int
+    flops: int
+    again_flops: int
+    peak_bytes: Mapping[str, int]
+    state_bytes: int
+    reserved_at_peak: tuple[int, int] | None
+
+    @property
+    def ns(self) -> int:
+        """Of all steady steps."""
+        return max(1, self.window[1] - self.window[0])
+
+
+def profile_steps(trace: ProfilerTrace) -> StepProfile:
+    """Work it out; see NOTE [ Phases of a trace ]."""
+    steady = _steady(trace.steps)
+    start = steady[0].start_ns
+    end = max(steady[-1].end_ns, max((one.end_ns for one in trace.device), default=0))
+    phases = host_phases(trace)
+    again = _recompute(trace, phases[BACKWARD])
+    work = [one for one in trace.device if one.end_ns > start] or _outermost(trace)
+    compute = joined(_spans(one for one in work if one.kind in ("kernel", "cpu_op") and not _is_collective(one)))
+    talk = [one for one in (*work, *_gloo(trace)) if _is_collective(one)]
+    exposed = without(joined(_spans(talk)), compute)
+    busy = within(joined(_spans([*work, *talk])), start, end)
+    has_device = bool(trace.device)
+    kernels = [one.ns for one in work if one.kind == "kernel" and one.start_ns >= start]
+    launched = _launches(trace, [(one.start_ns, one.end_ns) for one in again]) if has_device else None
+    ran_again = launched if launched is not None else _spans(again)
+    return StepProfile(
+        steps=len(steady),
+        step_ns={number: one.ns for number, one in trace.steps},
+        window=(start, end),
+        has_device=has_device,
+        phase_ns={name: total(within(spans, start, end)) for name, spans in phases.items()},
+        recompute_ns=total(within(joined(ran_again), start, end)),
+        busy_ns=total(busy),
+        communication_ns=total(within(joined(_spans(talk)), start, end)),
+        exposed_ns=total(within(exposed, start, end)),
+        exposed_after_backward_ns=_after(exposed, compute, phases, start, end),
+        collectives=_by_name(talk, exposed, start, end),
+        waiting=_waiting(trace, busy, phases[DATA], start, end) if has_device else Waiting(),
+        data_ns=total(within(phases[DATA], start, end)),
+        copies=_copies(trace, compute, start, end),
+        kernels=len(kernels),
+        median_kernel_ns=round(median(kernels)) if kernels else 0,
+        flops=sum(op_flops(one.name, one.args) for one in trace.ops if start <= one.start_ns < end),
+        again_flops=sum(op_flops(one.name, one.args) for one in again if start <= one.start_ns < end),
+        peak_bytes=_peaks(trace, phases),
+        state_bytes=_state(trace),
+        reserved_at_peak=_reserved(trace),
+    )
+
+
+def _steady(steps: Sequence[tuple[int, Slice]]) -> list[Slice]:
+    found = [one for _, one in steps]
+    if len(found) >= 3 and found[0].ns > SLOW_FIRST * median(one.ns for one in found[1:]):
+        return found[1:]
+    return found
+
+
+def _spans(slices: Iterable[Slice]) -> list[Span]:
+    return [(one.start_ns, one.end_ns) for one in slices]
+
+
+# phases ---------------------------------------------------------------------------------------------------------------
+
+
+def host_phases(trace: ProfilerTrace) -> dict[str, list[Span]]:
+    """By phase, when the host was in it. See NOTE [ Phases of a trace ]."""
+    data = joined(_spans(one for one in trace.annotations if one.name.startswith("enumerate(DataLoader)")))
+    optimizer = joined(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
+    engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
+    taken = joined([*data, *optimizer, *engine])
+    forward = joined(
+        (one.start_ns, one.end_ns) for one in trace.ops if _is_numbered(one) and not _inside(one.start_ns, taken)
+    )
+    marks = sorted(
+        (span, name)
+        for name, spans in ((DATA, data), (FORWARD, forward), (BACKWARD, engine), (OPTIMIZER, optimizer))
+        for span in spans
+    )
+    found: dict[str, list[Span]] = {name: [] for name in PHASES}
+    before = ""
+    for (start, end), name in marks:
+        if name == before and not _crosses_step(found[name][-1][1], start, trace):
+            found[name][-1] = found[name][-1][0], max(end, found[name][-1][1])
+        else:
+            found[name].append((start, end))
+        before = name
+    return {name: joined(spans) for name, spans in found.items()}
+
+
+def _crosses_step(end: int, start: int, trace: ProfilerTrace) -> bool:
+    return any(end <= one.start_ns <= start for _, one in trace.steps)
+
+
+def _is_numbered(op: Slice) -> bool:
+    return "Sequence number" in op.args and not op.args.get("Fwd thread id") and not op.name.startswith(_ENGINE)
+
+
+def _inside(at: int, spans: Sequence[Span]) -> bool:
+    place = bisect_right(spans, (at, 1 << 62)) - 1
+    return place >= 0 and spans[place][0] <= at < spans[place][1]
+
+
+def _recompute(trace: ProfilerTrace, backward: Sequence[Span]) -> list[Slice]:
+    """Operators that run again in backward, with all that is inside of them."""
+    engine = joined(_spans(one for one in trace.ops if one.name.startswith(_ENGINE)))
+    marked = joined(_spans(one for one in trace.annotations if one.name == RECOMPUTES))
+    numbered = [one for one in trace.ops if _is_numbered(one) and _inside(one.start_ns, engine or backward)]
+    around = joined([*marked, *_spans(numbered)])
+    return [one for one in trace.ops if _inside(one.start_ns, around) and not one.name.startswith(_ENGINE)]
+
+
+def _outermost(trace: ProfilerTrace) -> list[Slice]:
+    """Operators of the host that are in no other, autograd's bookkeeping aside."""
+    found: list[Slice] = []
+    last: dict[str, int] = {}
+    for one in trace.ops:
+        if one.name.startswith(_ENGINE) or "Backward" in one.name or one.end_ns <= last.get(one.track, 0):
+            continue
+        last[one.track] = one.end_ns
+        found.append(one)
+    return found
+
+
+# the device -----------------------------------------------------------------------------------------------------------
+
+
+def _is_collective(one: Slice) -> bool:
+    return one.name.startswith(("nccl", "rccl", "gloo:"))
+
+
+def _gloo(trace: ProfilerTrace) -> list[Slice]:
+    return [one for one in trace.annotations if one.name.startswith("gloo:")]
+
+
+def _launches(trace: ProfilerTrace, around: list[Span]) -> list[Span]:
+    """Kernels that were launched there."""
+    spans = joined(around)
+    numbers = {one.args.get("correlation") for one in trace.runtime if _inside(one.start_ns, spans)}
+    return _spans(one for one in trace.device if one.args.get("correlation") in numbers)
+
+
+def _by_name(talk: list[Slice], exposed: list[Span], start: int, end: int) -> dict[str, int]:
+    groups: defaultdict[str, list[Span]] = defaultdict(list)
+    for one in talk:
+        groups[_short(one.name)].append((one.start_ns, one.end_ns))
+    found = {name: overlap(within(joined(spans), start, end), exposed) for name, spans in groups.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _short(name: str) -> str:
+    """``ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)`` is an AllReduce."""
+    for word in ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "SendRecv", "Broadcast", "Reduce"):
+        if word.lower() in name.lower().replace("_", ""):
+            return word
+    return name.partition("(")[0][:40]
+
+
+def _after(exposed: list[Span], compute: list[Span], phases: Mapping[str, list[Span]], start: int, end: int) -> int:
+    """What of it runs between the last computation of a backward and the first of an optimizer."""
+    found = 0
+    for begin, stop in within(exposed, start, end):
+        before = [phase for phase in phases[BACKWARD] if phase[0] <= begin]
+        nothing_left = before and not within(compute, stop, max(before[-1][1], stop))
+        found += (stop - begin) if nothing_left else 0
+    return found
+
+
+def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: int, end: int) -> Waiting:
+    gaps = [gap for gap in without([(start, end)], busy) if gap[1] - gap[0] >= _LEAST_GAP_NS]
+    allocator = joined(_spans(one for one in trace.runtime if one.name in _ALLOCATES))
+    waits = sorted(one.end_ns for one in trace.runtime if one.name.startswith(_WAITS) and "Async" not in one.name)
+    found = {"data_ns": 0, "allocator_ns": 0, "sync_ns": 0, "host_ns": 0}
+    for gap in gaps:
+        length = gap[1] - gap[0]
+        if 2 * overlap([gap], data) > length:
+            found["data_ns"] += length
+        elif 2 * overlap([gap], allocator) > length:
+            found["allocator_ns"] += length
+        elif bisect_right(waits, gap[1]) > bisect_right(waits, gap[0] - 1):
+            found["sync_ns"] += length
+        else:
+            found["host_ns"] += length
+    return Waiting(**found)
+
+
+def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> Copies:
+    copies = [
+        one
+        for one in trace.device
+        if one.kind == "gpu_memcpy" and start <= one.start_ns < end and "DtoD" not in one.name
+    ]
+    waits = [one for one in trace.runtime if one.name.startswith(_WAITS) and start <= one.start_ns < end]
+    reads = [one for one in trace.ops if one.name == "aten::_local_scalar_dense" and start <= one.start_ns < end]
+    inside = joined(_spans(reads) + _spans(one for one in trace.ops if one.name in ("aten::copy_", "aten::_to_copy")))
+    return Copies(
+        count=len(copies),
+        alone_ns=total(without(joined(_spans(copies)), compute)),
+        waited_ns=sum(one.ns for one in waits if _inside(one.start_ns, inside)),
+        pageable=sum("Pageable" in one.name for one in copies),
+        reads=sum(_inside(one.start_ns, joined(_spans(reads))) for one in waits),
+    )
+
+
+# bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def _points(trace: ProfilerTrace) -> list[tuple[int, int, int]]:
+    """Time, allocated and reserved, of the device with most; of the host where there is none."""
+    names = {point.device for point in trace.memory}
+    on_device = names - {"cpu"} or names
+    if not on_device:
+        return []
+    best = max(on_device, key=lambda n: max(p.allocated_bytes for p in trace.memory if p.device == n))
+    found = [(p.at_ns, p.allocated_bytes, p.reserved_bytes) for p in trace.memory if p.device == best]
+    return sorted(found, key=lambda point: point[0])
+
+
+def _peaks(trace: ProfilerTrace, phases: Mapping[str, list[Span]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    points = _points(trace)
+    for name, spans in phases.items():
+        inside = [allocated for at, allocated, _ in points if _inside(at, spans)]
+        if inside:
+            found[name] = max(inside)
+    return found
+
+
+def _state(trace: ProfilerTrace) -> int:
+    """By how much the first optimizer step of the trace raises what is allocated, if later ones do not."""
+    points = _points(trace)
+    steps = sorted(_spans(one for one in trace.annotations if one.name.startswith("Optimizer.step#")))
+    if not points or len(steps) < 2:
+        return 0
+    times = [at for at, _, _ in points]
+
+    def level(at: int) -> int:
+        place = bisect_right(times, at) - 1
+        return points[max(0, place)][1]
+
+    rises = [level(end) - level(start) for start, end in steps]
+    return rises[0] if rises[0] > 0 and max(rises[1:]) < 0.2 * rises[0] else 0
+
+
+def _reserved(trace: ProfilerTrace) -> tuple[int, int] | None:
+    """Allocated and reserved where most is allocated; None where nothing is reserved (the host)."""
+    points = [(allocated, reserved) for _, allocated, reserved in _points(trace) if reserved]
+    return max(points) if points else None

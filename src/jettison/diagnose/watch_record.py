@@ -1,0 +1,104 @@
+"""What `jettison.watch` writes: bytes between steps, what each step was given, and the error where there was one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from jettison.diagnose.facts import MemoryFacts, StepBytes, Survivor
+from jettison.diagnose.oom_log import facts_of_log
+from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.errors import UsageError
+from jettison.traces.snapshot import read_snapshot
+
+SCHEMA: Final = "jettison.watch/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchRecord:
+    """One watched loop.
+
+    Args:
+        error: the traceback and message of a request that failed; "" where bytes only grew.
+        allocator: what the allocator was told to do, as PyTorch's environment variable has it.
+        snapshot: name of a memory snapshot in the same folder; "" where there is none.
+    """
+
+    device: str
+    steps: tuple[StepBytes, ...]
+    survivors: tuple[Survivor, ...] = ()
+    error: str = ""
+    allocator: str = ""
+    snapshot: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def read_watch_record(path: Path) -> MemoryFacts | None:
+    """What a record says, and the snapshot beside it; None where the file is no record.
+
+    Raises:
+        UsageError: it is one, and broken, or its snapshot is.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(1) != b"{":
+                return None
+        document = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; give a file that exists") from error
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
+        return None
+    try:
+        record = _record(document)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"{path} is a broken {SCHEMA} ({error}); expected what jettison.watch() wrote") from error
+    return _facts(record, path)
+
+
+def _record(document: Mapping[str, Any]) -> WatchRecord:
+    return WatchRecord(
+        device=str(document["device"]),
+        steps=tuple(_made(StepBytes, entry, "between_bytes") for entry in document["steps"]),
+        survivors=tuple(_made(Survivor, entry, "nbytes") for entry in document["survivors"]),
+        error=str(document["error"]),
+        allocator=str(document["allocator"]),
+        snapshot=str(document["snapshot"]),
+    )
+
+
+def _made(kind: Any, entry: Mapping[str, Any], number: str) -> Any:
+    made = kind(**entry)
+    if type(getattr(made, number)) is not int:
+        raise ValueError(f"{number} is {getattr(made, number)!r}")
+    return made
+
+
+def _facts(record: WatchRecord, path: Path) -> MemoryFacts:
+    expandable = "expandable_segments:true" in record.allocator.lower() or None
+    kept = path.parent / Path(record.snapshot).name if record.snapshot else None
+    facts = MemoryFacts(source=path.name, failed=False, device=record.device)
+    if record.error:
+        facts = facts_of_log(record.error, path.name)
+    if kept is not None and kept.exists():
+        seen = facts_of_snapshot(read_snapshot(kept))
+        if record.error and seen.failed:
+            facts = replace(seen, total_bytes=facts.total_bytes, outside_bytes=facts.outside_bytes, source=path.name)
+        else:
+            facts = replace(facts, parts=seen.parts, survivors=seen.survivors)
+    if not facts.failed and record.steps:
+        facts = replace(facts, allocated_bytes=record.steps[-1].peak_bytes or record.steps[-1].between_bytes)
+    return replace(
+        facts,
+        device=record.device,
+        steps=record.steps,
+        survivors=facts.survivors or record.survivors,
+        expandable=facts.expandable or expandable,
+    )

@@ -1,0 +1,256 @@
+"""`watch`: around a training loop, writes down what is needed when memory runs out, or grows from step to step.
+
+Steps are counted where an optimizer has made one. On a GPU the caching allocator is asked, and records its own history
+for a snapshot; on the CPU every storage is followed from its birth to its death, which takes time in each op.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes, Survivor
+from jettison.diagnose.memory import grown_bytes
+from jettison.diagnose.oom_snapshot import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS
+from jettison.diagnose.watch_record import WatchRecord
+from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.units import format_bytes
+
+HISTORY: Final = 200_000
+"""Events of the caching allocator that are kept for a snapshot."""
+_LIBRARIES: Final = (os.sep + "torch" + os.sep, "site-packages", os.sep + "jettison" + os.sep, "<frozen")
+_ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class Meter(Protocol):
+    """What says how much is allocated."""
+
+    device: str
+
+    def step(self) -> tuple[int, int | None]:
+        """Allocated now, and the most since the last call where that is known."""
+
+    def survivors(self) -> tuple[Survivor, ...]:
+        """Places that leave something behind in most steps, where they are known."""
+
+    def snapshot(self, path: Path) -> bool:
+        """Write one, where there is any."""
+
+
+class LoopWatch:
+    """A loop that is watched. `step` says where steps end, where no optimizer of torch's does."""
+
+    def __init__(self, meter: Meter, out: Path) -> None:
+        self.out = out
+        self.steps: list[StepBytes] = []
+        self._meter = meter
+        self._batch: tuple[str, int] | None = None
+        self._last: int = meter.step()[0]
+        self._said_growth = False
+        self._leads: int | None = None
+
+    def step(self) -> None:
+        """A step ends here."""
+        allocated, peak = self._meter.step()
+        self.steps.append(self._begun(peak))
+        self._last, self._batch = allocated, None
+        levels = (*self.steps, StepBytes(step=len(self.steps), between_bytes=allocated))
+        facts = MemoryFacts(source="", failed=False, steps=levels)
+        if not self._said_growth and (growth := grown_bytes(facts)):
+            self._said_growth = True
+            path = self.write()
+            warnings.warn(
+                f"between steps {format_bytes(growth)} more are allocated than after the first two; "
+                f"see: jettison doctor --oom {path}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def write(self, error: str = "") -> Path:
+        """Write what was seen so far; the file."""
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        kept = self.out.with_suffix(".pickle")
+        steps = (*self.steps, self._begun(None))
+        has_snapshot = (bool(error) and kept.exists()) or self._meter.snapshot(kept)
+        record = WatchRecord(
+            device=self._meter.device,
+            steps=steps,
+            survivors=self._meter.survivors(),
+            error=error,
+            allocator=next((os.environ[name] for name in _ALLOCATORS if name in os.environ), ""),
+            snapshot=kept.name if has_snapshot else "",
+        )
+        self.out.write_text(json.dumps(record.document(), indent=1), encoding="utf-8")
+        return self.out
+
+    def given(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The model is called: the largest batch of a step is kept."""
+        shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        elements = sum(_product(shape) for shape in shapes)
+        if self._batch is None or elements > self._batch[1]:
+            self._batch = ", ".join(str(shape) for shape in shapes[:3]), elements
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The first optimizer that steps marks the steps of all."""
+        self._leads = id(optimizer) if self._leads is None else self._leads
+        if self._leads == id(optimizer):
+            self.step()
+
+    def _begun(self, peak: int | None) -> StepBytes:
+        begun = StepBytes(step=len(self.steps), between_bytes=self._last, peak_bytes=peak)
+        return begun if self._batch is None else replace(begun, batch=self._batch[0], batch_elements=self._batch[1])
+
+
+@contextmanager
+def watch(model: nn.Module | None = None, *, out: str | Path = "jettison-watch.json") -> Iterator[LoopWatch]:
+    """Watch the loop inside. ``jettison doctor --oom OUT`` says what the file means.
+
+    The file is written where memory runs out (the error goes on to you, with a note), and once where bytes between
+    steps grow in each step. A snapshot is written beside it on CUDA.
+
+    Args:
+        model: its batches are noted, so that a peak can be held against the batch.
+    """
+    with ExitStack() as stack:
+        meter: Meter = CudaMeter(Path(out).with_suffix(".pickle")) if _on_cuda(model) else CountingMeter(model, stack)
+        found = LoopWatch(meter, Path(out))
+        stack.callback(register_optimizer_step_post_hook(found.optimizer_stepped).remove)
+        if model is not None:
+            stack.callback(model.register_forward_pre_hook(found.given, with_kwargs=True).remove)
+        try:
+            yield found
+        except RuntimeError as error:
+            text = str(error)
+            if "out of memory" not in text and "you tried to allocate" not in text:
+                raise
+            path = found.write("".join(traceback.format_exception(error)))
+            error.add_note(f"what was seen before is in {path}: jettison doctor --oom {path}")
+            raise
+
+
+def _on_cuda(model: nn.Module | None) -> bool:
+    if model is None:
+        return torch.cuda.is_available()
+    return any(parameter.is_cuda for parameter in model.parameters())
+
+
+def _product(shape: list[int]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+class CudaMeter:
+    """The caching allocator, its history, and a snapshot at the moment at which it gives up."""
+
+    device = "cuda"
+
+    def __init__(self, snapshot: Path) -> None:
+        snapshot.unlink(missing_ok=True)
+        self._highest = 0
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
+        attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+        if (
+            attach is not None
+        ):  # else the snapshot is made when the error arrives, after tensors of the failing call died
+            attach(lambda *_: self.snapshot(snapshot))
+
+    def step(self) -> tuple[int, int | None]:
+        """Statistics are the user's and are not reset: a step's peak is known where it is above all before."""
+        highest, before = torch.cuda.max_memory_allocated(), self._highest
+        self._highest = highest
+        return torch.cuda.memory_allocated(), highest if highest > before else None
+
+    def survivors(self) -> tuple[Survivor, ...]:
+        """They are in the snapshot."""
+        return ()
+
+    def snapshot(self, path: Path) -> bool:
+        """Write one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        return True
+
+
+class CountingMeter:
+    """Storages that operators return, followed to their death."""
+
+    device = "cpu"
+
+    def __init__(self, model: nn.Module | None, stack: ExitStack) -> None:
+        self._counter = _Placed(static_tensors(model, ()) if model is not None else ())
+        stack.enter_context(self._counter)
+        self._steps = -1
+
+    def step(self) -> tuple[int, int | None]:
+        """Both are known."""
+        self._steps += 1
+        self._counter.step = self._steps
+        mark = self._counter.mark("step")
+        return mark.live_bytes, mark.peak_bytes
+
+    def survivors(self) -> tuple[Survivor, ...]:
+        """By line of the program that made them."""
+        possible = self._steps - FIRST_STEPS
+        if possible < FEWEST_STEPS:
+            return ()
+        groups: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for place, step, nbytes in self._counter.alive():
+            if FIRST_STEPS <= step < self._steps:
+                groups[place].append((step, nbytes))
+        found = []
+        for place, pairs in groups.items():
+            steps = len({step for step, _ in pairs})
+            if steps >= max(3, SHARE_OF_STEPS * possible):
+                nbytes = sum(nbytes for _, nbytes in pairs)
+                found.append(Survivor(module=place, role=Phase.UNKNOWN, nbytes=nbytes, steps=steps))
+        return tuple(sorted(found, key=lambda one: -one.nbytes))
+
+    def snapshot(self, path: Path) -> bool:
+        """There is none of the CPU's."""
+        return False
+
+
+class _Placed(AllocationCounter):
+    """Knows of each storage the line of the program that made it, and the step."""
+
+    def __init__(self, tensors: Any) -> None:
+        self.step = 0
+        self._places: dict[int, tuple[str, int]] = {}
+        super().__init__(tensors)
+
+    def alive(self) -> list[tuple[str, int, int]]:
+        """Place, step and bytes of what is there."""
+        kept = {entry.number: entry.bytes for entry in self._storages.values()}
+        self._places = {number: place for number, place in self._places.items() if number in kept}
+        return [(place, step, kept[number]) for number, (place, step) in self._places.items()]
+
+    def _add(self, storage: Any, nbytes: int, operator: Any, node: int) -> None:
+        super()._add(storage, nbytes, operator, node)
+        self._places[self._met] = (_place(sys._getframe(1)), self.step)
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line outside of libraries."""
+    while frame is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file = "/".join(frame.f_code.co_filename.split(os.sep)[-2:])
+    return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -1,0 +1,50 @@
+"""Findings for people and programs: claims, what they rest on, and what would mend each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from jettison.diagnose.finding import Finding
+from jettison.report.parts import facts_table
+
+NONE: Final = "nothing to mend was found"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindingsReport:
+    """What was found, below a few facts.
+
+    Args:
+        schema: of the JSON document.
+        facts: (name, value) in the order in which to show them.
+        more: further keys of the document.
+    """
+
+    schema: str
+    facts: Sequence[tuple[str, str]]
+    findings: tuple[Finding, ...]
+    more: dict[str, Any]
+    tables: tuple[RenderableType, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {"schema": self.schema, **self.more, "findings": [finding.document() for finding in self.findings]}
+
+    def table(self) -> RenderableType:
+        """For a terminal."""
+        found = [Text(), *(line for finding in self.findings for line in _lines(finding))] if self.findings else []
+        return Group(facts_table(list(self.facts)), *self.tables, *(found or [Text(), Text(NONE)]))
+
+
+def _lines(finding: Finding) -> list[Text]:
+    lines = [Text(finding.claim, style="bold")]
+    lines += [Text(f"  {line}") for line in finding.evidence]
+    for change in finding.changes:
+        lines.append(Text(f"  → {change.line}", style="green"))
+        lines.append(Text(f"    {change.why}", style="dim"))
+    return [*lines, Text()]

@@ -1,0 +1,71 @@
+"""`doctor --oom`: what filled the memory, which of three it was, and the smallest changes that fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jettison.diagnose.facts import MemoryFacts, Phase
+from jettison.diagnose.finding import Finding
+from jettison.diagnose.memory import diagnose_memory
+from jettison.diagnose.oom_log import read_oom_log
+from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.diagnose.watch_record import read_watch_record
+from jettison.report.findings import FindingsReport
+from jettison.report.parts import exact
+from jettison.traces.snapshot import read_snapshot
+from jettison.verbs.snapshots import is_snapshot
+
+OOM_SCHEMA = "jettison.oom/1"
+
+
+def read_memory_facts(path: Path) -> MemoryFacts:
+    """Of a snapshot, of what `jettison.watch` wrote, or of a log.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if is_snapshot(path):
+        return facts_of_snapshot(read_snapshot(path))
+    return read_watch_record(path) or read_oom_log(path)
+
+
+def diagnose_oom(path: Path) -> FindingsReport:
+    """What a file says about memory that ran out.
+
+    Raises:
+        UsageError: it says nothing about it.
+    """
+    facts = read_memory_facts(path)
+    found = diagnose_memory(facts)
+    return FindingsReport(schema=OOM_SCHEMA, facts=_rows(facts, found), findings=(found,), more=_document(facts, found))
+
+
+def _rows(facts: MemoryFacts, found: Finding) -> list[tuple[str, str]]:
+    rows = [("read", facts.source), ("it was", str(found.kind))]
+    if facts.phase is not Phase.UNKNOWN:
+        rows.append(("phase", str(facts.phase)))
+    sizes = (
+        ("asked for", facts.asked_bytes),
+        ("allocated", facts.allocated_bytes),
+        ("held unused", facts.unused_bytes),
+        ("free", facts.free_bytes),
+        ("of", facts.total_bytes),
+    )
+    return rows + [(name, exact(nbytes)) for name, nbytes in sizes if nbytes is not None]
+
+
+def _document(facts: MemoryFacts, found: Finding) -> dict[str, Any]:
+    names = (
+        "source",
+        "failed",
+        "asked_bytes",
+        "allocated_bytes",
+        "unused_bytes",
+        "free_bytes",
+        "total_bytes",
+        "expandable",
+    )
+    return {"cause": str(found.kind), "phase": str(facts.phase), "site": facts.site} | {
+        name: getattr(facts, name) for name in names
+    }

@@ -1,0 +1,168 @@
+"""`profile`: where the time and the memory of a step go, and what would mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import RenderableType
+
+from jettison.diagnose.facts import MemoryFacts
+from jettison.diagnose.oom_snapshot import facts_of_snapshot
+from jettison.diagnose.profile_file import ProfilerTrace, is_trace, read_profile
+from jettison.diagnose.slow import slow_findings, snapshot_findings
+from jettison.diagnose.step_profile import PHASES, StepProfile, profile_steps
+from jettison.errors import UsageError
+from jettison.report.findings import FindingsReport
+from jettison.report.parts import exact, titled
+from jettison.spec.hardware import Hardware
+from jettison.traces.snapshot import Snapshot, read_snapshot
+from jettison.units import format_bytes, format_flops, format_percent, format_seconds
+from jettison.verbs.snapshots import is_snapshot
+
+SCHEMA: Final = "jettison.profile/1"
+_PRECISIONS: Final = {"c10::BFloat16": "bf16", "c10::Half": "bf16", "float": "fp32"}
+
+
+def is_recorded(path: Path) -> bool:
+    """A trace or a snapshot, not something to run."""
+    return path.is_file() and (is_snapshot(path) or path.suffix in (".json", ".gz") or is_trace(path))
+
+
+def profile_files(files: Sequence[Path], gpu: Hardware | None = None) -> FindingsReport:
+    """What traces and snapshots of one run say.
+
+    Args:
+        gpu: its peak FLOP/s make MFU and HFU.
+
+    Raises:
+        UsageError: one of them is neither.
+    """
+    parts = [_snapshot(read_snapshot(f)) if is_snapshot(f) else _trace(read_profile(f), gpu) for f in files]
+    if len(parts) == 1:
+        return parts[0]
+    return FindingsReport(
+        schema=SCHEMA,
+        facts=[row for part in parts for row in part.facts],
+        findings=tuple(finding for part in parts for finding in part.findings),
+        more={key: value for part in parts for key, value in part.more.items()},
+        tables=tuple(table for part in parts for table in part.tables),
+    )
+
+
+def _snapshot(snapshot: Snapshot) -> FindingsReport:
+    facts = facts_of_snapshot(snapshot)
+    failing = [device for device in snapshot.devices if device.out_of_memory]
+    device = failing[0] if failing else snapshot.busiest
+    rows = [("snapshot", snapshot.name), ("peak", exact(device.timeline.peak_bytes)), *_levels(facts)]
+    more = {"snapshot": {"name": snapshot.name, "peak_bytes": device.timeline.peak_bytes, "steps": len(facts.steps)}}
+    return FindingsReport(schema=SCHEMA, facts=rows, findings=snapshot_findings(facts, device), more=more)
+
+
+def _levels(facts: MemoryFacts) -> list[tuple[str, str]]:
+    if len(facts.steps) < 2:
+        return []
+    last = facts.steps[-1].between_bytes
+    return [("between steps", f"{exact(last)} after {len(facts.steps) - 1} rises and falls")]
+
+
+def _trace(trace: ProfilerTrace, gpu: Hardware | None) -> FindingsReport:
+    found = profile_steps(trace)
+    used = _utilization(trace, found, gpu)
+    return FindingsReport(
+        schema=SCHEMA,
+        facts=_rows(trace, found, used),
+        findings=slow_findings(found),
+        more={"trace": _document(trace, found, used)},
+        tables=(_phases(found),),
+    )
+
+
+def _rows(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> list[tuple[str, str]]:
+    each = found.ns / found.steps / 1e9
+    what = "the device" if found.has_device else "the host's operators"
+    rows = [
+        ("trace", f"{trace.name}{''.join(f', {name}' for name in trace.devices[:1])}"),
+        ("a step", f"{format_seconds(each)}, of {found.steps} steady steps"),
+        ("busy", f"{format_percent(found.busy_ns / found.ns)} of it: {what}"),
+    ]
+    if found.communication_ns:
+        share = format_percent(found.exposed_ns / found.ns)
+        talk = format_seconds(found.communication_ns / found.steps / 1e9)
+        rows.append(("communication", f"{talk} a step; {share} of the step is beside no computation"))
+    if found.flops:
+        rows.append(("FLOPs", f"{format_flops(found.flops // found.steps)} a step in products and fused attention"))
+        names = f"MFU {format_percent(used['mfu'])}, HFU {format_percent(used['hfu'])}" if used else "n/a without --gpu"
+        rows.append(("utilization", names))
+    if found.recompute_ns:
+        share = format_percent(found.recompute_ns / found.ns)
+        flops = f"; {format_percent(found.again_flops / found.flops)} of all FLOPs" if found.flops else ""
+        rows.append(
+            ("recompute", f"{format_seconds(found.recompute_ns / found.steps / 1e9)} a step, {share} of it{flops}")
+        )
+    if found.kernels:
+        middle = format_seconds(found.median_kernel_ns / 1e9)
+        rows.append(("kernels", f"{found.kernels // found.steps:,} a step, {middle} in the median"))
+    return rows
+
+
+def _phases(found: StepProfile) -> RenderableType:
+    table = titled("Phases of a step, on the host", ("phase",), ("time", "share", "peak"))
+    for name in PHASES:
+        ns = found.phase_ns.get(name, 0)
+        peak = found.peak_bytes.get(name)
+        shown = "n/a" if peak is None else format_bytes(peak)
+        table.add_row(name, format_seconds(ns / found.steps / 1e9), format_percent(ns / found.ns), shown)
+    return table
+
+
+def _utilization(trace: ProfilerTrace, found: StepProfile, gpu: Hardware | None) -> dict[str, float]:
+    """MFU and HFU; empty where the device's peak is not known. Model FLOPs are those that did not run again."""
+    if gpu is None or not found.flops:
+        return {}
+    peak = getattr(gpu.flops_per_second, _precision(trace)) or gpu.flops_per_second.fp32
+    if peak is None:
+        return {}
+    could = peak * found.ns / 1e9
+    return {"mfu": (found.flops - found.again_flops) / could, "hfu": found.flops / could}
+
+
+def _precision(trace: ProfilerTrace) -> str:
+    """Of the products: the type that most of them have."""
+    kinds = [one.args.get("Input type") for one in trace.ops if one.name in ("aten::mm", "aten::addmm", "aten::bmm")]
+    found = [str(kind[-1 if len(kind) < 3 else 1]) for kind in kinds if isinstance(kind, list) and kind]
+    return _PRECISIONS.get(max(set(found), key=found.count), "fp32") if found else "fp32"
+
+
+def _document(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> dict[str, Any]:
+    seconds = {name: ns / found.steps / 1e9 for name, ns in found.phase_ns.items()}
+    return {
+        "name": trace.name,
+        "steps": found.steps,
+        "step_seconds": found.ns / found.steps / 1e9,
+        "busy_fraction": found.busy_ns / found.ns,
+        "phase_seconds": seconds,
+        "phase_peak_bytes": dict(found.peak_bytes),
+        "communication_seconds": found.communication_ns / found.steps / 1e9,
+        "exposed_communication_seconds": found.exposed_ns / found.steps / 1e9,
+        "recompute_seconds": found.recompute_ns / found.steps / 1e9,
+        "flops": found.flops // found.steps,
+        "recompute_flops": found.again_flops // found.steps,
+        "mfu": used.get("mfu"),
+        "hfu": used.get("hfu"),
+        "kernels": found.kernels // found.steps,
+    }
+
+
+def require_files(files: Sequence[Path]) -> None:
+    """All of them are traces or snapshots.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for file in files:
+        if not is_recorded(file):
+            raise UsageError(
+                f"{file} is no trace of torch.profiler and no memory snapshot; only one script or recipe runs at a time"
+            )
