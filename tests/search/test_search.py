@@ -21,12 +21,13 @@ from jettison.predict.run_request import RunRequest, model_spec, resolve
 from jettison.predict.time import estimate
 from jettison.report.search import SearchReport
 from jettison.search.bounds import SHAVED, bound, least_seconds, static_bytes
-from jettison.search.branch_and_bound import REACH, Hunt, Room
+from jettison.search.branch_and_bound import REACH, Hunt
 from jettison.search.evaluate import Bench, Question
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.request import SearchRequest
 from jettison.search.search import NothingFits, search
 from jettison.search.space import Setup, Space, setup_run
+from jettison.search.state import Room
 from jettison.spec.hardware import hardware
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
@@ -269,6 +270,35 @@ def test_bounds_are_below_everything_that_they_bound(
         assert of_group.nbytes(setup, depth, plan) >= static_bytes(found) // 2 // setup.layout.pp
         assert static_bytes(found) <= found.peak_bytes
         assert peak_bytes(found) == found.peak_bytes  # the short way, and the timeline
+
+
+def test_the_rough_bounds_of_a_search_are_below_the_sharp_ones() -> None:
+    whole = space(EXPERTS, 8, 16)
+    bench = Bench(Question(template=whole.template, hardware=A100))
+    depth = whole.template.model.depth
+    setups = whole.setups[::37]
+    for setup, rough, bounds in zip(setups, bench.rough(setups), bench.bounds(setups), strict=True):
+        seconds, nbytes = bounds.of_any(setup, depth)
+        assert rough[0] * (1 - SHAVED) <= seconds
+        assert rough[1] <= nbytes
+        (of_none,) = bounds.least(setup, depth, (Recompute(),))
+        assert of_none[0] == seconds
+        assert nbytes <= of_none[1]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bounds_of_even_pipelines_are_nearly_reached(zero: int) -> None:
+    """Where all stages are alike, what bounds leave out is little: else a search works out what cannot matter."""
+    whole = space(WIDE, 8, 16, tp="2", sp=True, pp="2", cp="1", zero=str(zero), virtual_stages="1", micro_batch="1")
+    (setup,) = whole.setups
+    depth = whole.template.model.depth
+    of_group = bound(setup_run(setup, whole.template), A100)
+    for word in ("none", "selective", "full"):
+        plan = Recompute.parse(word, layers=depth)
+        found = forecast(setup_run(setup, whole.template, plan))
+        seconds, nbytes = of_group.least(setup, depth, (plan,))[0]
+        assert seconds >= 0.9 * estimate(found.run, A100).step_seconds
+        assert nbytes >= 0.9 * found.peak_bytes
 
 
 @settings(max_examples=25)

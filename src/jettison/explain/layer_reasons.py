@@ -96,7 +96,7 @@ def _reason(timing: Timing, part: StageRegion, following: StageRegion | None) ->
         moved_bytes=moved,
         way_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
         forward_seconds=beside.seconds.forward.seconds if beside is not None else 0.0,
-        backward_seconds=beside.seconds.backward.seconds if beside is not None else 0.0,
+        backward_seconds=beside.seconds.backward_seconds if beside is not None else 0.0,
     )
 
 

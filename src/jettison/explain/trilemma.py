@@ -252,7 +252,7 @@ def _offload(run: Run, hardware: Hardware, execution: Execution) -> Offload | No
     item = _first_layer(timing)
     repeated = _first_layer(replace(timing, run=replace(run, recompute=Recompute(mode=Mode.FULL))))
     nbytes, again = item.region.saved_bytes, repeated.seconds.again.seconds
-    forward, backward = item.seconds.forward.seconds, item.seconds.backward.seconds
+    forward, backward = item.seconds.forward.seconds, item.seconds.backward_seconds
     at_hand = HostLink(name=f"{hardware.name}'s own", bytes_per_second=hardware.host_bytes_per_second)
     known = hardware.host_bytes_per_second in {link.bytes_per_second for link in LINKS}
     ways = []

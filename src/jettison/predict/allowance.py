@@ -90,6 +90,11 @@ def available_bytes(hardware: Hardware, run: Run) -> int:
 
 def available_to(hardware: Hardware, layout: Layout, device: Device) -> int:
     """The same for any run of a layout."""
-    room = hardware.usable_bytes - fixed_allowance(layout, device).expected
+    return _fitting(hardware.usable_bytes, communicators(layout), layout.ep > 1, device)
+
+
+@lru_cache(maxsize=1024)
+def _fitting(usable_bytes: int, talking: int, experts: bool, device: Device) -> int:
+    room = usable_bytes - _fixed(talking, experts, device).expected
     share = 0 if device is Device.CPU else FRAGMENTS[1]
     return max(0, int(room / (1 + share)))

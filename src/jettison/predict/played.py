@@ -281,7 +281,7 @@ def _seconds(group: RegionGroup, timing: Timing) -> tuple[float, float]:
     items, count = timing.items([group]), len(group.names)
     return (
         sum(item.count * item.seconds.forward.seconds for item in items) / count,
-        sum(item.count * item.seconds.backward.seconds for item in items) / count,
+        sum(item.count * item.seconds.backward_seconds for item in items) / count,
     )
 
 

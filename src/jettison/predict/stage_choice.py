@@ -184,7 +184,7 @@ class StageChoice:
     def _passes(self, part: StageRegion) -> tuple[float, float]:
         """Seconds of a forward, and of a backward that computes nothing again."""
         plain = self.timing.items([RegionGroup(part=replace(part, chosen=None, policy="none"), names=(part.name,))])
-        return plain[0].seconds.forward.seconds, plain[0].seconds.backward.seconds
+        return plain[0].seconds.forward.seconds, plain[0].seconds.backward_seconds
 
     # the problem ------------------------------------------------------------------------------------------------------
 

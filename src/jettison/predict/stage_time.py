@@ -64,7 +64,7 @@ class StageSeconds:
     @cached_property
     def backward(self) -> list[float]:
         """By chunk, both halves, and what is computed again."""
-        return [c.backward.seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
+        return [c.backward_seconds + s for c, (_, s) in zip(self.chunks, self.sent, strict=True)]
 
     @cached_property
     def weights(self) -> list[float]:
@@ -202,7 +202,7 @@ class Timing:
             sent=tuple((blocks if place < last else 0.0, blocks if place else 0.0) for place in places),
             end=end,
             hideable=hideable,
-            optimizer=self._optimizer(every),
+            optimizer=self.optimizer(every),
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
         )
 
@@ -234,7 +234,7 @@ class Timing:
             pairs = [(item.count - 1, item, item) for item in items]
             pairs += [(1, item, after) for item, after in pairwise(items) if after.in_layer]  # the last layer's stay
             forward += sum(n * self._over(i.offloaded, after.seconds.forward.seconds) for n, i, after in pairs)
-            backward += sum(n * self._over(i.offloaded, after.seconds.backward.seconds) for n, i, after in pairs)
+            backward += sum(n * self._over(i.offloaded, after.seconds.backward_seconds) for n, i, after in pairs)
         if not (forward or backward):
             return NOTHING
         return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
@@ -264,7 +264,7 @@ class Timing:
         """Of these transfers what work does not cover, and all of them."""
         waited = every = 0.0
         for at, item in enumerate(items):
-            work = item.seconds.forward.seconds if forward else item.seconds.backward.seconds
+            work = item.seconds.forward.seconds if forward else item.seconds.backward_seconds
             following = items[at + 1].gathered if gathers and at + 1 < len(items) else 0.0
             before = items[at - 1].reduced if reduces and at else 0.0
             own_gathered, own_reduced = (item.gathered if gathers else 0.0), (item.reduced if reduces else 0.0)
@@ -289,8 +289,7 @@ class Timing:
         layout = self.run.layout
         if layout.shards == 1 or not items:
             return 0.0, 0.0
-        again = layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
-        after = sum(item.count * item.gathered for item in items) if again else 0.0
+        after = sum(item.count * item.gathered for item in items) if self.gathers_after else 0.0
         if layout.zero >= 2 and self.execution.reduces_each:
             return items[0].reduced + after, 0.0
         every = sum(item.count * item.reduced for item in items)
@@ -298,7 +297,7 @@ class Timing:
             return every + after, 0.0
         now = done = 0.0
         for item in reversed(items):
-            took, reduced = item.seconds.backward.seconds, item.reduced
+            took, reduced = item.seconds.backward_seconds, item.reduced
             pending = took * _pending(item.region)
             for _ in range(item.count):
                 now += took
@@ -307,7 +306,20 @@ class Timing:
         shared = self.hardware.reached.shared
         return left + (every - left) * shared + after, left * (1 - shared)
 
-    def _optimizer(self, items: Sequence[Item]) -> float:
+    @property
+    def gathers_after(self) -> bool:
+        """Does a step end with gathering the parameters that it has changed?"""
+        layout = self.run.layout
+        return layout.zero in (1, 2) or (layout.zero == 3 and not layout.resharded)
+
+    def adding(self, region: Region) -> float:
+        """Of a micro-batch's backward: adding a region's weight gradients to those that are there already."""
+        run = self.run
+        if run.micro_batches == 1:
+            return 0.0
+        return _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
+
+    def optimizer(self, items: Sequence[Item]) -> float:
         """Bytes of gradients, parameters and state, over the memory bandwidth."""
         precision = self.run.precision
         nbytes = sum(item.count * item.optimizer_bytes for item in items)

@@ -9,16 +9,19 @@ A candidate is left out of a search only where one of these proves that it canno
    own weight steps comes: its end moves by as much. With virtual stages backwards of other chunks lie between, and a
    wait may swallow what the reduction gains: there a stage's forward, which takes no less than all that could be
    computed again of it, comes off what of its reduction a longer backward could hide.
-2. Let W be one micro-batch's forward and backward through the whole model under r, w that through its cheapest layer.
-   The busiest of p stages works at least as long as their mean: time(S, r) >= n W / p. And the last stage cannot begin
-   before the first p - 1 places have done a forward, nor can a step end before they have done a backward after its
-   last: time(S, r) >= w (n x layers of the last stage + layers of these places). Where a schedule splits backwards,
-   only their forwards count. What ZeRO, offloading and sending add is not negative. W and w depend on t, sp, cp, ep, b
-   and r alone; segments of several layers compute no less again than `full`.
+2. Stage i cannot begin before the first i places have passed a micro-batch forwards, and after its last backward they
+   pass that micro-batch backwards, the first stage at the end. So the first stage ends no sooner than ramp(i) + n w(i),
+   where w(i) is a micro-batch's work on stage i. Two of these are worked out: the last stage's, from the cheapest
+   layer, and the mean of all, in which w is a p-th of the whole model's W. Where a schedule splits backwards, ramps
+   have forwards only. To W and w come sends that both sides wait for, and what a transfer of ZeRO costs beside a layer
+   at least: what is longer than the longest work, and what it slows the device down while it hides. The first stage's
+   end is followed by what of its reduction and gathering cannot hide behind anything, and by the longest optimizer
+   step. Segments of several layers compute no less again than `full`; W, w depend on t, sp, cp, ep, b and r alone.
 3. peak(S, r) >= parameters + state + gradients of the largest stage, which are there together in the optimizer's step
    whatever r is; and that is at least a p-th of what they are without a pipeline, at the same dp, cp and ZeRO stage.
-4. peak(S, r) >= what the layers of the first stage have of these before a backward, and what r holds of them for as
-   many micro-batches as the schedule has in flight there; gradients are not there yet in the only backward of a step.
+4. peak(S, r) >= what the first stage has of these before a backward (gradients are not there yet in the only backward
+   of a step), what r holds of its layers for as many micro-batches as the schedule has in flight there, and how far the
+   backward that comes next rises above that: it begins with the last layer, or the last segment, of its chunk.
 5. If none fits, a planner that minimises seconds answers none. If it does not, see NOTE [ What a planner cannot do ] in
    `planner_time_bound`; of one that may offload nothing but rule 1 is known.
 
@@ -27,18 +30,21 @@ Arithmetic in floating point: bounds are shaved by `SHAVED` of themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
-from jettison.ledger.schedule import stage_occupancies
-from jettison.predict.forecast import Forecast, Stage, forecast_sizes
+from jettison.formula.liveness import Passes
+from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import kept_by, outline
+from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline
 from jettison.predict.time import Estimate
+from jettison.predict.timeline_units import passes_of
+from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, segments_in_flight
 from jettison.search.space import Setup
+from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
 from jettison.spec.run import Gradients, Mode, Recompute, Run
@@ -55,59 +61,99 @@ class PlanBound:
     """Of one plan.
 
     Args:
-        whole: W, in seconds.
-        forward, backward: w, by pass.
         held: of a micro-batch, by the layer that holds least, in bytes.
+        rise: of the layer whose backward rises least above what is held before it.
     """
 
-    whole: float
-    forward: float
-    backward: float
+    seconds: PassSeconds
     held: int
+    rise: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TimeBound:
-    """Of all setups that share a micro-batch and the axes that shard tensors and weights.
+class ShardBound:
+    """Of one stage of ZeRO."""
+
+    seconds: ShardSeconds
+    nbytes: ShardBytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """Of all setups that share a batch and all axes but virtual stages.
 
     Args:
         plans: by what happens to a layer.
-        static_bytes: without a pipeline, by ZeRO stage.
-        layer_bytes: the same of the layer that has least, gradients aside.
-        layer_gradients: and its gradients.
+        plain: a layer of which everything stays.
         upfront: gradients are there from the start.
+        hidden: share of the device that a transfer takes while it hides.
     """
 
     plans: dict[Mode, PlanBound]
-    static_bytes: tuple[int, ...]
-    layer_bytes: tuple[int, ...]
-    layer_gradients: tuple[int, ...]
+    plain: LayerBytes
+    shard: ShardBound
+    sends: Sends
     upfront: bool
+    hidden: float
+
+    def of_any(self, setup: Setup, depth: int) -> tuple[float, int]:
+        """Seconds and bytes of every plan of a setup of a model of so many layers."""
+        seconds = self._pipeline(setup, depth).least_seconds(self.plans[Mode.NONE].seconds, self.shard.seconds)
+        return seconds, self._base(setup, depth)
 
     def least(self, setup: Setup, depth: int, plans: Sequence[Recompute]) -> list[tuple[float, int]]:
-        """Seconds and bytes of plans of a setup of a model of so many layers."""
-        layout, count = setup.layout, setup.micro_batches
-        sizes = layout.layers_per_chunk(depth)
-        last, before = sum(sizes[layout.pp - 1 :: layout.pp]), sum(sizes[: layout.pp - 1])
-        drains = layout.schedule is not Schedule.ZERO_BUBBLE
-        static = self.static_bytes[layout.zero] // layout.pp
-        there = self.layer_bytes[layout.zero]
-        if self.upfront or count > 1:
-            there += self.layer_gradients[layout.zero]
-        first = sizes[:: layout.pp]
-        there *= sum(first)
+        """Seconds and bytes of each of these plans."""
+        pipeline, base = self._pipeline(setup, depth), self._base(setup, depth)
+        first = pipeline.sizes[:: setup.layout.pp]
+        stage = self._stage(setup, first)
+        seconds: dict[Mode, float] = {}
         found = []
         for plan in plans:
-            of_plan = self.plans[Mode.NONE if plan.whole else _treated(plan)]
-            in_line = count * last * (of_plan.forward + of_plan.backward)
-            in_line += before * (of_plan.forward + (of_plan.backward if drains else 0.0))
-            nbytes = static
+            timed = Mode.NONE if plan.whole else _treated(plan)
+            if timed not in seconds:
+                seconds[timed] = pipeline.least_seconds(self.plans[timed].seconds, self.shard.seconds)
+            nbytes = base
             if plan.mode in _SEGMENTS and not plan.offload:
-                held = min(of_plan.held, self.plans[_treated(plan)].held)  # of micro-batches kept whole or not
-                held *= _in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
-                nbytes = max(nbytes, there + held)
-            found.append((max(count * of_plan.whole / layout.pp, in_line), max(nbytes, there)))
+                held = stage + self._held(setup, first, plan) + self._rise(plan, first)
+                nbytes = max(base, held + (self.shard.nbytes.gathered if all(first) else 0))
+            found.append((seconds[timed], nbytes))
         return found
+
+    def _pipeline(self, setup: Setup, depth: int) -> Pipeline:
+        return Pipeline(
+            layout=setup.layout,
+            sizes=setup.layout.layers_per_chunk(depth),
+            count=setup.micro_batches,
+            hidden=self.hidden,
+            sends=self.sends,
+        )
+
+    def _base(self, setup: Setup, depth: int) -> int:
+        """Rule 3, and what the first stage has under any plan."""
+        layout = setup.layout
+        stage = self._stage(setup, layout.layers_per_chunk(depth)[:: layout.pp])
+        return max(self.shard.nbytes.everything // layout.pp, stage)
+
+    def _stage(self, setup: Setup, first: tuple[int, ...]) -> int:
+        """What the first stage has before a backward; args: first: layers of its chunks."""
+        there = self.upfront or setup.micro_batches > 1
+        return self.shard.nbytes.first_stage(sum(first), alone=setup.layout.pp == 1, there=there)
+
+    def _held(self, setup: Setup, first: tuple[int, ...], plan: Recompute) -> int:
+        """By all micro-batches in flight on the first stage; args: first: layers of its chunks."""
+        held = self.plans[_treated(plan)].held
+        if plan.whole:
+            held = min(held, self.plans[Mode.NONE].held)
+        return held * segments_in_flight(setup, first, plan.number if plan.mode is Mode.EVERY else 1)
+
+    def _rise(self, plan: Recompute, first: tuple[int, ...]) -> int:
+        """Of the last layer's backward, or the last segment's; of micro-batches that are kept whole, or not."""
+        if not all(first):
+            return 0
+        rise = self.plans[_treated(plan)].rise
+        if plan.mode is Mode.EVERY and plan.number > 1:
+            rise = self.plain.segment(min(1 + (n - 1) % plan.number for n in first))
+        return min(rise, self.plans[Mode.NONE].rise) if plan.whole else rise
 
     def seconds(self, setup: Setup, depth: int, plan: Recompute) -> float:
         """Of one plan: rules 1 and 2."""
@@ -125,57 +171,110 @@ def _treated(plan: Recompute) -> Mode:
     return plan.mode if plan.mode in _TREATMENTS else Mode.NONE
 
 
-def _in_flight(setup: Setup, layers: tuple[int, ...], segment: int) -> int:
-    """Args: layers: of each chunk of the first stage."""
-    layout = setup.layout
-    return _segments_in_flight(
-        layout.schedule, layout.pp, setup.micro_batches if layout.pp > 1 else 1, layout.virtual_stages, layers, segment
+def treatments(plans: Iterable[Recompute]) -> tuple[Mode, ...]:
+    """What bounds are needed for."""
+    asked = {_treated(plan) for plan in plans}
+    return tuple(mode for mode in _TREATMENTS if mode in asked or mode is Mode.NONE)
+
+
+def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -> Bounds:
+    """Of the setups that are like a run in all but m, the schedule and layers by stage.
+
+    Args:
+        modes: what happens to layers under the plans that are asked for.
+    """
+    alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
+    inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
+    there = upfront or run.micro_batches > 1
+    execution = execution_of(run)
+    return Bounds(
+        plans={mode: _plan_bound(inner, mode, there, hardware) for mode in modes},
+        plain=_layer_bytes(inner, there),
+        shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
+        sends=Sends(
+            seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
+        ),
+        upfront=upfront,
+        hidden=hardware.reached.shared if execution.hides_data else 1.0,
     )
 
 
-@lru_cache(maxsize=65536)
-def _segments_in_flight(
-    schedule: Schedule, stages: int, micro_batches: int, virtual_stages: int, layers: tuple[int, ...], segment: int
-) -> int:
-    """The most segments of layers, times micro-batches, that the first stage holds before a backward."""
-    states = stage_occupancies(
-        schedule, stage=0, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages
+def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
+    """Args: run: on one stage, with nothing computed again."""
+    (chunk,) = outline(run)[0]
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    statics = [(group.part.is_layer, group.part.static) for group in chunk]
+    return ShardBound(
+        seconds=shard_seconds(timing, chunk),
+        nbytes=ShardBytes(
+            everything=_everything(chunk),
+            settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
+            gradients=_parts([(layer, s.gradients) for layer, s in statics]),
+            gathered=2 * min(s.gathered for layer, s in statics if layer) if run.layout.resharded else 0,
+        ),
     )
-    counts = [-(-n // segment) for n in layers]
-    return max(sum((f + w) * n for f, w, n in zip(s.forward, s.weight, counts, strict=True)) for s in states)
 
 
-def bound(run: Run, hardware: Hardware) -> TimeBound:
-    """Of the setups that are like a run in all but p, m, n and ZeRO."""
-    alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B, zero=0)
-    single = replace(run, layout=alone, micro_batches=1)
-    found = [forecast_sizes(replace(single, layout=replace(alone, zero=zero))) for zero in range(4)]
-    layers = [[group.part.static for group in f.stages[0].groups[0] if group.part.is_layer] for f in found]
-    return TimeBound(
-        plans=_plan_bounds(replace(single, layout=run.layout.within_stage), hardware),
-        static_bytes=tuple(static_bytes(f) for f in found),
-        layer_bytes=tuple(min(s.parameters + s.state for s in each) for each in layers),
-        layer_gradients=tuple(min(s.gradients for s in each) for each in layers),
-        upfront=run.gradients is Gradients.UPFRONT,
+def _parts(nbytes: Sequence[tuple[bool, int]]) -> Parts:
+    """Args: nbytes: of the regions of a model, and are they layers?"""
+    return Parts(layer=min(n for layer, n in nbytes if layer), first=nbytes[0][1], last=nbytes[-1][1])
+
+
+def whole_seconds(run: Run, hardware: Hardware) -> float:
+    """W of rule 2 without recompute."""
+    return _pass_seconds(_inner(run), hardware).whole
+
+
+def whole_static_bytes(run: Run) -> int:
+    """Parameters, state and gradients on one rank of a run without a pipeline."""
+    return _everything(outline(run)[0][0])
+
+
+def _everything(chunk: Chunk) -> int:
+    counted = [(len(group.names), group.part.static) for group in chunk]
+    return sum(n * (s.parameters + s.state + s.gradients) for n, s in counted)
+
+
+def _inner(run: Run) -> Run:
+    """What the seconds of its regions depend on: no replicas, no ZeRO, no pipeline, no recompute."""
+    return replace(run, layout=run.layout.within_stage, micro_batches=1, recompute=Recompute())
+
+
+@lru_cache(maxsize=4096)
+def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    return pass_seconds(timing.items(outline(run)[0][0]))
+
+
+@lru_cache(maxsize=4096)
+def _plan_bound(inner: Run, mode: Mode, there: bool, hardware: Hardware) -> PlanBound:
+    """Args: there: gradients are, before a backward."""
+    run = replace(inner, recompute=Recompute(mode=mode))
+    layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
+    return PlanBound(
+        seconds=_pass_seconds(run, hardware),
+        held=min(part.region.program.kept_bytes(part.kept) for part in layers),
+        rise=min(_passes(run, part, there).backward_peak for part in layers),
     )
 
 
 @lru_cache(maxsize=4096)
-def _plan_bounds(run: Run, hardware: Hardware) -> dict[Mode, PlanBound]:
-    """By what happens to a layer; replicas and ZeRO do not matter, nor does a pipeline."""
-    return {mode: _plan_bound(replace(run, recompute=Recompute(mode=mode)), hardware) for mode in _TREATMENTS}
-
-
-def _plan_bound(run: Run, hardware: Hardware) -> PlanBound:
-    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
-    items = timing.items(outline(run)[0][0])
-    layers = [item for item in items if item.in_layer]
-    return PlanBound(
-        whole=sum(item.count * (item.seconds.forward.seconds + item.seconds.backward.seconds) for item in items),
-        forward=min(item.seconds.forward.seconds for item in layers),
-        backward=min(item.seconds.backward.seconds for item in layers),
-        held=min(i.region.program.kept_bytes(kept_by(i.region, str(run.recompute.mode))) for i in layers),
+def _layer_bytes(run: Run, there: bool) -> LayerBytes:
+    """Args: run: with nothing computed again."""
+    layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
+    passes = [_passes(run, part, there) for part in layers]
+    return LayerBytes(
+        resident=min(p.resident for p in passes),
+        forward=min(p.forward_peak for p in passes),
+        backward=min(p.backward_peak for p in passes),
+        output=min(p.output for p in passes),
+        shared=max(part.region.program.kept_bytes(kept_by(part.region, FULL) & part.kept) for part in layers),
     )
+
+
+def _passes(run: Run, part: StageRegion, there: bool) -> Passes:
+    """Where gradients are there, a backward adds to them: one that follows others, or has a buffer for them."""
+    return passes_of(part, run.precision.gradient, accumulates=there)
 
 
 def least_seconds(plain: Estimate) -> float:

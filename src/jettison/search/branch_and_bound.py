@@ -1,9 +1,10 @@
 """Branch and bound over a space of candidates.
 
 NOTE [ The order of a search ]
-Candidates are worked out best bound first, in rounds; the bounds are in NOTE [ What may be left out ] of
-`forecast.bounds`. Of each setup that could still matter `none` is worked out, fits or not: its seconds bound those of
-all other plans, which are worked out where they could still matter.
+Candidates are worked out best bound first, in rounds; the bounds are in NOTE [ What may be left out ] of `bounds`.
+Every setup has a rough one. Sharp ones come best first, until the best of these is below all rough ones that are left;
+then a round begins, with what each plan of its setups takes at least. Of each setup that could still matter `none` is
+worked out, fits or not: its seconds bound those of all other plans, which are worked out where they could still matter.
 
 What matters: a candidate that could be among the fastest, one for each setup; and one that could be on the front of
 time against memory, which reaches to `REACH` times the fastest step. Both are exact over the plans that have a name. A
@@ -18,110 +19,31 @@ Nothing here depends on how many processes work.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Final
 
-from jettison.predict.allowance import available_to
 from jettison.progress import Progress
-from jettison.search.bounds import SHAVED
+from jettison.search.bounds import SHAVED, treatments
 from jettison.search.evaluate import Bench, Task
 from jettison.search.figures import Figures, Found
-from jettison.search.space import Candidate, Setup, Space
-from jettison.spec.hardware import Hardware
+from jettison.search.space import Candidate, Space
+from jettison.search.state import Node, Room, State
 from jettison.spec.run import Mode, Recompute
 
 REACH: Final = 1.5
 """The front ends at so many times the fastest step."""
-ROUND: Final = 256
+ROUND: Final = 64
 """Setups that are worked out before bounds are compared again."""
+SHARPENED: Final = 256
 PLANNER_BOUNDS: Final = 64
-PLANNERS: Final = 8
-"""The same for bounds of a planner's choices, and for these."""
+PLANNERS: Final = 2
+"""The same for sharp bounds, for bounds of a planner's choices, and for these: of more at once some would be asked in
+vain, which takes longer than waiting for each other."""
 RUNNERS: Final = 2
 """Places that are exact at least: the best, and what it is compared with."""
-_UNBOUNDED: Final = 1 << 62
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """What there is for tensors.
-
-    Args:
-        scale: times what the hardware has, and times the budget.
-    """
-
-    hardware: Hardware
-    budget_bytes: int | None = None
-    scale: Fraction = Fraction(1)
-
-    def limit_bytes(self, setup: Setup, space: Space) -> int:
-        """For a setup: contexts and communicators come off."""
-        left = available_to(self._device, setup.layout, space.template.kernels.device)
-        return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
-
-    @cached_property
-    def _device(self) -> Hardware:
-        memory, usable = (int(self.scale * n) for n in (self.hardware.memory_bytes, self.hardware.usable_bytes))
-        return replace(self.hardware, memory_bytes=memory, usable_bytes=usable)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """Plans of one setup that take at least so many seconds and bytes.
-
-    Args:
-        setup: its number in the space.
-        plain: `none` is to be worked out, for itself and as a bound of the others; otherwise, these others.
-        ranks: could it improve on what is known of its setup?
-    """
-
-    setup: int
-    plain: bool
-    seconds: float
-    nbytes: int
-    ranks: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class State:
-    """What a candidate has to be better than.
-
-    Args:
-        fastest: seconds of the best; infinite until there is one.
-        last: of the last whose place is to be exact.
-        reach: of the front; None: there is no need of one.
-        times, peaks: of the front, the fastest first.
-    """
-
-    fastest: float
-    last: float
-    reach: float | None
-    times: list[float]
-    peaks: list[int]
-
-    def matters(self, seconds: float, nbytes: int, *, ranks: bool, named: bool) -> bool:
-        """Could a candidate with these bounds be listed, or be on the front?
-
-        Args:
-            ranks: it could be the best of its setup.
-            named: it is no planner's, whose choice is asked for afterwards.
-        """
-        shaved = seconds * (1 - SHAVED)
-        if ranks and shaved <= self.last:
-            return True
-        if self.reach is None or not named or shaved > self.reach * self.fastest:
-            return False
-        return nbytes <= self.below(seconds)
-
-    def below(self, seconds: float) -> int:
-        """What a candidate that takes so many seconds may need, at most, to be on the front."""
-        at = bisect_right(self.times, seconds * (1 - SHAVED))
-        return self.peaks[at - 1] - 1 if at else _UNBOUNDED
 
 
 @dataclass(kw_only=True)
@@ -132,6 +54,7 @@ class Hunt:
         top: setups whose place is to be known.
         reach: of the front; None: there is no need of one.
         known: a candidate that fits.
+        least: by setup, seconds and bytes that each of its plans takes at least: as far as it is known, of the space.
     """
 
     space: Space
@@ -141,11 +64,12 @@ class Hunt:
     top: int = 1
     reach: float | None = None
     known: Found | None = None
+    least: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     front: list[Found] = field(default_factory=list)
     _heap: list[tuple[float, int, Node]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
     _best: dict[int, Found] = field(default_factory=dict)
-    _least: list[list[tuple[float, int]]] = field(default_factory=list)  # seconds and bytes, by setup and plan
+    _rough: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, setup and bytes, the least last
     _limits: dict[int, int] = field(default_factory=dict)
     _closest: Found | None = None
     _planners: list[tuple[float, int, int]] = field(default_factory=list)
@@ -173,7 +97,7 @@ class Hunt:
         if self.known is not None:
             self._best[self.known.number[0]] = self.known
         self._open()
-        while self._heap:
+        while self._heap or self._rough:
             self._work()
 
     def ask_planner(self) -> None:
@@ -188,9 +112,10 @@ class Hunt:
 
     def closest(self) -> Found:
         """Where nothing fits: the candidate that lacks least, among plans that have a name if there are any."""
+        self._know_least(range(len(self.space.setups)))
         pairs = sorted(
             (nbytes - self._limit(setup), setup, number)
-            for setup, least in enumerate(self._least)
+            for setup, least in self.least.items()
             for number, (_, nbytes) in enumerate(least)
             if number < len(self.space.plans(self.space.setups[setup])) or len(least) == 1
         )
@@ -216,16 +141,35 @@ class Hunt:
     # rounds -----------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        setups, depth = self.space.setups, self.space.template.model.depth
-        for number, (setup, bound) in enumerate(zip(setups, self.bench.bounds(setups), strict=True)):
-            least = bound.least(setup, depth, self._all_plans(number))
-            self._least.append(least)
-            limit = self._limit(number)
-            fitting = [seconds for seconds, nbytes in least if nbytes <= limit]
-            nbytes = min(nbytes for _, nbytes in least)
-            node = Node(setup=number, plain=True, seconds=min(fitting, default=0.0), nbytes=nbytes)
-            if fitting:
-                self._push(node)
+        rough = enumerate(self.bench.rough(self.space.setups))
+        self._rough = [(s, number, nbytes) for number, (s, nbytes) in rough if nbytes <= self._limit(number)]
+        self._rough.sort(reverse=True)
+
+    def _sharpen(self, state: State) -> None:
+        """Of setups with the best rough bounds, sharp ones, until no rough one is better than all of these."""
+        while self._rough and (not self._heap or self._rough[-1][0] <= self._heap[0][0]):
+            numbers: list[int] = []
+            while self._rough and len(numbers) < SHARPENED:
+                seconds, number, nbytes = self._rough.pop()
+                if state.matters(seconds, nbytes, ranks=True, named=True):
+                    numbers.append(number)
+            setups, depth = [self.space.setups[number] for number in numbers], self.space.template.model.depth
+            for number, setup, bounds in zip(numbers, setups, self.bench.bounds(setups), strict=True):
+                seconds, nbytes = bounds.of_any(setup, depth)
+                if nbytes <= self._limit(number):
+                    self._push(Node(setup=number, plain=True, seconds=seconds, nbytes=nbytes))
+
+    @cached_property
+    def _modes(self) -> tuple[Mode, ...]:
+        """What happens to layers under the plans of the space."""
+        return treatments(self.space.every_plan)
+
+    def _know_least(self, numbers: Iterable[int]) -> None:
+        """Work out what each plan of these setups takes at least."""
+        missing = [number for number in numbers if number not in self.least]
+        setups, depth = [self.space.setups[number] for number in missing], self.space.template.model.depth
+        for number, setup, bounds in zip(missing, setups, self.bench.bounds(setups, self._modes), strict=True):
+            self.least[number] = bounds.least(setup, depth, self._all_plans(number))
 
     def _all_plans(self, number: int) -> tuple[Recompute, ...]:
         """The planner's among them: as a bound, one that computes nothing again and holds nothing."""
@@ -242,10 +186,15 @@ class Hunt:
     def _work(self) -> None:
         """A round: the most promising nodes that still matter."""
         state = self._state()
+        self._sharpen(state)
         batch: list[Node] = []
         tasks: list[list[tuple[int, Task]]] = []
         while self._heap and len(batch) < ROUND:
             *_, node = heapq.heappop(self._heap)
+            if not state.matters(node.seconds, node.nbytes, ranks=True, named=True):
+                continue
+            if node.setup not in self.least:
+                self._know_least([node.setup, *(near.setup for *_, near in heapq.nsmallest(SHARPENED, self._heap))])
             wanted = self._wanted(node, state)
             if wanted:
                 batch.append(node)
@@ -271,8 +220,8 @@ class Hunt:
         setup = self.space.setups[node.setup]
         limit, found = self._limit(node.setup), []
         matter = False
-        for number, plan in enumerate(self._all_plans(node.setup)):
-            seconds, nbytes = self._least[node.setup][number]
+        for number, (plan, least) in enumerate(zip(self._all_plans(node.setup), self.least[node.setup], strict=True)):
+            seconds, nbytes = least
             if not node.plain:
                 seconds, nbytes = max(seconds, node.seconds), max(nbytes, node.nbytes)
             named = plan.mode is not Mode.AUTO
@@ -280,7 +229,8 @@ class Hunt:
                 continue
             matter = True
             if not node.plain and named and plan != Recompute():
-                most = limit if node.ranks or plan.whole else min(limit, state.below(seconds))
+                first = node.ranks and seconds * (1 - SHAVED) <= state.last
+                most = limit if first or plan.whole else min(limit, state.below(seconds))
                 found.append((number, Task(candidate=self._candidate(node.setup, plan), limit_bytes=most)))
         if node.plain and matter:
             plans = self.space.plans(setup)

@@ -24,12 +24,13 @@ from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import settled
-from jettison.search.bounds import TimeBound, bound, least_seconds, static_bytes
+from jettison.search.bounds import Bounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
 from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import Candidate, Setup, setup_run
 from jettison.spec.hardware import Hardware
+from jettison.spec.layout import Layout
 from jettison.spec.run import Mode, Recompute, Run
 
 CHUNKS: Final = 4
@@ -86,7 +87,9 @@ class Bench:
         self._journal = journal
         self._context = question.digest
         self._known: dict[str, Figures] = dict(journal.known) if journal else {}
-        self._bounds: dict[tuple[object, ...], TimeBound] = {}
+        self._whole: dict[tuple[object, ...], float] = {}
+        self._statics: dict[tuple[object, ...], int] = {}
+        self._bounds: dict[tuple[object, ...], Bounds] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._lock = Lock()  # of what is known, written down and started
 
@@ -104,13 +107,33 @@ class Bench:
         # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def bounds(self, setups: Sequence[Setup]) -> list[TimeBound]:
-        """What any plan of each setup takes, at least."""
-        keys = [_bounded(setup) for setup in setups]
+    def rough(self, setups: Sequence[Setup]) -> list[tuple[float, int]]:
+        """Seconds and bytes of any plan of each setup, in a hurry: no less than the sharp ones."""
+        scenes = dict(zip(map(_scene, setups), setups, strict=True))
+        missing = {scene: setup for scene, setup in scenes.items() if scene not in self._whole}
+        self._whole.update(zip(missing, self._map(_whole, list(missing.values()), key=_scene), strict=True))
+        found = []
+        for setup in setups:
+            count, stages = setup.micro_batches, setup.layout.pp
+            found.append((count * self._whole[_scene(setup)] / stages, self._static(setup.layout) // stages))
+        return found
+
+    def _static(self, layout: Layout) -> int:
+        """Rule 3, of all layouts that share what decides it."""
+        key = layout.tp, layout.ep, layout.shards, layout.zero
+        if key not in self._statics:
+            alike = Layout(tp=layout.tp, ep=layout.ep, dp=layout.shards, zero=layout.zero, resharded=layout.resharded)
+            run = replace(self.question.template, layout=alike, micro_batch=1, micro_batches=1, recompute=Recompute())
+            self._statics[key] = whole_static_bytes(run)
+        return self._statics[key]
+
+    def bounds(self, setups: Sequence[Setup], modes: tuple[Mode, ...] = (Mode.NONE,)) -> list[Bounds]:
+        """What plans that treat layers so take of each setup, at least."""
+        keys = [(*_bounded(setup), modes) for setup in setups]
         alike = dict(zip(keys, setups, strict=True))
-        missing = [setup for key, setup in alike.items() if key not in self._bounds]
-        found = self._map(_bound, missing, key=_scene)
-        self._bounds.update((_bounded(setup), bound) for setup, bound in zip(missing, found, strict=True))
+        missing = {key: (setup, modes) for key, setup in alike.items() if key not in self._bounds}
+        found = self._map(_bound, list(missing.values()), key=lambda one: _scene(one[0]))
+        self._bounds.update(zip(missing, found, strict=True))
         return [self._bounds[key] for key in keys]
 
     def planner_bounds(
@@ -191,7 +214,7 @@ def _scene(setup: Setup) -> tuple[object, ...]:
 
 def _bounded(setup: Setup) -> tuple[object, ...]:
     """Setups with the same have the same bounds."""
-    return *_scene(setup), setup.layout.dp
+    return *_scene(setup), setup.layout.dp, setup.layout.pp, setup.layout.zero, setup.micro_batches
 
 
 def _answers(known: Figures | None, task: Task) -> bool:
@@ -219,8 +242,13 @@ def _several(asked: tuple[Callable[[Question, _T], _R], list[_T]]) -> list[_R]:
     return [work(_question, item) for item in items]
 
 
-def _bound(question: Question, setup: Setup) -> TimeBound:
-    return bound(setup_run(setup, question.template), question.hardware)
+def _whole(question: Question, setup: Setup) -> float:
+    return whole_seconds(setup_run(setup, question.template), question.hardware)
+
+
+def _bound(question: Question, asked: tuple[Setup, tuple[Mode, ...]]) -> Bounds:
+    setup, modes = asked
+    return bound(setup_run(setup, question.template), question.hardware, modes)
 
 
 def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> float | None:

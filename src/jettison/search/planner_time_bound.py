@@ -20,9 +20,11 @@ micro-batch once this is later than without recompute, and hides no more of the 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile
 
 from jettison.cost.execution import execution_of
 from jettison.cost.layer import PriceModel
@@ -153,12 +155,12 @@ def _recompute(
     worst = max(load.occupancies, key=level)
     chunk, alive = _at_work(worst), [f + w for f, w in zip(worst.forward, worst.weight, strict=True)]
     excess = base + sum(n * nbytes for n, nbytes in zip(alive, held, strict=True))
-    offers = sorted(_offers(stage, alive, hulls, without=chunk))
+    offers = _Offers.of(sorted(_offers(stage, alive, hulls, without=chunk)))
     lowest, ways = above[chunk]
     if not ways:
-        return _cheapest(offers, excess + lowest)
+        return offers.cheapest(excess + lowest)
     found = [
-        (seconds, _cheapest(offers, excess + max(lowest, rise) - alive[chunk] * released))
+        (seconds, offers.cheapest(excess + max(lowest, rise) - alive[chunk] * released))
         for rise, released, seconds in ways
     ]
     return min((seconds + rest for seconds, rest in found if rest is not None), default=None)
@@ -212,15 +214,30 @@ def _offers(
                     yield seconds / (nbytes * count), nbytes * count * layers
 
 
-def _cheapest(offers: Sequence[tuple[float, int]], missing: int) -> float | None:
-    """Seconds for so many bytes, any part of each offer; None where all of them are not enough."""
-    total = 0.0
-    for price, nbytes in offers:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Offers:
+    """Bytes for seconds, the cheapest first: prices of a byte, and bytes and seconds of all offers up to each."""
+
+    prices: tuple[float, ...]
+    nbytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, offers: Sequence[tuple[float, int]]) -> _Offers:
+        return cls(
+            prices=tuple(price for price, _ in offers),
+            nbytes=tuple(accumulate((nbytes for _, nbytes in offers), initial=0)),
+            seconds=tuple(accumulate((price * nbytes for price, nbytes in offers), initial=0.0)),
+        )
+
+    def cheapest(self, missing: int) -> float | None:
+        """Seconds for so many bytes, any part of each offer; None where all of them are not enough."""
         if missing <= 0:
-            break
-        total += price * min(nbytes, missing)
-        missing -= nbytes
-    return total if missing <= 0 else None
+            return 0.0
+        if missing > self.nbytes[-1]:
+            return None
+        at = bisect_left(self.nbytes, missing) - 1
+        return self.seconds[at] + self.prices[at] * (missing - self.nbytes[at])
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """The fastest way to train a model on so many devices: layout, batch and recompute plan together, exact in its space.
 
-How it is found, and what exact means: NOTE [ The order of a search ] in `forecast.hunt`.
+How it is found, and what exact means: NOTE [ The order of a search ] in `branch_and_bound`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Final
 
 from jettison.errors import JettisonError, UsageError
 from jettison.progress import Progress, silent
-from jettison.search.branch_and_bound import REACH, Hunt, Room
+from jettison.search.branch_and_bound import REACH, Hunt
 from jettison.search.evaluate import Bench, Question
 from jettison.search.figures import Found
 from jettison.search.journal import Journal
 from jettison.search.space import Space
+from jettison.search.state import Room
 from jettison.spec.hardware import Hardware
 from jettison.units import format_bytes
 
@@ -112,7 +113,8 @@ def search(
             raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space))
         ranked, best = tuple(hunt.ranked[:top]), hunt.ranked[0]
         progress("with more memory")
-        larger = Hunt(space=space, room=replace(room, scale=MORE_MEMORY), bench=bench, say=progress, known=best)
+        roomier = replace(room, scale=MORE_MEMORY)
+        larger = Hunt(space=space, room=roomier, bench=bench, say=progress, known=best, least=hunt.least)
         larger.run()
         progress("with more GPUs")
         more_gpus = _more_gpus(space, room, bench, progress) if begun is None else begun.result()

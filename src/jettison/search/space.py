@@ -177,6 +177,11 @@ class Space:
         """With the planner, last, where its choice is among them."""
         return self._all_plans[self._kind(setup)]
 
+    @cached_property
+    def every_plan(self) -> tuple[Recompute, ...]:
+        """All plans that some setup has, the planner's among them."""
+        return tuple(dict.fromkeys(plan for kind in self._all_plans.values() for plan in kind))
+
     def _kind(self, setup: Setup) -> tuple[int, bool]:
         """What decides a setup's plans: the most layers of a chunk, and is it a pipeline?"""
         return max(setup.layout.layers_per_chunk(self.template.model.depth)), setup.layout.pp > 1
