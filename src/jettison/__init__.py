@@ -14,6 +14,7 @@ _HOME_OF = MappingProxyType(
         "apply": "jettison.planner",
         "verify": "jettison.verbs.verify",
         "verify_given": "jettison.verbs.verify_given",
+        "export_plan": "jettison.verbs.export",
         "watch": "jettison.measure.watch",
         "ledger_of": "jettison.capture.entries",
         "estimate": "jettison.predict.time",

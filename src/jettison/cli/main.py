@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError
 
 from jettison.cli.diagnosing import doctor, profile
+from jettison.cli.exporting import export
 from jettison.cli.pages import explore
 from jettison.cli.parameters import app
 from jettison.cli.predicting import estimate, ledger, plan, search
@@ -19,7 +20,7 @@ from jettison.cli.running import demo, train, verify
 from jettison.errors import JettisonError
 from jettison.report.console import hint
 
-COMMANDS = (demo, doctor, estimate, explore, ledger, plan, profile, report, search, train, verify)
+COMMANDS = (demo, doctor, estimate, explore, export, ledger, plan, profile, report, search, train, verify)
 """They are the application's from when they are imported."""
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

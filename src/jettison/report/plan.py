@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -54,7 +54,8 @@ class LayerChoice:
 class ForecastPlan:
     """What the planner chose for a run, for people and as a document.
 
-    ``reasons`` are by layer; ``what_if`` is what each next GiB would change, None where nobody asked.
+    ``reasons`` are by layer; ``what_if`` is what each next GiB would change, None where nobody asked. ``made_by`` is
+    what was asked for, by flag: enough to make the plan again.
     """
 
     model: str
@@ -62,6 +63,7 @@ class ForecastPlan:
     layers: tuple[LayerChoice, ...]
     reasons: dict[str, Reason]
     solver_seconds: float
+    made_by: dict[str, Any] = field(default_factory=dict)
     what_if: tuple[NextGiB, ...] | None = None
 
     def document(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class ForecastPlan:
             ],
             "layers": layers,
             "reasons": [{"layer": name, **asdict(reason)} for name, reason in self.reasons.items()],
+            "made_by": self.made_by,
             **({} if self.what_if is None else {"what_if": [_next(row) for row in self.what_if]}),
             "hash": hashlib.sha256(text.encode()).hexdigest(),
         }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
 from jettison.parse_units import parse_bytes
@@ -112,8 +115,43 @@ def _described(
         layers=_layers(choice),
         reasons=layer_reasons(choice),
         solver_seconds=seconds,
+        made_by=_made_by(model, request, budget, gpu, host_budget),
         what_if=tuple(next_gib(choice)) if what_if else None,
     )
+
+
+def _made_by(
+    model: str, request: RunRequest, budget: str | None, gpu: str | None, host_budget: str | None
+) -> dict[str, Any]:
+    """What was asked for, by field; files by their whole paths."""
+    asked = {name: getattr(request, name) for name in request.given()}
+    named = {"model": model, "gpu": gpu}
+    whole = {k: str(Path(v).resolve()) if v is not None and Path(v).exists() else v for k, v in named.items()}
+    more = {"gpu": whole["gpu"], "budget": budget, "host_budget": host_budget}
+    return {"model": whole["model"], **asked, **{name: value for name, value in more.items() if value is not None}}
+
+
+def remade(made_by: Mapping[str, Any]) -> ForecastPlan:
+    """The plan that a document says under ``made_by``.
+
+    Raises:
+        UsageError: it does not say enough, or something that is not known.
+        Infeasible: it fits no longer.
+    """
+    fields = {f.name for f in dataclasses.fields(RunRequest)}
+    known = fields | {"model", "budget", "gpu", "host_budget"}
+    unknown = sorted(set(made_by) - known)
+    if not isinstance(made_by.get("model"), str) or unknown:
+        raise UsageError(
+            f"the plan does not say how it was made (key made_by{f': {unknown[0]!r}' if unknown else ''}); make it "
+            "again with jettison plan"
+        )
+    try:
+        request = RunRequest(**{name: value for name, value in made_by.items() if name in fields})
+        model, budget, gpu = made_by["model"], made_by.get("budget"), made_by.get("gpu")
+        return _described(model, request, budget, gpu, made_by.get("host_budget"), what_if=False)
+    except (TypeError, AttributeError) as error:
+        raise UsageError(f"the plan's made_by cannot be read: {error}") from error
 
 
 def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | None:

@@ -1,0 +1,120 @@
+"""What a described run costs under a policy of each layer: the same ledger, timeline and prices that planned it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jettison.cost.roofline import op_seconds
+from jettison.export.policy import Action, LayerPolicy
+from jettison.export.result import Cost
+from jettison.export.subject import Decision, Subject
+from jettison.ledger.program import Op
+from jettison.predict.auto_recompute import AutoForecast, layer_policies
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.stages import Chosen, Staying
+from jettison.predict.time import estimate
+from jettison.spec.run import Mode, Recompute, Run
+
+
+def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
+    """By layer, in the order of the model."""
+    words = dict(layer_policies(choice))
+    found = {}
+    for stage in choice.forecast.stages:
+        for part in (part for chunk in stage.parts for part in chunk if part.is_layer):
+            found[part.name] = Decision(
+                layer=part.name,
+                policy=words[part.name],
+                program=part.region.program,
+                kept=part.kept,
+                moved=frozenset() if part.chosen is None else part.chosen.moved,
+                stage=stage.index,
+            )
+    return tuple(found[name] for name in choice.forecast.run.model.layer_names)
+
+
+class DescribedPricer:
+    """Prices a described run; see `jettison.export.result.Pricer`."""
+
+    def __init__(self, choice: AutoForecast) -> None:
+        self.choice = choice
+        self.run = replace(choice.forecast.run, recompute=Recompute(mode=Mode.AUTO))
+
+    def plan(self) -> Cost:
+        """Under the plan itself, by the same sums."""
+        choice, run = self.choice, self.choice.forecast.run
+        parts = {part.name: part for part in choice.forecast.parts if part.is_layer}
+        chosen = [parts[name].chosen for name in run.model.layer_names]
+        again = [
+            (parts[name].region.program.ops[o])
+            for name in run.model.layer_names
+            for o in parts[name].region.program.recompute_set(parts[name].kept)
+        ]
+        return self._cost(run, choice.forecast, chosen, again, extra=0.0, host_bytes=choice.host_bytes)
+
+    def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
+        """Of one policy a layer; ``code`` is for modules."""
+        chosen = [Staying(policy.kept, policy.moved) for policy in policies]
+        again = [policy.program.ops[o] for policy in policies for o in policy.again]
+        found = forecast(self.run, chosen)
+        return self._cost(self.run, found, chosen, again, extra=self._beyond(policies), host_bytes=0)
+
+    def cost_of_mode(self, recompute: Recompute, policies: Sequence[LayerPolicy]) -> Cost:
+        """Of a mode that is more than a policy of each layer: segments."""
+        run = replace(self.run, recompute=recompute)
+        again = [policy.program.ops[o] for policy in policies for o in policy.again]
+        return self._cost(run, forecast(run), None, again, extra=0.0, host_bytes=0)
+
+    def _cost(
+        self, run: Run, found: Forecast, chosen: Chosen | None, again: Sequence[Op], *, extra: float, host_bytes: int
+    ) -> Cost:
+        took = estimate(run, self.choice.hardware, chosen=chosen)
+        rows = dict(found.layer_bytes())
+        moved = {} if chosen is None else dict(zip(run.model.layer_names, chosen, strict=True))
+        parts = {part.name: part for part in found.parts if part.is_layer}
+        on_host = sum(
+            parts[name].region.program.kept_bytes(staying.moved)
+            for name, staying in moved.items()
+            if staying is not None
+        )
+        return Cost(
+            layer_bytes=sum(rows[name] for name in run.model.layer_names) - on_host,
+            peak_bytes=found.peak_bytes,
+            recompute_flops=sum(op.flops for op in again),
+            recompute_seconds=sum(op_seconds(op, self.choice.hardware) for op in again),
+            step_seconds=took.step_seconds + extra,
+            host_bytes=host_bytes,
+        )
+
+    def _beyond(self, policies: Sequence[LayerPolicy]) -> float:
+        """Seconds of a step for ops that a checkpoint runs again although nobody wants their results, on the stage that
+        has most of them.
+        """
+        by_stage: dict[int, float] = {}
+        for policy in policies:
+            if policy.action is Action.KEEP:
+                continue
+            least = set(policy.program.recompute_set(policy.kept))
+            more = (policy.program.ops[o] for o in policy.again if o not in least)
+            stage = policy.decision.stage
+            seconds = sum(op_seconds(op, self.choice.hardware) for op in more)
+            by_stage[stage] = by_stage.get(stage, 0.0) + seconds
+        return max(by_stage.values(), default=0.0) * self.run.micro_batches
+
+
+def subject_of(choice: AutoForecast, document: dict[str, object], model: str) -> Subject:
+    """A described plan, made again, as what is exported."""
+    made_by = document.get("made_by")
+    predicted = document.get("predicted")
+    return Subject(
+        model=model,
+        plan_hash=str(document["hash"]),
+        budget_bytes=choice.budget_bytes,
+        minimum_budget_bytes=choice.minimum_budget_bytes,
+        decisions=decisions_of(choice),
+        hardware=choice.hardware,
+        described=choice,
+        predicted=predicted if isinstance(predicted, dict) else {},
+        asked=made_by if isinstance(made_by, dict) else {},
+    )

@@ -1,0 +1,99 @@
+"""Checkpoints of parts of a layer, by Megatron's names for them, on the programs of described layers.
+
+NOTE [ Two kinds of parts ]
+A part that Megatron checkpoints holds what it is given, and what others save of its results stays. A part under its
+`CheckpointWithoutOutput` gives its results back too: they are computed again before whoever saved them needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from jettison.export.policy import Action, LayerPolicy, kept_whole
+from jettison.export.subject import Decision
+from jettison.ledger.program import Op, Program
+from jettison.solve.policy import BATCHED, close
+
+CORE_ATTENTION: Final = "core_attn"
+WITHOUT_OUTPUT: Final = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""See NOTE [ Two kinds of parts ]."""
+MODULES: Final = (CORE_ATTENTION, "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe")
+_FUSED: Final = "scaled_dot_product"
+
+
+def parts_of(program: Program, module: str) -> frozenset[int]:
+    """Ops that a module's name means in a layer; none where the layer has no such part."""
+    core = _core(program)
+    sparse = any(op.path.startswith("mlp.router") for op in program.ops)
+    match module:
+        case "core_attn":
+            return core
+        case "layernorm":
+            return _where(program, lambda op: op.path in ("attention_norm", "mlp_norm"))
+        case "mla_up_proj":
+            if not any(op.path == "attention.key_value_down" for op in program.ops):
+                return frozenset()
+            up = ("attention.query", "attention.key_value")
+            first = min(core, default=0)
+            return _where(program, lambda op: op.path in up or (op.path == "attention" and op.index < first))
+        case "mlp" | "moe":
+            return _where(program, _in_mlp) if sparse == (module == "moe") else frozenset()
+        case "shared_experts":
+            return _where(program, lambda op: op.path.startswith("mlp.shared"))
+        case _:
+            return _where(program, lambda op: op.path == "mlp.experts" and op.name == "gated_activation")
+
+
+def is_fused(program: Program) -> bool:
+    """Attention is one kernel, which keeps no scores: to compute its core again frees next to nothing."""
+    return any(_FUSED in op.name for op in program.ops)
+
+
+def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
+    """A layer whose parts of these names are computed again."""
+    program = decision.program
+    parts = {module: part for module in modules if (part := parts_of(program, module))}
+    if not parts:
+        return kept_whole(decision)
+    again = frozenset(o for part in parts.values() for o in part)
+    given_back = {b for m, part in parts.items() if m in WITHOUT_OUTPUT for o in part for b in program.ops[o].outputs}
+    inside = {(program.ops[o].path, program.ops[o].name) for o in again}
+    saved = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in inside}
+    given = {b for part in parts.values() for b in _given(program, part)}
+    kept = close(program, frozenset((saved | given) - given_back))
+    return LayerPolicy(
+        decision=decision,
+        action=Action.SELECT,
+        kept=kept,
+        again=tuple(sorted(again.union(program.recompute_set(kept)))),
+        words=", ".join(parts),
+    )
+
+
+def _given(program: Program, part: frozenset[int]) -> set[int]:
+    """What a part reads and does not make."""
+    made = {b for o in part for b in program.ops[o].outputs}
+    read = {b for o in part for b in program.ops[o].inputs}
+    return {b for b in read - made if not program.buffers[b].free}
+
+
+def _core(program: Program) -> frozenset[int]:
+    """From the product that makes the scores to the one that uses them."""
+    fused = _where(program, lambda op: _FUSED in op.name)
+    if fused:
+        return fused
+    products = [op.index for op in program.ops if op.name.startswith(BATCHED) and op.path == "attention"]
+    if not products:
+        return frozenset()
+    first, last = products[0], products[-1]
+    return _where(program, lambda op: op.path == "attention" and first <= op.index <= last)
+
+
+def _in_mlp(op: Op) -> bool:
+    return op.path == "mlp" or op.path.startswith("mlp.")
+
+
+def _where(program: Program, said: object) -> frozenset[int]:
+    assert callable(said)
+    return frozenset(op.index for op in program.ops if said(op))

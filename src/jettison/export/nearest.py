@@ -1,0 +1,108 @@
+"""The nearest policy to a plan that a target can say: the fastest that still fits the plan's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
+from jettison.export.result import Cost, Pricer, require_fit
+from jettison.export.subject import Decision, Subject
+
+Priced = tuple[tuple[LayerPolicy, ...], Cost]
+Write = Callable[[Sequence[LayerPolicy]], str]
+"""Policies as Python that defines ``apply(model)``."""
+
+
+def fewest_checkpoints(subject: Subject, pricer: Pricer, write: Write, *, target: str, could: str) -> Priced:
+    """Whole layers as checkpoints: as the plan has it where it treats layers whole, else as few as fit its budget.
+
+    Of layers that free as much the first go first: what a checkpoint makes again in backward then comes when the layers
+    behind it are gone.
+
+    Raises:
+        DoesNotFit: not even all of them fit.
+    """
+    if all(decision.plain or decision.whole for decision in subject.decisions):
+        asked = tuple(kept_whole(d) if d.plain else checkpointed(d) for d in subject.decisions)
+        cost = pricer.cost(asked, write(asked))
+        if cost.peak_bytes <= subject.budget_bytes:
+            return asked, cost
+    order = sorted(range(len(subject.decisions)), key=lambda i: (-_freed(subject.decisions[i]), i))
+
+    def made(count: int) -> tuple[LayerPolicy, ...]:
+        chosen = set(order[:count])
+        return tuple(checkpointed(d) if i in chosen else kept_whole(d) for i, d in enumerate(subject.decisions))
+
+    return least(made, len(order), subject, pricer, write, target=target, could=could)
+
+
+def between(
+    wished: Sequence[LayerPolicy],
+    subject: Subject,
+    pricer: Pricer,
+    write: Write,
+    *,
+    target: str,
+    could: str,
+    as_it_stands: bool,
+) -> Priced:
+    """A wish for each layer; where that is above the budget, the first layers are checkpoints instead, as few as fit.
+
+    Args:
+        as_it_stands: else, where the wish leaves room, the last layers keep everything, as many as fit.
+
+    Raises:
+        DoesNotFit: with every layer a checkpoint it does not fit.
+    """
+    depth = len(wished)
+    whole = [kept_whole(policy.decision) for policy in wished]
+    full = [checkpointed(policy.decision) for policy in wished]
+
+    def made(count: int) -> tuple[LayerPolicy, ...]:
+        if count <= depth:
+            return (*wished[:count], *whole[count:])
+        return (*full[: count - depth], *wished[count - depth :])
+
+    if not as_it_stands:
+        return least(made, 2 * depth, subject, pricer, write, target=target, could=could)
+    return least(lambda count: made(depth + count), depth, subject, pricer, write, target=target, could=could)
+
+
+def least(
+    made: Callable[[int], tuple[LayerPolicy, ...]],
+    most: int,
+    subject: Subject,
+    pricer: Pricer,
+    write: Write,
+    *,
+    target: str,
+    could: str,
+) -> Priced:
+    """The first of ``made(0) .. made(most)`` that fits; more of them take fewer bytes.
+
+    Raises:
+        DoesNotFit: the last does not fit.
+    """
+    known: dict[int, Priced] = {}
+
+    def priced(count: int) -> Priced:
+        if count not in known:
+            policies = made(count)
+            known[count] = policies, pricer.cost(policies, write(policies))
+        return known[count]
+
+    low, high = 0, most
+    if priced(low)[1].peak_bytes <= subject.budget_bytes:
+        return priced(low)
+    require_fit(priced(high)[1], subject, target, could)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if priced(middle)[1].peak_bytes <= subject.budget_bytes:
+            high = middle
+        else:
+            low = middle
+    return priced(high)
+
+
+def _freed(decision: Decision) -> int:
+    return kept_whole(decision).kept_bytes - checkpointed(decision).kept_bytes

@@ -1,0 +1,162 @@
+"""What a target is told to do with a layer, and what stays of the layer then.
+
+NOTE [ What a checkpoint holds ]
+`torch.utils.checkpoint` holds everything that a layer is given and runs the layer's Python again: all ops up to the
+last one of which backward asks for something, whether their results are wanted or not. Under selective contexts the
+outputs of chosen calls of ops are held as well, all of a call's outputs or none, and these calls are not run again. A
+plan that keeps one of two outputs, or leaves out an input that it can compute, therefore holds more once exported.
+
+NOTE [ What selective contexts must not save ]
+Where a call is not run again its result is handed out in its place. That is wrong without an error for ops that write
+in place, since the code around them goes on with the tensor that they wrote to; and it moves the random stream on less
+than the forward did, for whoever draws next. So no op in place is saved, and of those that draw all or none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jettison.export.subject import Decision
+from jettison.ledger.program import Op, Program, Source
+from jettison.solve.policy import Full
+
+
+class Action(StrEnum):
+    """One word for a layer."""
+
+    KEEP = "none"
+    CHECKPOINT = "full"
+    SELECT = "selective"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class OpCall:
+    """The ``number``-th call of an op in a layer's forward, counted from 1."""
+
+    op: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPolicy:
+    """What is done with one layer: ``kept`` stays of its program's buffers, ``moved`` of these on the host, and
+    backward runs the ops ``again`` a second time.
+    """
+
+    decision: Decision
+    action: Action
+    kept: frozenset[int]
+    moved: frozenset[int] = frozenset()
+    again: tuple[int, ...] = ()
+    saves: tuple[OpCall, ...] = ()
+    words: str = ""  # a target's own
+
+    @property
+    def layer(self) -> str:
+        """Its name."""
+        return self.decision.layer
+
+    @property
+    def program(self) -> Program:
+        """Of the layer."""
+        return self.decision.program
+
+    @property
+    def kept_bytes(self) -> int:
+        """On the device, between forward and backward."""
+        return self.program.kept_bytes(self.kept - self.moved)
+
+    @property
+    def recompute_flops(self) -> int:
+        """Of what runs again."""
+        return sum(self.program.ops[o].flops for o in self.again)
+
+
+def kept_whole(decision: Decision) -> LayerPolicy:
+    """Plain autograd."""
+    return LayerPolicy(decision=decision, action=Action.KEEP, kept=decision.program.saved_buffers())
+
+
+def checkpointed(decision: Decision) -> LayerPolicy:
+    """The layer is a checkpoint of its own."""
+    program = decision.program
+    return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
+
+
+def by_ops(decision: Decision) -> LayerPolicy:
+    """The nearest to a plan that selective contexts can say: see NOTE [ What a checkpoint holds ]."""
+    if decision.plain:
+        return kept_whole(decision)
+    calls = zip(decision.program.ops, op_calls(decision.program), strict=True)
+    return saving(decision, [call for op, call in calls if decision.kept.intersection(op.outputs)])
+
+
+def saving(decision: Decision, wanted: Sequence[OpCall]) -> LayerPolicy:
+    """The layer is a checkpoint that saves the outputs of these calls, but for those that must not be."""
+    program = decision.program
+    calls = savable(program, frozenset(wanted))
+    if not calls:
+        return checkpointed(decision)
+    kept = held_by(program, calls)
+    return LayerPolicy(
+        decision=decision, action=Action.SELECT, kept=kept, again=rerun(program, calls), saves=tuple(sorted(calls))
+    )
+
+
+def savable(program: Program, wanted: frozenset[OpCall]) -> frozenset[OpCall]:
+    """See NOTE [ What selective contexts must not save ]."""
+    calls = op_calls(program)
+    outside = {call for op, call in zip(program.ops, calls, strict=True) if writes_in_place(op)}
+    found = wanted - outside
+    drawing = _drawing(program)
+    return found if drawing <= found else found - drawing
+
+
+def writes_in_place(op: Op) -> bool:
+    """By the convention for names of ops; what stands for no op of torch's counts as well."""
+    namespace, _, name = op.name.partition(".")
+    return namespace == "jettison" or name.partition(".")[0].endswith("_")
+
+
+def _drawing(program: Program) -> frozenset[OpCall]:
+    """Calls that draw random numbers."""
+    states = {buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM}
+    calls = zip(program.ops, op_calls(program), strict=True)
+    return frozenset(
+        call for op, call in calls if states.intersection(op.inputs) and not op.name.startswith("jettison.")
+    )
+
+
+def draws_again(policy: LayerPolicy) -> bool:
+    """Backward draws random numbers of the layer a second time, from where the forward did."""
+    return policy.action is not Action.KEEP and not _drawing(policy.program) <= set(policy.saves)
+
+
+def held_by(program: Program, saves: frozenset[OpCall]) -> frozenset[int]:
+    """Buffers that stay when the outputs of these calls do."""
+    calls = zip(program.ops, op_calls(program), strict=True)
+    outputs = {b for op, call in calls if call in saves for b in op.outputs}
+    given = Full().kept(program)
+    if _drawing(program) <= saves:
+        given -= {buffer.index for buffer in program.buffers if buffer.source is Source.RANDOM}
+    return frozenset(b for b in outputs if not program.buffers[b].free) | given
+
+
+def op_calls(program: Program) -> list[OpCall]:
+    """By op of a program, which call of its kind it is."""
+    seen: Counter[str] = Counter()
+    found = []
+    for op in program.ops:
+        seen[op.name] += 1
+        found.append(OpCall(op=op.name, number=seen[op.name]))
+    return found
+
+
+def rerun(program: Program, saves: frozenset[OpCall] = frozenset()) -> tuple[int, ...]:
+    """Ops that a checkpoint runs again, in order."""
+    makers = [m for b in program.needed_buffers() if (m := program.buffers[b].producer) is not None]
+    calls = op_calls(program)
+    return tuple(o for o in range(max(makers, default=-1) + 1) if calls[o] not in saves)

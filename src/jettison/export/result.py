@@ -1,0 +1,179 @@
+"""What came of an export: files, what is lost, and what it costs beside the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+from jettison.errors import DoesNotFit, UsageError
+from jettison.export.policy import LayerPolicy
+from jettison.export.subject import Subject
+from jettison.units import format_bytes
+
+SCHEMA = "jettison.export/1"
+
+
+class CannotSay(UsageError):
+    """A target has no words for what the plan asks for, or for the model that it was made for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one step. None where it is not known.
+
+    Args:
+        layer_bytes: kept on the device by all layers, of one micro-batch on one rank.
+        held_bytes: alive between forward and backward beside what was there before, the model's output included.
+        recompute_seconds: at the prices of one accelerator, with nothing else on it.
+        step_seconds: of the whole step, where a described run says what that is.
+    """
+
+    layer_bytes: int
+    peak_bytes: int
+    held_bytes: int | None = None
+    recompute_flops: int = 0
+    recompute_seconds: float = 0.0
+    step_seconds: float | None = None
+    host_bytes: int = 0
+
+
+class Pricer(Protocol):
+    """Says what a step costs. Lives where the plan can be worked out again."""
+
+    def plan(self) -> Cost:
+        """Under the plan itself."""
+        ...
+
+    def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
+        """Under what was exported.
+
+        Args:
+            code: Python that defines ``apply(model)``; where there is a module, this is what runs.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Something else that the target can say, and what that costs."""
+
+    words: str
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Files by name, in the order in which they matter."""
+
+    target: str
+    subject: Subject
+    files: dict[str, str]
+    policies: tuple[LayerPolicy, ...]
+    plan_cost: Cost
+    cost: Cost
+    lost: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = field(default=())
+    checked_with: str = ""  # versions whose own parser or class took such output
+
+    @property
+    def exact(self) -> bool:
+        """Nothing of the plan is lost."""
+        return not self.lost
+
+    def document(self) -> dict[str, Any]:
+        """Schema ``jettison.export/1``."""
+        subject = self.subject
+        return {
+            "schema": SCHEMA,
+            "target": self.target,
+            "checked_with": self.checked_with,
+            "model": subject.model,
+            "plan_hash": subject.plan_hash,
+            "budget_bytes": subject.budget_bytes,
+            "exact": self.exact,
+            "lost": list(self.lost),
+            "notes": list(self.notes),
+            "cost": {"plan": asdict(self.plan_cost), "exported": asdict(self.cost)},
+            "alternatives": [{"words": one.words, **asdict(one.cost)} for one in self.alternatives],
+            "hardware": subject.hardware.name,
+            "layers": [
+                {
+                    "layer": policy.layer,
+                    "stage": policy.decision.stage,
+                    "plan": policy.decision.policy,
+                    "exported": policy.words or str(policy.action),
+                    "plan_kept_bytes": policy.decision.kept_bytes,
+                    "kept_bytes": policy.kept_bytes,
+                    "saves": [f"{call.op} {call.number}" for call in policy.saves],
+                    "recompute_flops": policy.recompute_flops,
+                }
+                for policy in self.policies
+            ],
+            "files": self.files,
+        }
+
+
+def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tuple[str, ...]:
+    """What of a plan is not in what was exported, in sentences."""
+    found = []
+    for name in ("moved", "packed"):
+        touched = [p for p in policies if getattr(p.decision, name) and not p.moved]
+        if touched:
+            nbytes = sum(p.program.kept_bytes(getattr(p.decision, name)) for p in touched)
+            where = "on the host" if name == "moved" else "in fewer bytes"
+            found.append(
+                f"{format_bytes(nbytes)} of {len(touched)} layers wait {where} in the plan; {target} is not told so"
+            )
+    if subject.segments:
+        found.append(
+            f"{len(subject.segments)} runs of layers share one input in the plan; here every layer holds its own"
+        )
+    if subject.root_freed_bytes:
+        found.append(
+            f"{format_bytes(subject.root_freed_bytes)} that the plan drops around the layers stay (the embedding, the "
+            "head, the loss)"
+        )
+    for (before, after, plan_bytes, ours), group in groupby(policies, key=_change):
+        names = [policy.layer for policy in group]
+        if plan_bytes != ours or before != after:
+            word = "more" if ours > plan_bytes else "less"
+            found.append(
+                f"{names[0]}{f' to {names[-1]} ({len(names)})' if len(names) > 1 else ''}: {before} in the plan, "
+                f"{after} here; keeps {format_bytes(abs(ours - plan_bytes))} {word} a layer"
+                f"{'' if ours != plan_bytes else ', with other ops run again'}"
+            )
+    return tuple(found)
+
+
+def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
+    before = policy.decision.policy
+    after = policy.words or str(policy.action)
+    again = policy.program.recompute_set(policy.decision.kept)
+    same = policy.kept == policy.decision.kept and not policy.decision.moved and not policy.decision.packed
+    if same and (set(again) <= set(policy.again) or not again):
+        after = before  # the same buffers stay; what is run again beside is in the cost
+    return before, after, policy.decision.kept_bytes, policy.kept_bytes
+
+
+def require_fit(cost: Cost, subject: Subject, target: str, could: str) -> Cost:
+    """A cost that the plan's budget allows.
+
+    Raises:
+        DoesNotFit: it does not.
+    """
+    if cost.peak_bytes > subject.budget_bytes:
+        raise too_much(cost.peak_bytes, subject, target, could)
+    return cost
+
+
+def too_much(peak_bytes: int, subject: Subject, target: str, could: str) -> DoesNotFit:
+    """The error for what needs more than the plan's budget, whatever is said."""
+    return DoesNotFit(
+        peak_bytes=peak_bytes,
+        limit_bytes=subject.budget_bytes,
+        limit_name="the plan's budget",
+        advice=f"{target} can say {could}, which the plan goes beyond. Plan with --budget {peak_bytes}B or more",
+    )

@@ -1,0 +1,255 @@
+"""Megatron-Core, and NeMo's Megatron-Bridge, which has its words: recompute by module or by number of layers.
+
+What can be said is global: the same modules in all layers, or the same number of layers on every stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from jettison.export.described import DescribedPricer
+from jettison.export.modules import CORE_ATTENTION, MODULES, by_modules, is_fused, parts_of
+from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
+from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
+from jettison.export.subject import Subject
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.run import Mode, Recompute, Run
+
+MEGATRON, BRIDGE = "megatron", "megatron-bridge"
+COULD = "the same modules in all layers, or the same number of layers on every stage"
+CHECKED = "megatron-core 0.19.2"
+Value = str | int | bool | list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something that can be said, as fields of `TransformerConfig`, and what it means for each layer."""
+
+    settings: Mapping[str, Value]
+    policies: tuple[LayerPolicy, ...]
+    cost: Cost
+    words: str = field(default="")
+
+
+def export(subject: Subject, pricer: Pricer) -> Exported:
+    """Flags for Megatron-LM's own programs, and fields for `TransformerConfig`.
+
+    Raises:
+        CannotSay: the plan is a live model's, or its layout is none of Megatron's.
+        DoesNotFit: nothing that can be said fits the plan's budget.
+    """
+    best, run = _best(subject, pricer, MEGATRON)
+    layout = layout_settings(run)
+    files = {
+        "megatron-flags.txt": flags_text({**layout, **best.settings}),
+        "transformer_config.json": json.dumps(dict(best.settings), indent=2) + "\n",
+    }
+    return _exported(MEGATRON, subject, pricer, best, run, files)
+
+
+def export_bridge(subject: Subject, pricer: Pricer) -> Exported:
+    """Overrides for a Megatron-Bridge or NeMo recipe, one a line.
+
+    Raises:
+        CannotSay, DoesNotFit: see `export`.
+    """
+    best, run = _best(subject, pricer, BRIDGE)
+    return _exported(BRIDGE, subject, pricer, best, run, {"overrides.txt": overrides_text(run, best.settings)})
+
+
+def _exported(
+    target: str, subject: Subject, pricer: Pricer, best: Candidate, run: Run, files: dict[str, str]
+) -> Exported:
+    return Exported(
+        target=target,
+        subject=subject,
+        files=files,
+        policies=best.policies,
+        plan_cost=pricer.plan(),
+        cost=best.cost,
+        lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
+        notes=_notes(best, run),
+        checked_with=CHECKED,
+    )
+
+
+def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run]:
+    if subject.described is None or not isinstance(pricer, DescribedPricer):
+        raise CannotSay(
+            f"{target} builds its own layers, and this plan names tensors of {subject.model} as it is built here; plan "
+            "the preset or the config.json with --kernels megatron and a layout, and export that"
+        )
+    run = subject.described.forecast.run
+    if run.recompute.whole:
+        raise CannotSay(
+            f"the plan keeps {run.recompute.whole} of each window's micro-batches whole; megatron-core 0.19 has no "
+            "flag for it any more. Plan without --whole-micro-batches"
+        )
+    if run.layout.schedule is not Schedule.ONE_F_ONE_B and run.layout.pp > 1:
+        raise CannotSay(f"the plan's schedule is {run.layout.schedule}; {target} runs 1f1b")
+    found = list(_candidates(subject, pricer))
+    fitting = [one for one in found if one.cost.peak_bytes <= subject.budget_bytes]
+    if not fitting:
+        raise too_much(min(one.cost.peak_bytes for one in found), subject, target, COULD)
+    return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.peak_bytes)), run
+
+
+def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate]:
+    """All that is worth saying."""
+    yield from (_by_modules(subject, pricer, modules) for modules in _module_sets(subject))
+    sizes = _chunk_sizes(subject)
+    low, high = 0, max(sizes)
+    while high - low > 1:  # the fewest layers of a stage that fit; fewer take more bytes
+        middle = (low + high) // 2
+        tried = _block(subject, pricer, middle)
+        yield tried
+        if tried.cost.peak_bytes <= subject.budget_bytes:
+            high = middle
+        else:
+            low = middle
+    yield _block(subject, pricer, high)
+    yield from (_uniform(subject, pricer, size) for size in range(1, max(sizes) + 1) if _divides(size, sizes))
+
+
+def _divides(size: int, sizes: list[int]) -> bool:
+    return all(layers % size == 0 for layers in sizes)
+
+
+def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
+    """Sets of modules that the model has; an experts' layer as a whole goes with no part of it."""
+    programs = {id(d.program): d.program for d in subject.decisions}.values()
+    there = [module for module in MODULES if any(parts_of(program, module) for program in programs)]
+    if all(map(is_fused, programs)):
+        there.remove(CORE_ATTENTION)
+    for count in range(len(there) + 1):
+        for modules in combinations(there, count):
+            if not ("moe" in modules and {"moe_act", "shared_experts"} & set(modules)):
+                yield modules
+
+
+def _by_modules(subject: Subject, pricer: DescribedPricer, modules: tuple[str, ...]) -> Candidate:
+    policies = tuple(by_modules(decision, modules) for decision in subject.decisions)
+    settings: dict[str, Value] = {}
+    if modules:
+        settings = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    return Candidate(settings=settings, policies=policies, cost=pricer.cost(policies), words=", ".join(modules))
+
+
+def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
+    """The first layers of each stage are checkpoints, each of its own."""
+    position: dict[str, int] = {}
+    assert subject.described is not None
+    for stage in subject.described.forecast.stages:
+        for chunk in stage.parts:
+            names = [part.name for part in chunk if part.is_layer]
+            position.update((name, i) for i, name in enumerate(names))
+    policies = tuple(checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions)
+    return Candidate(
+        settings={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number},
+        policies=policies,
+        cost=pricer.cost_of_mode(Recompute(mode=Mode.BLOCK, number=number), policies),
+    )
+
+
+def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
+    """All layers, so many to a checkpoint."""
+    policies = tuple(checkpointed(decision) for decision in subject.decisions)
+    mode = Recompute(mode=Mode.EVERY, number=size) if size > 1 else Recompute(mode=Mode.FULL)
+    return Candidate(
+        settings={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": size},
+        policies=policies,
+        cost=pricer.cost_of_mode(mode, policies),
+    )
+
+
+def _chunk_sizes(subject: Subject) -> list[int]:
+    """Layers of each chunk of each stage."""
+    assert subject.described is not None
+    sizes = [
+        sum(part.is_layer for part in chunk) for stage in subject.described.forecast.stages for chunk in stage.parts
+    ]
+    return [size for size in sizes if size]
+
+
+def layout_settings(run: Run) -> dict[str, Value]:
+    """The run's layout and batch, by name of Megatron's flags."""
+    layout = run.layout
+    found: dict[str, Value] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "sequence_parallel": layout.sp and layout.tp > 1,
+        "micro_batch_size": run.micro_batch,
+        "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
+        "seq_length": run.seq,
+        "use_distributed_optimizer": layout.zero > 0,
+        "num_layers": run.model.depth,
+    }
+    if layout.stage_layers:
+        found["pipeline_model_parallel_layout"] = layout_string(layout)
+    elif layout.virtual_stages > 1:
+        found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
+    return found
+
+
+def layout_string(layout: Layout) -> str:
+    """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
+    return f"E{'|'.join(stages)}L"
+
+
+def flags_text(settings: Mapping[str, Value]) -> str:
+    """One flag a line, for ``$(cat FILE)``; nothing in it needs quotes but a layout, which has none of the shell's."""
+    lines = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            lines.append(flag)
+        elif isinstance(value, list):
+            lines.append(" ".join([flag, *value]))
+        elif value is not False:
+            lines.append(f"{flag} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
+    """Overrides of a recipe's configuration."""
+    layout = layout_settings(run)
+    where = {"micro_batch_size": "train", "global_batch_size": "train", "use_distributed_optimizer": "ddp"}
+    lines = []
+    for name, value in {**layout, **settings}.items():
+        if name == "num_virtual_stages_per_pipeline_rank":
+            name = "virtual_pipeline_model_parallel_size"
+        text = f"[{','.join(value)}]" if isinstance(value, list) else json.dumps(value)
+        lines.append(f"{where.get(name, 'model')}.{name}={text}")
+    return "\n".join(lines) + "\n"
+
+
+def _layout_losses(run: Run) -> tuple[str, ...]:
+    if run.layout.zero < 2:
+        return ()
+    what = "gradients" if run.layout.zero == 2 else "gradients and parameters"
+    return (
+        f"the plan shards {what} (zero {run.layout.zero}); the flags say --use-distributed-optimizer, which shards "
+        "optimizer state alone. Megatron-FSDP, which shards more, is not exported: the peak here is not what these "
+        "flags alone reach",
+    )
+
+
+def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
+    found = []
+    modules = best.settings.get("recompute_modules")
+    if isinstance(modules, list) and "layernorm" in modules:
+        found.append(
+            "layernorm frees something where norms are modules of their own; under Transformer Engine the norm before "
+            "a product is part of that product's kernel"
+        )
+    if run.kernels.name != "megatron":
+        found.append(
+            f"the plan was made for kernels of {run.kernels.name}; with --kernels megatron bytes are Megatron's"
+        )
+    return tuple(found)

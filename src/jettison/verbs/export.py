@@ -1,0 +1,117 @@
+"""`export`: a plan's document, in the words of somebody else's trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jettison.errors import PlanMismatch, UsageError
+from jettison.export.described import DescribedPricer, subject_of
+from jettison.export.registry import exporter
+from jettison.export.result import Exported
+from jettison.progress import Progress, silent
+from jettison.report.plan import DESCRIBED, SCHEMA
+from jettison.report.untrusted import parse_json, read_text
+from jettison.solve.plan import Plan
+
+
+def export_plan(
+    plan: Any, *, to: str, gpu: str | None = None, model: str | None = None, progress: Progress = silent
+) -> Exported:
+    """What `jettison export` answers.
+
+    Args:
+        plan: a plan's file, its document, or the plan itself where ``model`` says what it was made for.
+        to: a target, such as ``torch`` or ``megatron``.
+        gpu: whose prices seconds are stated at; left out, a described plan's own, or this machine's usual ones.
+        model: what a live plan was made for, where its document does not say: ``module:factory`` or a config.json.
+
+    Raises:
+        UsageError: no such plan or target, or the target has no words for it (`CannotSay`).
+        PlanMismatch: the plan was edited, or what it was made for has changed.
+        DoesNotFit: the nearest that the target can say is above the plan's budget.
+    """
+    write = exporter(to)
+    document, text, name = _document(plan)
+    if document.get("feasible") is False:
+        raise UsageError(f"{name} says that no plan fits its budget; there is nothing to export")
+    if document.get("made_from") == DESCRIBED:
+        if gpu is not None:
+            raise UsageError(f"got --gpu {gpu}: the plan of a described run has prices of its own")
+        return _described(document, name, model, write)
+    made = Plan.from_json(text)
+    progress("loading torch")
+    from jettison.verbs.export_live import live_export
+
+    return live_export(made, document, write=write, gpu=gpu, model=model, progress=progress)
+
+
+def _document(plan: Any) -> tuple[Mapping[str, Any], str, str]:
+    """A plan's document, its text, and how it is called in messages."""
+    if isinstance(plan, str | Path):
+        path = Path(plan)
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}; expected what jettison plan ... --out FILE wrote")
+        text, name = read_text(path), str(path)
+        found = parse_json(text, name)
+    else:
+        found = plan if isinstance(plan, dict) else plan.document()
+        text, name = json.dumps(found), "the plan"
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        schema = found.get("schema") if isinstance(found, dict) else None
+        raise UsageError(f"{name}: schema {schema!r}; expected {SCHEMA}, as jettison plan ... --out FILE writes it")
+    return found, text, name
+
+
+def _described(document: Mapping[str, Any], name: str, model: str | None, write: Any) -> Exported:
+    from jettison.verbs.plan import remade
+
+    if model is not None:
+        raise UsageError(f"got model {model}: the plan of a described run says what it was made for")
+    made_by = document.get("made_by")
+    again = remade(made_by if isinstance(made_by, dict) else {})
+    if again.document()["hash"] != document.get("hash"):
+        raise PlanMismatch(
+            f"{name} has hash {document.get('hash')}, and what it says under made_by gives another plan, "
+            f"{again.document()['hash']}: it was edited, its model's file was, or another version made it. Plan again"
+        )
+    subject = subject_of(again.choice, dict(document), again.model)
+    return write(subject, DescribedPricer(again.choice))
+
+
+def check_free(out: Path | None, *, force: bool) -> None:
+    """Before long work: may something be written there?
+
+    Raises:
+        UsageError: there is a file already, or no such folder.
+    """
+    if out is None:
+        return
+    if out.is_file() and not force:
+        raise UsageError(f"{out} is there already; give --force to replace it, or another --out")
+    if not out.parent.is_dir():
+        raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
+
+
+def write_files(found: Exported, out: Path, *, force: bool) -> tuple[Path, ...]:
+    """One file as ``out``, several into the folder ``out``; all of them, or none.
+
+    Raises:
+        UsageError: something is there already, or ``out`` is a file where there are several.
+    """
+    check_free(out, force=force)
+    if len(found.files) > 1 and out.is_file():
+        raise UsageError(f"{found.target} is {len(found.files)} files, and {out} is one; give a folder")
+    if len(found.files) == 1 and not out.is_dir():
+        targets = {out: next(iter(found.files.values()))}
+    else:
+        targets = {out / name: text for name, text in found.files.items()}
+    there = [path for path in targets if path.exists()]
+    if there and not force:
+        raise UsageError(f"{there[0]} is there already; give --force to replace it, or another --out")
+    for path, text in targets.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tuple(targets)
