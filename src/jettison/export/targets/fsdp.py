@@ -46,7 +46,7 @@ def export_deepspeed(subject: Subject, pricer: Pricer) -> Exported:
     policies, cost = _all_or_none(subject, pricer, DEEPSPEED, states=True)
     on = policies[0].action is Action.CHECKPOINT
     text = json.dumps(_deepspeed_settings(subject, len(policies), on=on), indent=2) + "\n"
-    found = _exported(DEEPSPEED, subject, pricer, {"deepspeed.json": text}, policies, cost, "deepspeed 0.19.8")
+    found = _exported(DEEPSPEED, subject, pricer, {"deepspeed.json": text}, policies, cost, "")
     if not on:
         return found
     lost = (

@@ -72,7 +72,7 @@ def _exported(
         cost=best.cost,
         lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
         notes=_notes(best, run),
-        checked_with=CHECKED,
+        checked_with=CHECKED if target == MEGATRON else "",
     )
 
 
