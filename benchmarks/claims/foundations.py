@@ -76,7 +76,7 @@ ACTIVATIONS = (
         words="Of the attention part its table lists the scores alone, 2 bytes for each",
         theirs=(2,),
         unit="",
-        asks=(Ask(command=ENGINE, key="bytes"), Ask(command=ENGINE, key="the core's bytes")),
+        asks=(Ask(command=ENGINE, key="bytes"), Ask(command=ENGINE, key="the core's share of bytes")),
         value=lambda whole, share: whole * share / (96 * 2048**2),
         verdict=Verdict.WRONG,
         why="Softmax output, dropout mask and what dropout made of both: 2 + 1 + 2, as its equation has it.",

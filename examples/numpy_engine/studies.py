@@ -34,10 +34,14 @@ def saved(**sizes: Any) -> Found:
     ]
     core = sum(found.held.get(f"0.{name}", 0) for name in network.core)
     facts = {"bytes": found.held_bytes, "bytes / sbh": found.held_bytes / (math.prod(network.shape))}
-    flops = sum(step.op.flops(*_shapes(step, network)) for step in network.steps if isinstance(step.op, Scores | Mix))
-    facts |= {"forward FLOPs": found.forward_flops, "the core's FLOPs": flops / found.forward_flops}
+    facts |= {"forward FLOPs": found.forward_flops}
     if network.core:
-        facts |= {"the core's bytes": core / found.held_bytes, "the core outweighs the rest from s": _crossover(sizes)}
+        flops = sum(
+            step.op.flops(*_shapes(step, network)) for step in network.steps if isinstance(step.op, Scores | Mix)
+        )
+        facts |= {"the core's share of FLOPs": flops / found.forward_flops}
+        facts |= {"the core's share of bytes": core / found.held_bytes}
+        facts |= {"the core outweighs the rest from s": _crossover(sizes)}
     return facts, rows
 
 
