@@ -5,20 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.patience import PATIENCE
+from support.rank_server import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = {"fsdp2_llama": 2, "hsdp": 4, "ddp_lora": 2, "tensor_parallel": 2, "pipeline": 2}
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 NEEDS = {"ddp_lora": "peft"}
-FAST = ("dpo", "lengths")
+FAST = ("dpo",)
 """Those that `make test` runs."""
 
 
@@ -28,10 +27,9 @@ def run(name: str, folder: Path, *budget: str) -> list[dict[str, Any]]:
     if ranks > 1:
         call = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *call]
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *call], env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    process = Launch(call, env)
+    said, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, said[-6000:]
     return [json.loads(Path(f"{result}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
 
 

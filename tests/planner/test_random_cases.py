@@ -30,16 +30,19 @@ QUICK = [
     Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
     Case(seed=10, source="toy:words", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1:4]),
     replace(draw(7000011), layers=2),  # its blocks are recorded within a step, under hooks of FSDP2
-    # two calls in flight, of which the root holds most
-    replace(draw(8000119), wrapper="step", layers=2, shapes=((8, 24),) * 3),
     # a gradient that holds on to what it was a part of: of a token before one image, and it is kept
-    replace(draw(9000161), wrapper="step", layers=1, budget=0.0),
     replace(draw(9000161), wrapper="plain", how="once", layers=1, shapes=((1, 16),) * 3, budget=0.0),
 ]
 PLAIN = QUICK[0]
+LONGER = [
+    # two calls in flight, of which the root holds most
+    replace(draw(8000119), wrapper="step", layers=2, shapes=((8, 24),) * 3),
+    replace(draw(9000161), wrapper="step", layers=1, budget=0.0),
+]
+CASES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in LONGER)]
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.wrapper}-{case.seed}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.wrapper}-{case.seed}")
 def test_a_case_of_each_wrapper(case: Case) -> None:
     found = judge(case)
     assert (found.outcome, found.notes) == (FINE, [])

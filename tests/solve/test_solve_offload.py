@@ -35,7 +35,7 @@ EXACT = 1e-9
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=LARGE)
+@settings(max_examples=200, deadline=None, suppress_health_check=LARGE)
 @given(cases(), st.floats(0, 1))
 def test_brute_force_is_never_faster(case: Case, share: float) -> None:
     brute_force_is_not_faster(case, share)
@@ -65,7 +65,7 @@ def brute_force_is_not_faster(case: Case, share: float) -> None:
     assert solution.certificate.status in {Status.OPTIMAL, Status.NOTHING_TO_DO}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(regions=5, tensors=6))
 def test_the_smallest_budget_is_exact(case: Case) -> None:
     problem = case.problem
@@ -78,7 +78,7 @@ def test_the_smallest_budget_is_exact(case: Case) -> None:
     assert choose(problem, least).levels.peak_bytes == least
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(regions=5, tensors=5), st.integers(0, 40))
 def test_labels_alone_find_the_best(case: Case, more: int) -> None:
     """Without plans that pay for the host's bytes, without a limit from another plan."""
@@ -95,7 +95,7 @@ def test_labels_alone_find_the_best(case: Case, more: int) -> None:
     assert (found.loss, found.dropped) == (0, float("inf"))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(regions=4, tensors=5), st.integers(0, 40), st.lists(st.floats(0, 1e9), min_size=6, max_size=6))
 def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[float]) -> None:
     problem = case.problem
@@ -107,7 +107,7 @@ def test_any_multipliers_bound_from_below(case: Case, more: int, prices: list[fl
     assert relax(BudgetedWalk.of(walk, budget), multipliers).picoseconds <= best * 1e12 + 10
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases(regions=6, tensors=5), st.integers(0, 60), st.integers(0, 2**16))
 def test_exchanges_keep_both_budgets_and_lose_nothing(case: Case, more: int, seed: int) -> None:
     """From any plan that fits; the seconds are those of the replay."""
@@ -171,7 +171,7 @@ def test_deep_stages_are_planned_quickly(same: bool, host_gib: int | None, limit
     minimum = minimum_budget(problem)
     choose(problem, minimum)  # the first call loads the solver
     seconds = []
-    for more in (0, 2, 10, 40, 120, 200):
+    for more in (0, 2, 10, 40, 120, 200) if same else (0, 10, 120):
         begin = time.process_time()
         solution = choose(problem, minimum + (more << 30))
         assert time.process_time() - begin < limit_seconds

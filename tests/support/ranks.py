@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from support.patience import PATIENCE
+from support.rank_server import Launch
 
 TESTS = Path(__file__).resolve().parents[1]
 SOURCE = TESTS.parent / "src"
@@ -164,16 +165,7 @@ def launch_ranks(
         paths = [str(TESTS), str(SOURCE), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         paths += [str(folder) for folder in TESTS.iterdir() if folder.is_dir()]  # tests are modules without a package
         more = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command,
-            env=os.environ | more | dict(environment or {}),
-            text=True,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            errors="replace",
-        )
+        process = Launch(command[1:], os.environ | more | dict(environment or {}))
         try:
             output, _ = process.communicate(timeout=timeout)
             code: int | None = process.returncode

@@ -32,6 +32,7 @@ from jettison.train.recipe import (
 )
 from jettison.verbs.train import train
 from support.patience import PATIENCE
+from support.rank_server import Launch
 from support.ranks import torchrun
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -52,20 +53,13 @@ def recipe(folder: Path, *, factory: str = "support.train_models:tiny64", steps:
 
 
 @contextmanager
-def launched(made: TrainRecipe, folder: Path, ranks: int, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def launched(made: TrainRecipe, folder: Path, ranks: int, **environment: str) -> Iterator[Launch]:
     """`torchrun -m jettison train`; nothing of it is left afterwards."""
     folder.mkdir(exist_ok=True)
     (folder / "recipes_of_test.py").write_text(f"from jettison.train.recipe import *\nmade = {made!r}\n")
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src"), str(folder)])
     whole: Mapping[str, str] = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
-    process = subprocess.Popen(
-        [*torchrun(ranks), "-m", "jettison", "train", "recipes_of_test:made"],
-        env=whole,
-        text=True,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    process = Launch([*torchrun(ranks)[1:], "-m", "jettison", "train", "recipes_of_test:made"], whole)
     try:
         yield process
     finally:
@@ -223,7 +217,7 @@ def test_replicas_of_shards_are_one_process(tmp_path: Path, zero: Literal[2, 3])
         assert values == pytest.approx(expected[step], rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_autocast_in_a_pipeline(tmp_path: Path, schedule: Literal["1f1b", "zero-bubble"]) -> None:
     """Forwards of all stages are under it, and backwards are not: the first loss of one process to the bit."""
     model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)
@@ -242,7 +236,7 @@ def test_autocast_in_a_pipeline(tmp_path: Path, schedule: Literal["1f1b", "zero-
         assert values == pytest.approx(expected[step], rel=1e-3)
 
 
-@pytest.mark.parametrize("layers", [(3, 1), (0, 4)])
+@pytest.mark.parametrize("layers", [(3, 1), pytest.param((0, 4), marks=pytest.mark.slow)])
 def test_an_uneven_pipeline_under_a_budget(tmp_path: Path, layers: tuple[int, ...]) -> None:
     """One process's curve; the stage with more layers predicts more, and no rank takes more than was predicted."""
     model = ModelSection(architecture="gpt", layers=4, hidden=64, heads=4)

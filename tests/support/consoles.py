@@ -1,0 +1,82 @@
+"""Pages whose examples run: Python blocks with what they print, and console blocks with what the commands print.
+
+In a console block a line of three dots stands for any lines. Commands run in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.numpy_engine.__main__ import main as engine
+
+from jettison.cli.main import run as jettison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What stands behind the dollar sign, and the lines below it."""
+
+    words: str
+    lines: tuple[str, ...]
+
+
+def commands(page: Path) -> list[Command]:
+    """Of all console blocks of a page."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            words, *lines = part.splitlines()
+            found.append(Command(words=words, lines=tuple(lines)))
+    return found
+
+
+def printed(words: str) -> list[str]:
+    """What a command prints to stdout, without spaces at the ends of lines."""
+    program, *arguments = shlex.split(words, comments=True)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        if program == "jettison":
+            jettison(arguments)
+        else:
+            assert arguments[:2] == ["-m", "examples.numpy_engine"], words
+            engine(arguments[2:])
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def first_difference(expected: tuple[str, ...], got: list[str]) -> str | None:
+    """The first line of a page that a command does not print there, or None."""
+    at, skips = 0, False
+    for line in expected:
+        if line == "...":
+            skips = True
+            continue
+        places = range(at, len(got)) if skips else range(at, at + 1)
+        at = next((place + 1 for place in places if got[place : place + 1] == [line.rstrip()]), -1)
+        if at < 0:
+            return line
+        skips = False
+    return None if skips or at == len(got) else f"and then {got[at]!r}"
+
+
+def python_blocks(page: Path) -> list[tuple[str, str | None]]:
+    """Code, and the text that it should print, where one follows it."""
+    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page.read_text(encoding="utf-8"), re.DOTALL)
+    return [(code, text or None) for code, text in blocks]
+
+
+def run_python(page: Path) -> list[tuple[str, str]]:
+    """What each block with a text should print, and what it did; the blocks of a page share their names."""
+    names: dict[str, object] = {}
+    found = []
+    for code, text in python_blocks(page):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, str(page), "exec"), names)
+        if text is not None:
+            found.append((text, out.getvalue()))
+    return found
