@@ -18,6 +18,7 @@ from jettison.measure.memory import static_tensors, unique_bytes
 from jettison.measure.peak import PhaseMarks, measured_peak
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
+MAX_DEPARTURES = 5
 ROUNDS = 8
 MAX_DIFFERENCES = 20
 
