@@ -189,6 +189,7 @@ def test_a_checkpoint_that_cannot_make_its_tensors_again_is_located() -> None:
     ) as error:
         proven(Net(partial(checkpoint, use_reentrant=False), block=Grows))
     assert "a plain copy trains" in str(error.value)
+    assert "of gelu: float32[8, 63, 128] in forward, float32[8, 62, 128] in recompute" in str(error.value)
 
 
 def test_a_model_to_compare_with_may_be_given() -> None:

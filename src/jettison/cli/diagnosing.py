@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -13,12 +13,18 @@ from jettison.cli.parameters import Force, Format, app
 from jettison.errors import UsageError
 from jettison.report.console import hint, progress
 
+if TYPE_CHECKING:
+    from jettison.report.findings import FindingsReport
+
 
 @app.command
 def doctor(
     *,
     oom: Annotated[
         Path | None, Parameter(help="Say why memory ran out: a memory snapshot, a log, or what jettison.watch wrote.")
+    ] = None,
+    model: Annotated[
+        str | None, Parameter(help="Look for ways to be silently wrong under recompute: a MODEL as for `plan`.")
     ] = None,
     calibrate: Annotated[
         bool, Parameter(negative="", show_default=False, help="Measure what this machine reaches (needs torch).")
@@ -32,17 +38,15 @@ def doctor(
     out: Annotated[Path | None, Parameter(help="With --calibrate: a .toml file, which --gpu takes.")] = None,
     force: Force = False,
 ) -> None:
-    """Versions and devices; with --oom, why memory ran out; with --calibrate, a hardware file for this machine."""
+    """Versions and devices; why memory ran out; ways of a model to be silently wrong; a hardware file."""
     from jettison.cli import doctor as report
     from jettison.report.tables import doctor_table
 
-    if oom is not None:
-        if calibrate:
-            raise UsageError("got --oom and --calibrate; give one of them")
+    if oom is not None or model is not None:
+        if calibrate or (oom is not None and model is not None):
+            raise UsageError("got more than one of --oom, --model and --calibrate; give one of them")
         report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
-        from jettison.verbs.doctor import diagnose_oom
-
-        said = diagnose_oom(oom)
+        said = _said(oom, model)
         deliver(said.document, said.table, form=form, out=None)
         return
     if not calibrate:
@@ -70,6 +74,19 @@ def doctor(
         return
     table = figures(measured)
     deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
+
+
+def _said(oom: Path | None, model: str | None) -> FindingsReport:
+    if oom is not None:
+        from jettison.verbs.doctor import diagnose_oom
+
+        return diagnose_oom(oom)
+    with progress() as say:
+        say("loading torch")
+        from jettison.models.request import ModelRequest
+        from jettison.verbs.doctor_model import diagnose_model
+
+        return diagnose_model(ModelRequest(model=str(model)), progress=say)
 
 
 @app.command

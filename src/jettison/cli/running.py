@@ -54,6 +54,10 @@ def verify(
         str | None, Parameter(help="With --given: module:function of (model, batch), a forward and backward.")
     ] = None,
     against: Annotated[str | None, Parameter(help="With --given: module:factory of the same model, plain.")] = None,
+    values: Annotated[
+        bool,
+        Parameter(negative="", show_default=False, help="Compare every tensor of backward, in all bits, in a step."),
+    ] = False,
     offload: Annotated[
         bool, Parameter(negative="", show_default=False, help="With --budget: tensors may also wait on the host.")
     ] = False,
@@ -104,6 +108,7 @@ def verify(
                 offload=offload,
                 host_budget=host_budget,
                 gpu=gpu,
+                values=values,
                 rounds=rounds,
                 look=None if timeline is None and snapshot is None else look,
                 progress=say,

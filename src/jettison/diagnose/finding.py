@@ -22,7 +22,8 @@ class Kind(StrEnum):
     OPTIMIZER_STATE = "optimizer state"
     DATA_WAIT = "data wait"
     SMALL_KERNELS = "small kernels"
-    RECOMPUTE = "recompute"
+    AT_RISK_NOW = "at risk now"
+    AT_RISK_IF_RUN_AGAIN = "at risk if run again"
 
 
 @dataclass(frozen=True, kw_only=True)

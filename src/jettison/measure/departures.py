@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
@@ -78,14 +79,20 @@ class Watch:
 
     Args:
         keep: of this one, the value is kept, so that differing elements can be counted.
-        failed_in: the module whose tensors a checkpoint could not make again.
+        failed_in: the module whose tensors a checkpoint could not make again; ``failed_at`` says which op's, and how
+            they came out.
     """
 
     keep: Departure | None = None
     found: list[Departure] = field(default_factory=list)
     packed: int = 0
     calls: int = 0
+    compared: int = 0
+    compared_bytes: int = 0
     failed_in: str = ""
+    failed_at: str = ""
+    calling: list[str] = field(default_factory=list)
+    _again: list[tuple[str, str]] = field(default_factory=list)
     _path: list[str] = field(default_factory=list)
     _returned: dict[str, dict[bytes, list[_Seen]]] = field(default_factory=lambda: defaultdict(dict))
     _given: list[tuple[str, bytes]] = field(default_factory=list)
@@ -106,7 +113,8 @@ class Watch:
         before = register_module_forward_pre_hook(lambda module, args: self._enters(names.get(module), args))
         after = register_module_forward_hook(lambda module, _, output: self._leaves(names.get(module), output))
         try:
-            yield
+            with _Calls(self.calling):
+                yield
         finally:
             before.remove()
             after.remove()
@@ -114,28 +122,62 @@ class Watch:
 
     def _watched(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> tuple[Any, Any]:
         if pack.__qualname__.startswith(_RECOMPUTES):
-            return pack, unpack
-        region: list[str] = []
+            return self._noted(pack), unpack
+        region: list[tuple[str, str, str]] = []
 
         def packs(tensor: Tensor) -> Any:
             seen = self._seen(tensor, self._path[-1] if self._path else "", self.packed, saved=True)
             self.packed += 1
-            region.append(seen.module)
+            region.append((seen.module, self._op(), seen.form))
             return pack(tensor), seen
 
         def unpacks(handle: Any) -> Tensor:
             packed, seen = handle
             try:
-                tensor = unpack(packed)
+                with _Calls(self.calling):  # the one around the step sleeps while `backward` runs
+                    tensor = unpack(packed)
             except CheckpointError as error:
-                named = re.search(r"tensor at position (\d+)", str(error))
-                self.failed_in = region[int(named[1]) if named else 0] or "the model itself"
+                self._fails(str(error), region)
                 raise
             node = torch._C._current_autograd_node()
+            self.compared += 1
+            self.compared_bytes += tensor.numel() * tensor.element_size()
             self._compare(seen, tensor, "?" if node is None else node.name())
             return tensor
 
         return packs, unpacks
+
+    def _op(self) -> str:
+        return self.calling[-1] if self.calling else ""
+
+    def _noted(self, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Of a recompute: the ops whose tensors it packs, in order."""
+        again: list[tuple[str, str]] = []
+        self._again = again
+
+        def packs(tensor: Tensor) -> Any:
+            again.append((self._op(), form_of(tensor)))
+            return pack(tensor)
+
+        return packs
+
+    def _fails(self, message: str, region: list[tuple[str, str, str]]) -> None:
+        """Which op's tensor a checkpoint could not make again: the first one that another op made, or another way."""
+        named = re.search(r"tensor at position (\d+)", message)
+        first = int(named[1]) if named else 0
+        pairs = zip(region, self._again, strict=False)
+        first = next((at for at, (was, now) in enumerate(pairs) if was[1:] != now), first)
+        if not named and first == 0 and len(self._again) < len(region):
+            first = len(self._again)
+        module, op, form = region[min(first, len(region) - 1)]
+        self.failed_in = module or "the model itself"
+        where = f"saved tensor {first} of {len(region)}, of {op or 'an op'}: {form} in forward"
+        now = self._again[first] if first < len(self._again) else None
+        if now is None:
+            self.failed_at = f"{where}, not made in recompute"
+        else:
+            other = f" of {now[0]}" if now[0] != op else ""
+            self.failed_at = f"{where}, {now[1]}{other} in recompute"
 
     def _enters(self, name: str | None, args: Any) -> None:
         if name is None:
@@ -171,13 +213,13 @@ class Watch:
         return _Seen(
             module=module,
             position=position,
-            form=_form(value),
+            form=form_of(value),
             digest=_digest(value),
             value=kept.detach().clone() if wanted and kept is not None else None,
         )
 
     def _compare(self, seen: _Seen, value: Any, op: str) -> None:
-        form = _form(value)
+        form = form_of(value)
         if form == seen.form and _digest(value) == seen.digest:
             return
         counts: tuple[int | None, float | None] = (None, None)
@@ -197,6 +239,21 @@ class Watch:
         )
 
 
+class _Calls(TorchFunctionMode):
+    """The functions of torch that are running, innermost last."""
+
+    def __init__(self, calling: list[str]) -> None:
+        super().__init__()
+        self._calling = calling
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._calling.append((resolve_name(func) or getattr(func, "__name__", "")).rpartition(".")[2])
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._calling.pop()
+
+
 def _first(value: Any) -> Tensor | None:
     return next((leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
@@ -211,6 +268,6 @@ def _digest(value: Any) -> bytes:
     return digest.digest()
 
 
-def _form(value: Any) -> str:
+def form_of(value: Any) -> str:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)

@@ -48,7 +48,7 @@ class Proof:
     Of a model that recomputes or offloads in a way of its own: ``left_out`` says what its plain copy does without,
     ``repeats`` how often its gradients were made again from one state, and ``departures`` names the tensors whose
     values in backward were not those of the forward, first ones first. ``left_out`` is None where Jettison's own plan
-    is proven.
+    is proven. ``values_compared`` is of how many tensors all bits were compared in a step of its own; 0: nobody asked.
 
     ``tensors`` say in words what the layers' buffers are. ``predicted_levels`` are bytes over the plan's dry run,
     ``measured_levels`` and ``baseline_levels`` over the steps whose peaks these are; None where nobody looked.
@@ -79,6 +79,8 @@ class Proof:
     repeats: int = 0
     repeats_identical: bool = True
     departures: tuple[str, ...] = ()
+    values_compared: int = 0
+    values_bytes: int = 0
     tensors: tuple[PlanTensor, ...] = ()
     predicted_levels: StepLevels | None = None
     measured_levels: StepLevels | None = None
@@ -112,6 +114,8 @@ class Proof:
             "parameters after the steps": self.parameters_identical,
         }
         found = [f"the {name} differ from those of a plain copy" for name, holds in claims.items() if not holds]
+        if self.values_compared and self.departures:
+            found.append("tensors in backward are not those that forward had")
         if not self.repeats_identical:
             found.append(f"{self.repeats} steps from one state and the same random numbers gave different gradients")
         if self.budget_bytes is not None and self.measured_peak_bytes > self.budget_bytes:

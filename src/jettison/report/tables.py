@@ -56,6 +56,9 @@ def proof_table(proof: Proof) -> RenderableType:
     ]
     if proof.left_out is not None:
         facts.insert(0, ("plain copy", proof.left_out))
+    if proof.values_compared:
+        said = f"{proof.values_compared:,} tensors came back in backward, {format_bytes(proof.values_bytes)}"
+        facts.append(("every value", _same(not proof.departures, said)))
     if proof.repeats:
         facts.append(("repeated", _same(proof.repeats_identical, f"{proof.repeats} times from one state")))
     if proof.budget_bytes is not None:

@@ -20,6 +20,7 @@ from jettison.measure.peak import PhaseMarks, measured_peak
 from jettison.traces.timeline import MemoryTimeline
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
+MAX_DEPARTURES = 5
 ROUNDS = 8
 MAX_DIFFERENCES = 20
 

@@ -21,6 +21,7 @@ from jettison.measure.environment import environment
 from jettison.measure.gradients import independent_copy, parameter_digest
 from jettison.measure.saved import OUTSIDE, observed_saved_bytes
 from jettison.measure.timing import interleaved
+from jettison.measure.values import every_value
 from jettison.planner import Applied, apply, auto_checkpoint
 from jettison.planner.plan_tensors import plan_tensors
 from jettison.progress import Progress, silent
@@ -30,7 +31,7 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
-from jettison.verbs.side_by_side import ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
+from jettison.verbs.side_by_side import MAX_DEPARTURES, ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
 Look = Callable[[Side, Side], None]
 
@@ -49,6 +50,7 @@ def verify(
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     holds_output: bool = True,
+    values: bool = False,
     steps: int = STEPS,
     rounds: int = ROUNDS,
     look: Look | None = None,
@@ -74,6 +76,8 @@ def verify(
         optimizer: over the model's parameters.
         holds_output: as for `auto_checkpoint`: whether the loop holds the model's output to the end of the step.
         look: called with the plain side and the planned one at the end, while the plan is on.
+        values: in one more step every tensor that backward gets is compared with the forward's, in all bits, and the
+            first that departs is named. That step takes the memory of plain autograd beside the plan's.
 
     Raises:
         UsageError: not exactly one of budget, plan and handle is given.
@@ -113,11 +117,20 @@ def verify(
         proof = _prove(plain_side, planned_side, applied, steps, rounds, progress)
         if look is not None:
             look(plain_side, planned_side)
-        return proof
+        return _with_values(proof, planned_side, progress) if values else proof
     finally:
         model.zero_grad(set_to_none=True)
         if handle is None:
             applied.remove()
+
+
+def _with_values(proof: Proof, planned: Side, progress: Progress) -> Proof:
+    """One more step, in which nothing escapes."""
+    progress("comparing every value")
+    with torch.enable_grad(), every_value() as seen:
+        planned.step()
+    departures = tuple(one.sentence() for one in seen.departures[:MAX_DEPARTURES])
+    return replace(proof, values_compared=seen.compared, values_bytes=seen.nbytes, departures=departures)
 
 
 def _prove(

@@ -22,6 +22,7 @@ from jettison.progress import Progress, silent
 from jettison.report.proof import Proof
 from jettison.runtime.planned import PlannedForward
 from jettison.verbs.side_by_side import (
+    MAX_DEPARTURES,
     ROUNDS,
     STEPS,
     Comparison,
@@ -34,7 +35,6 @@ from jettison.verbs.side_by_side import (
 )
 
 REPEATS = 3
-MAX_DEPARTURES = 5
 
 
 def verify_given(
@@ -45,6 +45,7 @@ def verify_given(
     against: nn.Module | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    values: bool = False,
     steps: int = STEPS,
     repeats: int = REPEATS,
     rounds: int = ROUNDS,
@@ -61,7 +62,7 @@ def verify_given(
         step: forward and backward as ``step(model, batch)``, where hooks are put around them; it may return the loss.
         against: a model of the same parameters that trains plainly, where what is to be proven recomputes or offloads
             in an autograd function of its own (Megatron's, DeepSpeed's). It gets ``model``'s values.
-        loss_fn, optimizer: as for `verify`.
+        loss_fn, optimizer, values: as for `verify`.
 
     Raises:
         UsageError: the step recomputes and offloads nothing that can be left out, the copy's step does not train the
@@ -90,9 +91,10 @@ def verify_given(
         set_random_state(start)
         before = replace(theirs, model=independent_copy(model), optimizer=None)
         found = compare_steps(plain_side, theirs, steps)
-        same = found.gradients and found.losses and again
-        departures = () if same else _departures(before, start)
-    return _proof(plain_side, theirs, found, departures, left_out, again, (steps, repeats, rounds), progress)
+        same = found.gradients and found.losses and again and not values
+        departures, watch = ((), Watch()) if same else _departures(before, start)
+    proof = _proof(plain_side, theirs, found, departures, left_out, again, (steps, repeats, rounds), progress)
+    return replace(proof, values_compared=watch.compared, values_bytes=watch.compared_bytes) if values else proof
 
 
 def _proof(
@@ -205,8 +207,9 @@ def _check_runs(theirs: Side, start: Any) -> None:
             side.step()
     except CheckpointError as error:
         where = f" in {watch.failed_in}" if watch.failed_in else ""
+        named = f" ({watch.failed_at})" if watch.failed_at else ""
         text = " ".join(line.strip() for line in str(error).splitlines()[:3])
-        raise ProofFailed(f"not proven: a plain copy trains; as it is, the step fails{where}: {text}") from error
+        raise ProofFailed(f"not proven: a plain copy trains; as it is, the step fails{where}: {text}{named}") from error
 
 
 def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
@@ -223,21 +226,22 @@ def _repeats(theirs: Side, start: Any, repeats: int) -> bool:
     return True
 
 
-def _departures(theirs: Side, start: Any) -> tuple[Departure, ...]:
-    """The first tensors whose values depart, elements counted for the first of them."""
+def _departures(theirs: Side, start: Any) -> tuple[tuple[Departure, ...], Watch]:
+    """The first tensors whose values depart, elements counted for the first of them; and what was watched."""
 
-    def watched(keep: Departure | None) -> list[Departure]:
+    def watched(keep: Departure | None) -> Watch:
         side, watch = replace(theirs, model=independent_copy(theirs.model)), Watch(keep=keep)
         set_random_state(start)
         with watch.watching(side.model):
             side.step()
-        return watch.departures
+        return watch
 
-    found = watched(None)[:MAX_DEPARTURES]
+    watch = watched(None)
+    found = watch.departures[:MAX_DEPARTURES]
     if found:
-        counted = [one for one in watched(found[0]) if one.position == found[0].position]
+        counted = [one for one in watched(found[0]).departures if one.position == found[0].position]
         found[:1] = counted[:1] or found[:1]
-    return tuple(found)
+    return tuple(found), watch
 
 
 def _words(left_out: LeftOut) -> str:

@@ -38,6 +38,7 @@ def prove(
     offload: bool = False,
     host_budget: str | None = None,
     gpu: str | None = None,
+    values: bool = False,
     rounds: int = 8,
     look: Look | None = None,
     progress: Progress = silent,
@@ -68,6 +69,7 @@ def prove(
     loaded = load(request, fake=False)
     optimizer = optimizer_for(request, loaded.model)
     more: dict[str, Any] = {"loss_fn": loaded.loss_fn, "optimizer": optimizer, "rounds": rounds, "progress": progress}
+    more["values"] = values
     if given is not None:
         step = None if given.step is None else named_function(given.step)
         plain = None if given.against is None else load(replace(request, model=given.against), fake=False).model
