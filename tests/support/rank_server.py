@@ -14,6 +14,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -141,7 +142,7 @@ def serve(address: str) -> None:
     listening.bind(f"{address}.new")
     listening.listen(64)
     os.rename(f"{address}.new", address)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    threading.Thread(target=_end_with_the_parent, args=(Path(address).parent,), daemon=True).start()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -152,8 +153,9 @@ def serve(address: str) -> None:
         connection.close()
 
 
-def _end_with_the_parent() -> None:
+def _end_with_the_parent(folder: Path) -> None:
     sys.stdin.buffer.read()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -183,7 +185,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class Forked:
-    """What `subprocess.Popen` would have made, without an interpreter's start."""
+    """What `subprocess.Popen` would have made, without an interpreter's start: as much of it as torchrun asks for."""
 
     def __init__(self, args: Sequence[str], environment: Mapping[str, str], output: int | None, folder: str) -> None:
         self.args = list(args)
@@ -217,19 +219,6 @@ class Forked:
             time.sleep(0.01)
         assert self.returncode is not None
         return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """At once."""
-        self.send_signal(signal.SIGKILL)
-
-    def terminate(self) -> None:
-        """With time to end."""
-        self.send_signal(signal.SIGTERM)
 
 
 def _as_an_interpreter(words: list[str], environment: Mapping[str, str], output: int | None, folder: str) -> int:

@@ -5,7 +5,8 @@
 
     found = run_ranks(check, 4, {"x": 1})  # [{"rank": 0, "sum": 2}, ...], in the order of the ranks
 
-Starting four ranks takes seconds, so one launch does many checks, and `Launches` share them among tests and files.
+Ranks are forked from one interpreter (`rank_server`), under torchrun's own agent. Four of them still take seconds, so
+one launch does many checks, and `Launches` share them among tests and files.
 `launch_ranks` is for runs that are meant to fail.
 """
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jettison.cli.environment_notes import notes_here
+from jettison.cli.environment_notes import environment_notes
 from jettison.errors import UsageError
 from jettison.processors import cores
 from jettison.units import format_bytes
@@ -27,7 +27,7 @@ def facts() -> list[tuple[str, str]]:
     found.append(("cpu cores", str(cores())))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         found.append(("memory", format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))))
-    return found + _accelerators() + notes_here(os.cpu_count() or 1)
+    return found + _accelerators() + environment_notes(os.environ, cores())
 
 
 def _version(name: str) -> str:

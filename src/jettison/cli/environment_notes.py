@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Final
 
@@ -39,8 +38,3 @@ def environment_notes(environment: Mapping[str, str], cores: int) -> list[tuple[
     if threads.isdecimal() and int(threads) > cores:
         notes.append(("OMP_NUM_THREADS", f"{threads}: there are {cores} cores"))
     return notes
-
-
-def notes_here(cores: int) -> list[tuple[str, str]]:
-    """Of this process."""
-    return environment_notes(os.environ, cores)
