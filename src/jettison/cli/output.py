@@ -3,16 +3,55 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from jettison.errors import UsageError
+from jettison.errors import JettisonError, UsageError
 from jettison.report.console import hint, show
 from jettison.report.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+ERROR_SCHEMA: Final = "jettison.error/1"
+
+
+class Answered(Exception):
+    """The document on stdout says it already: what is left is a line on stderr and the exit code."""
+
+    def __init__(self, error: JettisonError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Around what judges a document that has been delivered.
+
+    Raises:
+        Answered: it was judged to be no good.
+    """
+    try:
+        yield
+    except JettisonError as error:
+        raise Answered(error) from error
+
+
+def error_document(
+    arguments: Sequence[str], *, kind: str, message: str, exit_code: int, details: dict[str, Any]
+) -> dict[str, Any]:
+    """In the place of the document that was asked for; ``details`` are the numbers that the message has in words."""
+    return {
+        "schema": ERROR_SCHEMA,
+        "error": kind,
+        "message": message,
+        "exit_code": exit_code,
+        "details": details,
+        "request": {"arguments": list(arguments)},
+    }
 
 
 def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:

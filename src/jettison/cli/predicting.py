@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import Answered, answered, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Budget, Force, Format, Out, app
 from jettison.errors import Infeasible
 from jettison.predict.run_request import RunRequest
@@ -62,7 +62,8 @@ def ledger(
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, lambda: _ledger_table(report), form=form, out=out, csv=report.csv)
-    report.require()
+    with answered():
+        report.require()
 
 
 @app.command
@@ -158,6 +159,7 @@ def plan(
             from jettison.report.plan import infeasible_document
 
             print(json_text(infeasible_document(error)), end="")
+            raise Answered(error) from None
         raise
     deliver(report.document, report.table, form=form, out=out)
     step = getattr(report, "step", None)
@@ -212,6 +214,7 @@ def search(
         except NothingFits as error:
             if form == "json":
                 print(json_text(nothing_document(model, gpus, gpu, error)), end="")
+                raise Answered(error) from None
             raise
         except KeyboardInterrupt:
             if state is not None:

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from jettison.errors import Infeasible
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
@@ -127,7 +127,7 @@ class ForecastPlan:
         waited = f"{format_seconds(choice.stalled_seconds)} of that is waiting for copies"
         return f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}, in a micro-batch"
 
-    def _layers_table(self) -> Table:
+    def _layers_table(self) -> FittedTable:
         figures = ("stage", "kept", "on the host", "recomputed")
         table = titled("What each layer does with one micro-batch", ("layer", "policy", "why"), figures)
 
@@ -164,7 +164,7 @@ def _next(row: NextGiB) -> dict[str, Any]:
     }
 
 
-def _what_if_table(rows: Sequence[NextGiB]) -> Table:
+def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
     table = titled("What each next GiB would change", ("budget", "tensors that change their place"), ("a step saves",))
     for row in rows:
         words = [

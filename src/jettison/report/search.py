@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import facts_table, titled
 from jettison.search.branch_and_bound import REACH
 from jettison.search.figures import Found, Seconds
@@ -76,6 +76,8 @@ class SearchReport:
         ]
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
+        if self.hardware.note:
+            facts.append(("note", self.hardware.note))
         count = len(answer.ranked)
         ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked)
         front = _table("Less memory costs time", _thinned(answer.front))
@@ -186,7 +188,7 @@ def _mesh(found: Found) -> tuple[int, ...]:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, rows: Sequence[Found]) -> Table:
+def _table(title: str, rows: Sequence[Found]) -> FittedTable:
     """Axes that are 1 throughout have no column."""
     layouts = [found.candidate.setup.layout for found in rows]
     axes = [

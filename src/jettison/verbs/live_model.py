@@ -29,6 +29,7 @@ from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.traces.timeline import MemoryTimeline
+from jettison.units import Bytes
 
 MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
 
@@ -135,12 +136,12 @@ def live_plan(
     optimizer = optimizer_for(request, traced.fake_model)
     found = plan_trace(
         traced,
-        budget_bytes,
+        Bytes(budget_bytes),
         optimizer=optimizer,
         measure=small,
         hardware=hardware,
         offload=offload,
-        host_budget=host_budget_bytes,
+        host_budget=None if host_budget_bytes is None else Bytes(host_budget_bytes),
     )
     step = None
     if over_time:
