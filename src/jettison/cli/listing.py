@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Force, Format, Out, app
 
 
@@ -27,4 +27,4 @@ def list_names(
     from jettison.verbs.list_names import list_names as answer
 
     report = answer(what)
-    deliver(report.document, report.table, form=form, out=out)
+    deliver(report.document, report.table, form=form, out=out, request=asked(what=what))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import answered, deliver, refuse_to_overwrite
+from jettison.cli.output import answered, asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Attention, Budget, Force, Format, MicroBatch, Out, Precision, Seq, app
 from jettison.errors import JettisonError, ProofFailed
 from jettison.report.console import hint, progress, show
@@ -113,7 +113,23 @@ def verify(
         )
     from jettison.report.tables import proof_table
 
-    deliver(proof.document, lambda: proof_table(proof), form=form, out=out)
+    said = asked(
+        target=target,
+        model=model,
+        budget=budget,
+        recompute=recompute,
+        given=given,
+        step=step,
+        against=against,
+        values=values,
+        offload=offload,
+        host_budget=host_budget,
+        gpu=gpu,
+        optimizer=optimizer,
+        rounds=rounds,
+        **flags,
+    )
+    deliver(proof.document, lambda: proof_table(proof), form=form, out=out, request=said)
     if seen:
         from jettison.verbs.snapshots import write_timelines
 
@@ -173,4 +189,14 @@ def train(
             time.sleep(2)  # torchrun ends all ranks when the first one leaves: let the leading one speak
             sys.exit(error.exit_code)
     if leads:
-        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
+        said = asked(
+            recipe=recipe,
+            steps=steps,
+            resume=resume,
+            budget=budget,
+            plan=plan,
+            recompute=recompute,
+            gpu=gpu,
+            export=export,
+        )
+        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None, request=said)

@@ -18,6 +18,8 @@ from jettison.predict.time import Estimate
 from jettison.report.fitted import FittedTable
 from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text
 from jettison.report.parts import exact, facts_table, titled
+from jettison.report.schemas import shaped
+from jettison.report.summary import request_document
 from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
@@ -62,6 +64,7 @@ class EstimateReport:
         document: dict[str, Any] = {
             "schema": SCHEMA,
             "model": self.model,
+            "request": request_document(self.asked),
             "gpu": found.hardware.name,
             "gpus": run.layout.world,
             "recompute": str(run.recompute),
@@ -85,7 +88,7 @@ class EstimateReport:
         }
         if self.trilemma is not None:
             document |= _explanation(self.trilemma)
-        return document
+        return shaped(document)
 
     def table(self) -> RenderableType:
         """For people."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 
 from jettison.report.parts import titled
+from jettison.report.schemas import shaped
 
 SCHEMA: Final = "jettison.list/1"
 SENTENCES: Final = frozenset({"meaning"})
@@ -38,9 +39,7 @@ class NamesReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.list/1``: a list for each kind; kinds that nobody asked for are null."""
-        kinds = ("models", "gpus", "precisions", "policies", "optimizers", "targets")
-        found = {section.name: list(section.rows) for section in self.sections}
-        return {"schema": SCHEMA, **{kind: found.get(kind) for kind in kinds}}
+        return shaped({"schema": SCHEMA, **{section.name: list(section.rows) for section in self.sections}})
 
     def table(self) -> RenderableType:
         """A table for each kind."""

@@ -44,7 +44,8 @@ class PlanReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1`` with the keys ``made_by`` and ``environment``."""
-        return self.plan.document() | {"made_by": self.request.document(), "environment": environment()}
+        made_by = self.request.document()
+        return self.plan.document() | {"made_by": made_by, "request": made_by, "environment": environment()}
 
     def table(self) -> RenderableType:
         """What each layer does, for people."""
@@ -100,6 +101,7 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
         stages=(stage,),
         phases=phases if optimizer else phases[:2],
         warnings=tuple(traced.warnings),
+        request=request.document() | {"recompute": recompute},
     )
 
 
