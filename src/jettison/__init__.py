@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF
     )
     from jettison.ledger import Ledger
     from jettison.measure.watch import watch
-    from jettison.planner import apply, auto_checkpoint, plan, trace
+    from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
     from jettison.predict.forecast import forecast
     from jettison.predict.run_request import RunRequest, run_of
     from jettison.predict.time import estimate
     from jettison.runtime.recompute_function import checkpoint, checkpointable
-    from jettison.solve import Plan
+    from jettison.solve.plan import Plan
     from jettison.spec.hardware import Hardware, hardware
     from jettison.spec.huggingface_config import read_config
     from jettison.spec.layout import Layout
@@ -51,6 +51,7 @@ _HOME_OF = MappingProxyType(
         "auto_checkpoint": "jettison.planner",
         "trace": "jettison.planner",
         "plan": "jettison.planner",
+        "sweep": "jettison.planner",
         "apply": "jettison.planner",
         "verify": "jettison.verbs.verify",
         "verify_given": "jettison.verbs.verify_given",
@@ -70,7 +71,7 @@ _HOME_OF = MappingProxyType(
         "Layout": "jettison.spec.layout",
         "Ledger": "jettison.ledger",
         "ModelSpec": "jettison.spec.model",
-        "Plan": "jettison.solve",
+        "Plan": "jettison.solve.plan",
         "Run": "jettison.spec.run",
         "RunRequest": "jettison.predict.run_request",
         **dict.fromkeys(_ERRORS, "jettison.errors"),
@@ -82,7 +83,7 @@ __all__ = [
     "ModelSpec", "Plan", "PlanMismatch", "ProofFailed", "RecordingLeft", "Run", "RunRequest", "StaleTensor",
     "TraceError", "UnsupportedModule", "UsageError", "WrongValue", "__version__", "apply", "auto_checkpoint",
     "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware", "ledger_of", "plan", "preset",
-    "read_config", "run_of", "trace", "verify", "verify_given", "watch",
+    "read_config", "run_of", "sweep", "trace", "verify", "verify_given", "watch",
 ]  # fmt: skip
 
 
