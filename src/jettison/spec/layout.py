@@ -32,6 +32,8 @@ class Layout:
         gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
             stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
+        keeps_received: a stage's chunks hold the last input that each was sent, and its gradient, between steps too:
+            Megatron's ``set_input_tensor``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
 
@@ -50,6 +52,7 @@ class Layout:
     zero: int = 0
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
+    keeps_received: bool = False
     resharded: bool = True
     stage_layers: tuple[int, ...] = ()
 

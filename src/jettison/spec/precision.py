@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -30,6 +31,37 @@ class Precision:
     accumulator: str | None = None
     master: str | None = None
     product: str | None = None
+
+
+class Adding(StrEnum):
+    """How a weight's gradient gets to what was there before it."""
+
+    WHOLE = "whole"  # made beside it in its dtype, and added: autograd
+    CAST = "cast"  # made in the parameter's dtype, and added to a wider buffer: Megatron's DDP hook
+    FUSED = "fused"  # the product of inputs and gradients adds to the buffer: Megatron's gradient_accumulation_fusion
+    DUMMY = "fused-dummy"  # the same, and TransformerEngine keeps an empty gradient for each shape, for good
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GradientRule:
+    """What there is of weight gradients during a backward. `gradient_rule` makes one of each kind: a key of caches.
+
+    Args:
+        kept: dtype of what stays until the optimizer.
+        added: of a contribution to what is there already, while both live.
+        fused: products that belong to the library have no contribution of their own.
+    """
+
+    kept: str
+    added: str
+    fused: bool = False
+
+
+@lru_cache(maxsize=256)
+def gradient_rule(precision: Precision, adding: Adding) -> GradientRule:
+    """Where a precision and a way to add meet."""
+    added = precision.gradient if adding is Adding.WHOLE else precision.compute
+    return GradientRule(kept=precision.gradient, added=added, fused=adding in (Adding.FUSED, Adding.DUMMY))
 
 
 PRECISIONS: Final = MappingProxyType(
