@@ -46,6 +46,12 @@ class Golden:
         """First iteration, later ones, between steps."""
         return self.first_gib, self.later_gib, self.between_gib
 
+    @property
+    def errors(self) -> tuple[float, float, float]:
+        """Relative, without their signs."""
+        first, later, between = (abs(p / m - 1) for p, m in zip(self.predicted(), self.measured, strict=True))
+        return first, later, between
+
     def predicted(self) -> tuple[float, float, float]:
         """The same, as the ledger has it for the last stage."""
         stage = forecast(self.run).stages[-1]
@@ -165,9 +171,10 @@ def run_of(row: Facts) -> Run:
             cp=cp,
             dp=dp,
             zero=int(row["zero"]),
+            zero_replicas=int(more.get("num-distributed-optimizer-instances", 1)),
             keeps_received=True,
         ),
-        precision=PRECISIONS["bf16-main32"],
+        precision=PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"],
         kernels=kernels,
         gradients=Gradients.UPFRONT,
         dropout=0.1 if cp == 1 else 0.0,

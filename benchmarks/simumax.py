@@ -32,6 +32,11 @@ class SimuMaxRow:
     last_gib: float
     simumax_gib: float
 
+    @property
+    def measured(self) -> tuple[float, float]:
+        """GiB of the first and of the last rank."""
+        return self.first_gib, self.last_gib
+
     def predicted(self) -> tuple[float, float]:
         """GiB of the first and of the last stage."""
         stages = forecast(self.run).stages
@@ -78,6 +83,13 @@ def run_of(row: Mapping[str, str]) -> Run:
         zero=int(row["zero"]),
     )
     return resolve(model, asked).run
+
+
+def layout_words(run: Run) -> str:
+    """The ranks of a run."""
+    layout = run.layout
+    axes = (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp))
+    return ", ".join(f"{axis} = {size}" for axis, size in axes if size > 1)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
 def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value, bool]:
     """Query, key and value in the layout of a fused kernel, and whether its output is copied back.
 
-    Three parts of a joint product are taken as they are where heads of all three follow each other. Where keys have been
+    Parts of a joint product are taken as they are where heads of all three follow each other. Where keys have been
     rotated and values have not, or a group of heads shares them, strides or offsets differ, and TransformerEngine makes
     all three contiguous (``utils.py``, ``get_qkv_layout``): the joint product is let go of. The rest is
 

@@ -20,6 +20,7 @@ class Static:
     """Bytes on one rank. ``gathered`` is what ZeRO 3 makes of a region's shards while the region runs.
 
     ``master``: of the state, what is there before the first optimizer step: the copy that the optimizer updates.
+    ``copies``: of gradients, which the optimizer makes for its masters.
     ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight in fp32.
     """
 
@@ -27,6 +28,7 @@ class Static:
     gradients: int = 0
     state: int = 0
     master: int = 0
+    copies: int = 0
     gathered: int = 0
     reduced: int = 0
     largest: int = 0
@@ -40,6 +42,7 @@ class Static:
             gradients=count * self.gradients,
             state=count * self.state,
             master=count * self.master,
+            copies=count * self.copies,
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
@@ -52,6 +55,7 @@ class Static:
             gradients=self.gradients + other.gradients,
             state=self.state + other.state,
             master=self.master + other.master,
+            copies=self.copies + other.copies,
             gathered=self.gathered + other.gathered,
             reduced=self.reduced + other.reduced,
             largest=max(self.largest, other.largest),
@@ -66,7 +70,7 @@ def static(
     Args:
         in_layer: they belong to a transformer layer, which is what Muon asks about.
     """
-    parameters = gradients = state = master = gathered = reduced = largest = 0
+    parameters = gradients = state = master = copies = gathered = reduced = largest = 0
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
@@ -75,6 +79,7 @@ def static(
         accumulated = DTYPE_BYTES[precision.accumulator] if precision.accumulator else 0
         gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
         master += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        copies += at[0] * (DTYPE_BYTES[precision.optimizer_gradient] if precision.optimizer_gradient else 0)
         state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
         if layout.zero == 3 and ranks > 1:
             gathered += w.numel * DTYPE_BYTES[precision.compute]
@@ -86,6 +91,7 @@ def static(
         gradients=gradients,
         state=state + master,
         master=master,
+        copies=copies,
         gathered=gathered,
         reduced=reduced,
         largest=largest,

@@ -79,6 +79,7 @@ class StageLoad:
     sent: int = 0
     twins: bool = False
     master: int = 0  # of ``state``
+    copies: int = 0  # of gradients, from the optimizer until the next step
     late: int = 0  # of ``fixed``
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
@@ -169,7 +170,7 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     if stage.micro_batches > 1 and not upfront:
         adding = [pick(_backward(chunk, False, each)) for chunk in stage.chunks]
         yield from _backwards(stage, base + all_gradients, held, forward, adding)
-    there = stage.fixed + stage.state + between
+    there = stage.fixed + stage.state + stage.copies + between
     yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
     yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 

@@ -223,6 +223,7 @@ def _stage(
         sent=_output_bytes(run, chunks[0]) if layout.keeps_stage_outputs and index < layout.pp - 1 else 0,
         twins=bool(twins),
         master=total.master,
+        copies=total.copies,
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,

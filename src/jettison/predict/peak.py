@@ -78,7 +78,9 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     states = _fullest(Same(load.occupancies), pattern, load.twins, receives)
     entering = max(known[id(c)].forward for c, entered in zip(load.chunks, load.entered, strict=True) if entered)
     between = load.idle((0,) * len(load.chunks))
-    highest = max(base + entering, base + between, always + between + everything + load.optimizer_transient)
+    highest = max(
+        base + entering, base + between, always + between + load.copies + everything + load.optimizer_transient
+    )
     for number, entered in enumerate(load.entered if load.received else ()):
         if entered:
             alone = load.idle(tuple(int(other == number) for other in range(len(load.chunks))))

@@ -43,7 +43,7 @@ class CommonRequest:
         seq: Tokens in a sequence: as many as the model has positions, at most 4096.
         attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
         optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
         kernels: megatron, pytorch or huggingface: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused or chunked.
@@ -100,6 +100,7 @@ class RunRequest(CommonRequest):
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
         ep: Ranks of expert parallelism, out of dp x cp: 1.
+        zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
@@ -120,6 +121,7 @@ class RunRequest(CommonRequest):
     dp: int | None = None
     ep: int | None = None
     zero: int | None = None
+    zero_replicas: int | None = None
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
@@ -268,6 +270,7 @@ def _layout(request: RunRequest, depth: int) -> Layout:
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else _word(Schedule, request.schedule, "schedule"),
         dp=_or(request.dp, 1),
         zero=_or(request.zero, 0),
+        zero_replicas=_or(request.zero_replicas, 1),
         gathered_inputs=_or(request.gathered_inputs, False),
         keeps_stage_outputs=_or(request.keep_stage_outputs, False),
         keeps_received=_or(request.keep_received, False),

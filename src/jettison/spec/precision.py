@@ -22,6 +22,8 @@ class Precision:
         accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
         master: of the copy that the optimizer updates; None: it updates the weights themselves.
         product: of the inputs of matrix products, where they are quantised for them.
+        optimizer_gradient: of the copy of gradients that the optimizer makes for its masters, and that stays until
+            gradients are let go of for the next step; None: it reads them as they are.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Precision:
     accumulator: str | None = None
     master: str | None = None
     product: str | None = None
+    optimizer_gradient: str | None = None
 
 
 class Adding(StrEnum):
@@ -83,6 +86,14 @@ PRECISIONS: Final = MappingProxyType(
             Precision(
                 name="bf16-main32", compute="bfloat16", parameter="bfloat16", gradient="float32", master="float32"
             ),  # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
+            Precision(
+                name="fp16-main32",
+                compute="float16",
+                parameter="float16",
+                gradient="float16",
+                master="float32",
+                optimizer_gradient="float32",
+            ),  # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
             Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
             Precision(
                 name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
