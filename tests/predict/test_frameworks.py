@@ -205,7 +205,7 @@ def test_like_sets_what_a_framework_does_and_other_flags_go_before_it(capsys: py
 @pytest.mark.parametrize("name", LIKE)
 def test_each_rule_says_what_can_be_asked(name: str) -> None:
     run = resolve(LLAMA, RunRequest(like=name)).run
-    typed = {key: value for key, value in LIKE[name].items()}
+    typed = dict(LIKE[name])
     assert resolve(LLAMA, RunRequest(**typed)).run == run
 
 
