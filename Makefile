@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test test-slow test-gpu gpu check format bench clean browser
+.PHONY: setup demo test test-slow test-gpu gpu check format bench pictures clean browser
 
 setup: $(STAMP)
 
@@ -49,6 +49,10 @@ format: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks.peers
+
+# Every picture in docs/images, as commands and pages draw it now.
+pictures: setup browser
+	$(BIN)/python -m benchmarks.pictures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json

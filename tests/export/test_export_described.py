@@ -245,4 +245,4 @@ def test_what_the_document_shows_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     code = re.search(r"## In Python\n\n```python\n(.*?)```", page, flags=re.DOTALL)
     assert code is not None
     exec(code[1], {})
-    assert re.findall(r"^\| `([a-z-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)
+    assert re.findall(r"^\| `([a-z_-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)

@@ -182,7 +182,7 @@ def test_plans_that_are_edited_or_unknown_are_refused() -> None:
     edited = made | {"budget_bytes": made["budget_bytes"] + 1}
     with pytest.raises(PlanMismatch, match="changed after it was written"):
         jettison.export_plan(edited, to="torch")
-    with pytest.raises(UsageError, match="expected one of torch, transformers"):
+    with pytest.raises(UsageError, match="expected one of torch, torch_remat, transformers"):
         jettison.export_plan(made, to="tensorflow")
     with pytest.raises(UsageError, match=r"expected jettison\.plan/1"):
         jettison.export_plan({"schema": "jettison.proof/1"}, to="torch")

@@ -22,8 +22,8 @@ def export(
     to: Annotated[
         str,
         Parameter(
-            help="torch, transformers, accelerate, deepspeed, lightning, megatron, megatron-bridge, torchtitan "
-            "or brief."
+            help="torch, torch_remat, transformers, accelerate, deepspeed, lightning, megatron, megatron-bridge, "
+            "torchtitan or brief."
         ),
     ],
     gpu: Annotated[str | None, Parameter(help="Whose prices seconds are stated at, for a live model's plan.")] = None,

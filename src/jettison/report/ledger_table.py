@@ -81,6 +81,8 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "layout", layout_text(asked.run.layout)
         yield "batch", batch_text(asked)
         yield "training", _training(asked)
+        if asked.like:
+            yield "like", asked.like
         yield "recompute", _recompute(report, asked)
     if len(report.stages) == 1:
         yield "parameters", format_bytes(worst.parameter_bytes)

@@ -249,6 +249,11 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "gradients": str(run.gradients),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,
+        "accumulation": str(run.adding),
+        "workspaces": run.workspaces.name,
+        "loader_masks": run.loader_masks,
+        "context_exchange": str(run.kernels.context_exchange),
+        "like": asked.like,
         "assumed": sorted(asked.assumed),
     }
 

@@ -46,6 +46,7 @@ TARGETS: Final = {
     "megatron": "Megatron-LM's flags",
     "megatron-bridge": "Megatron-Bridge",
     "torchtitan": "torchtitan",
+    "torch_remat": "torch_remat's checkpoints and regions",
     "brief": "a page in Markdown for people",
 }
 """What `jettison export --to` takes."""
