@@ -57,6 +57,13 @@ def described() -> tuple[int, float]:
     return jettison.forecast(other).peak_bytes + memory.peak_bytes, time.mfu
 
 
+def searched() -> float:
+    request = jettison.SearchRequest(seq=2048, zero="1")
+    found = jettison.search("gpt2", request, gpus=8, gpu="a100-80gb", global_batch=64, jobs=1)
+    assert_type(found.answer.best.seconds.step, float)
+    return found.seconds
+
+
 def caught(error: jettison.JettisonError) -> int:
     if isinstance(error, jettison.DoesNotFit):
         assert_type(error.peak_bytes, int)

@@ -39,6 +39,7 @@ OPTIMIZERS: Final = {
 
 TARGETS: Final = {
     "torch": "plain torch, with torch.utils.checkpoint",
+    "torch_remat": "torch_remat's checkpoints and regions",
     "transformers": "transformers' Trainer",
     "accelerate": "Accelerate with FSDP",
     "deepspeed": "DeepSpeed",
@@ -46,7 +47,6 @@ TARGETS: Final = {
     "megatron": "Megatron-LM's flags",
     "megatron-bridge": "Megatron-Bridge",
     "torchtitan": "torchtitan",
-    "torch_remat": "torch_remat's checkpoints and regions",
     "brief": "a page in Markdown for people",
 }
 """What `jettison export --to` takes."""
