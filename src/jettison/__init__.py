@@ -89,8 +89,9 @@ __all__ = [
     "Bytes", "DoesNotFit", "Hardware", "HostBudgetExceeded", "Infeasible", "JettisonError", "Layout", "Ledger",
     "ModelSpec", "NothingFits", "Plan", "PlanMismatch", "ProofFailed", "RecordingLeft", "Run", "RunRequest",
     "SearchRequest", "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue", "__version__",
-    "apply", "auto_checkpoint", "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware", "ledger_of", "plan", "preset",
-    "read_config", "run_of", "search", "sweep", "trace", "verify", "verify_given", "watch",
+    "apply", "auto_checkpoint", "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware",
+    "ledger_of", "plan", "preset", "read_config", "run_of", "search", "sweep", "trace", "verify", "verify_given",
+    "watch",
 ]  # fmt: skip
 
 
