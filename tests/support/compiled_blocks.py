@@ -13,6 +13,7 @@ import jettison
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
+from jettison.units import Bytes
 from support.toys import Headed, Mlp
 
 WIDTH, ROWS, LENGTH = 32, 8, 64
@@ -88,5 +89,5 @@ def peak(model: nn.Module, given: Any) -> int:
 def smallest(model: nn.Module, given: Any) -> int:
     """The smallest budget that a plan can keep."""
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, given, 1000, compile="blocks")
+        jettison.auto_checkpoint(model, given, Bytes(1000), compile="blocks")
     return refused.value.minimum_budget_bytes

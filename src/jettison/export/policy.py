@@ -53,6 +53,8 @@ class LayerPolicy:
     again: tuple[int, ...] = ()
     saves: tuple[OpCall, ...] = ()
     words: str = ""  # a target's own
+    regions: tuple[str, ...] = ()  # modules of the layer that stay
+    beside_bytes: int = 0  # held although it is no buffer of the program
 
     @property
     def layer(self) -> str:
@@ -67,7 +69,7 @@ class LayerPolicy:
     @property
     def kept_bytes(self) -> int:
         """On the device, between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved)
+        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes
 
     @property
     def recompute_flops(self) -> int:

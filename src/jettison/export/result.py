@@ -113,6 +113,7 @@ class Exported:
                 for policy in self.policies
             ],
             "files": self.files,
+            "request": None,
         }
 
 
