@@ -205,7 +205,8 @@ class Bench:
                     initargs=(self.question,),
                 )
                 with deaf_to_interrupts():
-                    self._pool.submit(_nothing)  # the first starts them all
+                    for _ in range(self.jobs):
+                        self._pool.submit(_nothing)  # each starts one, as long as none is idle
             return self._pool
 
 
