@@ -22,6 +22,7 @@ from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
+from jettison.units import Bytes
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, peak
 from support.compiled_sending import Stack
 from support.toys import Mlp
@@ -62,7 +63,7 @@ def compiled(model: Stack) -> Stack:
 
 def smallest(model: nn.Module, given: Any, **how: Any) -> int:
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, given, 1000, compile="blocks", **how)
+        jettison.auto_checkpoint(model, given, Bytes(1000), compile="blocks", **how)
     return refused.value.minimum_budget_bytes
 
 
@@ -76,7 +77,7 @@ def test_twelve_budgets_hold_on_both_sides() -> None:
     measured, sending = [], 0
     for twelfth in range(12):
         budget = least + (int(1.03 * most) - least) * twelfth // 11
-        with jettison.auto_checkpoint(model, given, budget, compile="blocks", **how) as handle:
+        with jettison.auto_checkpoint(model, given, Bytes(budget), compile="blocks", **how) as handle:
             assert handle.plan is not None
             said, engine = handle.plan.predicted, handle.offload
             assert equal(gradients(model, given), expected)
@@ -99,13 +100,15 @@ def test_the_host_budget_is_held_and_a_slow_link_left_alone() -> None:
     expected, budget = gradients(compiled(model), given), int(1.2 * smallest(model, given))
     how: dict[str, Any] = {"compile": "blocks", "offload": True}
     for room in (11 * INPUT_BYTES, 22 * INPUT_BYTES):
-        with jettison.auto_checkpoint(model, given, budget, host_budget=room, hardware=linked(), **how) as handle:
+        with jettison.auto_checkpoint(
+            model, given, Bytes(budget), host_budget=Bytes(room), hardware=linked(), **how
+        ) as handle:
             assert handle.plan is not None and handle.offload is not None
             assert equal(gradients(model, given), expected)
             assert peak(model, given) <= budget
             assert 0 < handle.plan.predicted.host_bytes == handle.offload.pool.peak_bytes
             assert handle.offload.pool.real_bytes <= room
-    with jettison.auto_checkpoint(model, given, budget, hardware=linked(1.3e6), **how) as handle:
+    with jettison.auto_checkpoint(model, given, Bytes(budget), hardware=linked(1.3e6), **how) as handle:
         assert handle.plan is not None and handle.offload is None
         assert not any(entry.offloaded for entry in handle.plan.layers)
 
@@ -114,7 +117,7 @@ def test_a_plan_can_be_kept_verified_and_applied_again() -> None:
     model, given = stack(), batch()
     expected, budget = gradients(compiled(model), given), int(1.2 * smallest(model, given))
     traced = jettison.trace(model, given, compile="blocks")
-    made = jettison.plan(traced, budget, offload=True, hardware=linked())
+    made = jettison.plan(traced, Bytes(budget), offload=True, hardware=linked())
     assert any(entry.offloaded for entry in made.layers)
     read = Plan.from_json(made.to_json())
     assert read == made and read.hash == made.hash
@@ -138,7 +141,7 @@ def test_a_larger_batch_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     model, larger, how = stack(), batch(12), {"offload": True, "hardware": linked()}
     plain = compiled(model)
     expected, budget = gradients(plain, larger), int(0.8 * peak(plain, larger))
-    with jettison.auto_checkpoint(model, batch(), budget, compile="blocks", **how) as handle:
+    with jettison.auto_checkpoint(model, batch(), Bytes(budget), compile="blocks", **how) as handle:
         gradients(model, batch())
         before = 0 if handle.offload is None else handle.offload.pool.peak_bytes
         assert equal(gradients(model, larger), expected)
