@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,7 @@ from torch import nn
 
 import jettison
 from jettison.capture.compiled import CompiledProgram
-from jettison.dryrun.compiled import Levels
 from jettison.errors import Infeasible
-from jettison.planner import host_compiled
 from jettison.planner.points import compiled_points
 from jettison.runtime.recorder import Recorder
 from jettison.solve.frontier import FrontierPoint
@@ -23,22 +21,17 @@ from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, peak
-from support.compiled_sending import Stack
+from support.compiled_sending import Stack, slow_to_compute
 from support.toys import Mlp
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "computing_again_takes_long"), *QUIET]
 
 
 @pytest.fixture
-def computing_again_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what a move costs Python: blocks are small here, and their seconds waver."""
-
-    def seconds(levels: Mapping[str, Levels]) -> dict[str, float]:
-        return {key: 1e-3 * (3 + place) for place, key in enumerate(reversed(list(levels)))}
-
-    monkeypatch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
-    monkeypatch.setattr("jettison.planner.options.seconds_of_levels", seconds)
-    monkeypatch.setattr(host_compiled, "MOVE_SECONDS", 0.0)
+def computing_again_takes_long() -> Iterator[None]:
+    """Blocks are small here, and their seconds waver."""
+    with slow_to_compute():
+        yield
 
 
 def linked(bytes_per_second: float = 1e12) -> Hardware:
