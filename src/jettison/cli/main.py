@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from cyclopts import CycloptsError
 
+from jettison.cli.completing import completion
 from jettison.cli.diagnosing import doctor, profile
 from jettison.cli.exporting import export
 from jettison.cli.listing import list_names
@@ -25,7 +26,22 @@ from jettison.errors import JettisonError
 from jettison.report.console import hint
 from jettison.report.json_text import json_text
 
-COMMANDS = (demo, doctor, estimate, explore, export, ledger, list_names, plan, profile, report, search, train, verify)
+COMMANDS = (
+    completion,
+    demo,
+    doctor,
+    estimate,
+    explore,
+    export,
+    ledger,
+    list_names,
+    plan,
+    profile,
+    report,
+    search,
+    train,
+    verify,
+)
 """They are the application's from when they are imported."""
 
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jettison.export.subject import Decision
@@ -86,6 +86,14 @@ def checkpointed(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint of its own."""
     program = decision.program
     return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
+
+
+def checkpointed_on_host(decision: Decision) -> LayerPolicy:
+    """The layer is a checkpoint, and what it is given waits on the host."""
+    policy = checkpointed(decision)
+    buffers = policy.program.buffers
+    moved = frozenset(b for b in policy.kept if buffers[b].source is Source.INPUT and not buffers[b].free)
+    return replace(policy, moved=moved, words="full, its input on the host")
 
 
 def by_ops(decision: Decision) -> LayerPolicy:
