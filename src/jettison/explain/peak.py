@@ -232,7 +232,7 @@ def _variant(change: str, found: Forecast, *, current: bool) -> Variant:
 
 def recomputed_flops(found: Forecast) -> Iterator[int]:
     """Of each region in one backward. In a segment all layers but the last run through to their outputs."""
-    dtype = found.run.precision.gradient
+    rule = found.run.gradient_rule
     size = found.run.recompute.number if found.run.recompute.mode is Mode.EVERY else 1
     for chunk in (chunk for stage in found.stages for chunk in stage.parts):
         layers = sum(part.is_layer for part in chunk)
@@ -240,4 +240,4 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
         for part in chunk:
             position += part.is_layer
             inside = part.is_layer and position % size and position < layers
-            yield part.region.flops if inside else passes_of(part, dtype).recompute_flops
+            yield part.region.flops if inside else passes_of(part, rule).recompute_flops

@@ -148,7 +148,7 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
     """Every row times its expert's matrix (and its bias): N × features. ``split`` as in `linear`."""
     with w.tape.scope(name):
         shape = (spec.experts, features, x.shape[1])
-        weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True)
+        weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, product=True)
         places = tuple(p for p in x.places if p[1] == 0)
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", 1))))

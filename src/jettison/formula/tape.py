@@ -52,6 +52,7 @@ class Weight:
     """A parameter: its logical shape and how it is placed.
 
     ``expert``: ZeRO spreads it over the ranks of one expert only. ``tied``: another region's weight, read again.
+    ``product``: a matrix of a layer, whose gradient a library can add to a buffer within the product that makes it.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Weight:
     numel: int  # on one rank
     expert: bool = False
     tied: bool = False
+    product: bool = False
 
     @property
     def total(self) -> int:
@@ -98,6 +100,7 @@ class TapeOp:
     anchor: Anchor | None
     gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
     workspace: int  # bytes that only live while its backward runs
+    in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
 
     @property
     def differentiable(self) -> bool:
@@ -149,11 +152,12 @@ class Tape:
         *,
         expert: bool = False,
         tied: bool = False,
+        product: bool = False,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
-        made = Weight(full, tuple(shape), places, prod(local) * DTYPE_BYTES[dtype], prod(local), expert, tied)
+        made = Weight(full, tuple(shape), places, prod(local) * DTYPE_BYTES[dtype], prod(local), expert, tied, product)
         self.weights.append(made)
         return made
 
@@ -219,6 +223,7 @@ class Tape:
         anchor: Anchor | None = None,
         gradients: tuple[int, ...] | None = None,
         workspace: int = 0,
+        in_place: bool = False,
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
@@ -237,6 +242,7 @@ class Tape:
                 anchor,
                 gradients,
                 workspace,
+                in_place,
             )
         )
 

@@ -88,17 +88,24 @@ class Writer:
         return self._random
 
     def parameter(
-        self, name: str, *shape: int, split: int | None = None, expert: bool = False, tied: bool = False
+        self,
+        name: str,
+        *shape: int,
+        split: int | None = None,
+        expert: bool = False,
+        tied: bool = False,
+        product: bool = False,
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
+        ``product``: it is a matrix of a layer.
         """
         places = [("tp", split)] if split is not None and self.tp > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         dtype = self.run.precision.parameter
-        return self.tape.weight(name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied)
+        return self.tape.weight(name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied, product=product)
 
 
 def saved(value: Value, role: str, reference: str = "") -> Saved:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any, Final, Generic, TypeVar
 
+from jettison.processors import deaf_to_interrupts
+
 CHUNKS: Final = 4
 """Parts, for each worker, that a round of work is cut into."""
 AHEAD: Final = 2
@@ -40,6 +42,9 @@ class Workers(Generic[_Q]):
             ProcessPoolExecutor(1, mp_context=context, initializer=_start, initargs=(question,)) for _ in range(jobs)
         ]
         self._homes: dict[tuple[object, ...], int] = {}
+        with deaf_to_interrupts():
+            for pool in self._pools:
+                pool.submit(_nothing)  # that starts it
 
     def end(self, *, now: bool) -> None:
         """Let them go.
@@ -102,6 +107,10 @@ class Workers(Generic[_Q]):
 # in a worker ----------------------------------------------------------------------------------------------------------
 
 _question: Any = None
+
+
+def _nothing() -> None:
+    """To have been asked for something."""
 
 
 def _start(question: object) -> None:

@@ -29,9 +29,13 @@ class Layout:
 
     Args:
         zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
+        zero_replicas: groups of ranks that each hold all of what ZeRO shards: HSDP's replicas, Megatron's
+            ``--num-distributed-optimizer-instances``.
         gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
             stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
+        keeps_received: a stage's chunks hold the last input that each was sent, and its gradient, between steps too:
+            Megatron's ``set_input_tensor``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
 
@@ -48,13 +52,15 @@ class Layout:
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dp: int = 1
     zero: int = 0
+    zero_replicas: int = 1
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
+    keeps_received: bool = False
     resharded: bool = True
     stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp"):
+        for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
@@ -66,6 +72,11 @@ class Layout:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
             raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
+        if (self.dp * self.cp // self.ep) % self.zero_replicas:
+            raise UsageError(
+                f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
+                "hold the same parameters (dp x cp, by ep where there are experts)"
+            )
         if (self.dp * self.cp) % self.ep:
             raise UsageError(
                 f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
@@ -96,17 +107,17 @@ class Layout:
     @cached_property
     def sharding(self) -> Layout:
         """What decides over how many ranks ZeRO spreads a weight."""
-        return Layout(cp=self.cp, ep=self.ep, dp=self.dp, zero=self.zero)
+        return Layout(cp=self.cp, ep=self.ep, dp=self.dp, zero=self.zero, zero_replicas=self.zero_replicas)
 
     @property
     def shards(self) -> int:
         """Ranks over which ZeRO spreads what experts do not own."""
-        return self.dp * self.cp
+        return self.dp * self.cp // self.zero_replicas
 
     @property
     def expert_shards(self) -> int:
         """Ranks over which ZeRO spreads one expert's."""
-        return self.dp * self.cp // self.ep
+        return self.dp * self.cp // self.ep // self.zero_replicas
 
     def check(self, model: ModelSpec, *, seq: int) -> None:
         """Does the model divide this way?

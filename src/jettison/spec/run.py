@@ -12,7 +12,8 @@ from jettison.errors import UsageError
 from jettison.spec.kernels import PYTORCH, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import PRECISIONS, Optimizer, Precision
+from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 
 class Mode(StrEnum):
@@ -136,6 +137,9 @@ class Run:
         capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
         padding: the batch has an attention mask, as encoders' batches do.
         tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them. Bytes stay.
+        adding: how a weight's gradient gets to the one that is there.
+        workspaces: what is set aside for matrix products.
+        loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -155,6 +159,9 @@ class Run:
     capacity_factor: float | None = None
     padding: bool = False
     tp_comm_overlap: bool = False
+    adding: Adding = Adding.WHOLE
+    workspaces: Workspaces = WORKSPACES["none"]
+    loader_masks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -173,6 +180,11 @@ class Run:
                 "more"
             )
         self.layout.check(self.model, seq=self.seq)
+
+    @cached_property
+    def gradient_rule(self) -> GradientRule:
+        """What there is of weight gradients during a backward."""
+        return gradient_rule(self.precision, self.adding)
 
     @cached_property
     def scene(self) -> Scene:
