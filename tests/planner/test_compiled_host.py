@@ -21,7 +21,6 @@ from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
-from jettison.units import Bytes
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, peak
 from support.compiled_families import Loss, blocks_of, language_model
 from support.compiled_sending import Stack, slow_to_compute
