@@ -16,7 +16,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
-from jettison.predict.set_aside import loader_mask, set_aside
+from jettison.predict.set_aside import gathered_tokens, loader_mask, set_aside
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
@@ -216,7 +216,7 @@ def _stage(
             whole=run.recompute.whole,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole + before + late,
+        fixed=total.parameters + whole + before + late + gathered_tokens(run, chunks),
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
