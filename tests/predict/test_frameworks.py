@@ -114,6 +114,14 @@ def test_copies_of_fp16_gradients_stay_until_the_next_step() -> None:
     assert timeline[Phase.AFTER] - timeline[Phase.BEFORE] == 4 * stage.static.parameters // 2
 
 
+def test_adamw_as_torch_runs_it_by_default_makes_a_root_of_every_second_moment() -> None:
+    fused, foreach = (forecast(made(precision="fp32", optimizer=word)).worst for word in ("adamw", "adamw-foreach"))
+    parameters = fused.static.parameters // 4
+    phases = [next(m for m in s.timeline() if m.phase is Phase.OPTIMIZER).nbytes for s in (fused, foreach)]
+    assert phases == [16 * parameters, 20 * parameters]
+    assert fused.static.state == foreach.static.state == 8 * parameters
+
+
 def test_groups_of_ranks_with_all_of_the_state() -> None:
     plain, groups = (forecast(made(dp=8, zero=1, zero_replicas=n)).worst.static for n in (1, 2))
     assert groups.state == pytest.approx(2 * plain.state, rel=1e-6)

@@ -266,7 +266,10 @@ def _transient(run: Run, total: Static) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
     On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
-    which training on accelerators uses, need none.
+    which training on accelerators uses, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``,
+    ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
     """
+    if run.optimizer is Optimizer.ADAMW_FOREACH:
+        return (total.state - total.master) // 2
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
     return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0

@@ -44,7 +44,8 @@ class CommonRequest:
         attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
-        optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
+            adafactor, muon or none.
         kernels: megatron, pytorch or huggingface: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused or chunked.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
