@@ -227,7 +227,7 @@ class ModelSpec:
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
     dropout: float = 0.0  # what its configuration asks for
     dtype: str = "bfloat16"  # what its configuration asks for
-    left_out: tuple[str, ...] = ()  # what its configuration has beside the text model, in words
+    left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
         _positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
