@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import jettison
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.runtime.compiled import CompiledRegion, compilations
+from jettison.units import Bytes
 from support.compiled_blocks import (
     INPUT_BYTES,
     LENGTH,
@@ -42,7 +43,7 @@ def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks() -> 
     measured = []
     for twelfth in range(12):
         budget = least + (most + 300 - least) * twelfth // 11
-        with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
+        with jettison.auto_checkpoint(model, given, Bytes(budget), compile="blocks") as handle:
             before = compilations()
             assert equal(gradients(model, given), expected)
             assert compilations() == before  # planning has compiled all of it
@@ -99,7 +100,7 @@ def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
         layer.compile(options={"epilogue_fusion": False})
     before = [dict(vars(module)) for module in model.modules()]
     expected = gradients(model, given)
-    handle = jettison.auto_checkpoint(model, given, smallest(model, given))
+    handle = jettison.auto_checkpoint(model, given, Bytes(smallest(model, given)))
     region = handle.regions[0]
     assert isinstance(region, CompiledRegion)
     assert region.compiled.settings.options == (("epilogue_fusion", False),)
@@ -114,7 +115,7 @@ def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
 def test_evaluation_runs_compiled_and_verify_compares_with_compiled_blocks() -> None:
     model, given = model_of(), batch()
     plain = compiled_copy(model).eval()
-    handle = jettison.auto_checkpoint(model, given, smallest(model, given), compile="blocks")
+    handle = jettison.auto_checkpoint(model, given, Bytes(smallest(model, given)), compile="blocks")
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(5)
@@ -132,7 +133,7 @@ def test_a_larger_batch_is_compiled_and_planned_for_when_it_comes() -> None:
     model, larger = model_of(), batch(ROWS + 4)
     budget = smallest(model, larger)
     expected = gradients(compiled_copy(model), larger)
-    with jettison.auto_checkpoint(model, batch(), budget, compile="blocks") as handle:
+    with jettison.auto_checkpoint(model, batch(), Bytes(budget), compile="blocks") as handle:
         gradients(model, batch())
         assert equal(gradients(model, larger), expected)
         assert peak(model, larger) <= budget
@@ -156,7 +157,7 @@ def test_blocks_that_are_not_one_graph_run_op_by_op_and_that_is_said() -> None:
     model, given = Headed([Breaks(WIDTH, 4 * WIDTH) for _ in range(3)], WIDTH, 8), batch()
     expected, most = gradients(copy.deepcopy(model), given), peak(model, given)
     with pytest.warns(UserWarning, match=r"blocks like layers\.0 do not run compiled: .*graph_break"):
-        handle = jettison.auto_checkpoint(model, given, int(0.8 * most), compile="blocks")
+        handle = jettison.auto_checkpoint(model, given, Bytes(int(0.8 * most)), compile="blocks")
     with handle:
         assert not any(isinstance(region, CompiledRegion) for region in handle.regions)
         assert equal(gradients(model, given), expected)
@@ -284,7 +285,7 @@ def test_language_models_keep_twelve_budgets(kind: str) -> None:
     measured = []
     for twelfth in range(12):
         budget = least + (most + 300 - least) * twelfth // 11
-        with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
+        with jettison.auto_checkpoint(model, given, Bytes(budget), compile="blocks") as handle:
             got = gradients(model, given)
             assert equal(got, expected)
             measured.append(peak(model, given))

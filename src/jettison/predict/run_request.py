@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from jettison.errors import UsageError
+from jettison.parse_units import Length
 from jettison.spec.conventions import kernels_for
+from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
@@ -40,7 +42,7 @@ class CommonRequest:
     """What one run and all candidates of a search are asked for alike; None is the default, see NOTE [ Defaults ].
 
     Args:
-        seq: Tokens in a sequence: as many as the model has positions, at most 4096.
+        seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
         attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
@@ -65,7 +67,7 @@ class CommonRequest:
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
-    seq: int | None = None
+    seq: int | Length | None = None
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
@@ -136,7 +138,7 @@ class RunRequest(CommonRequest):
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
-    positions: int | None = None
+    positions: int | Length | None = None
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
@@ -190,7 +192,7 @@ def flag_of(field: str) -> str:
 
 
 def model_spec(model: str, *, live: bool = False) -> ModelSpec:
-    """The model that a preset's name, a config.json or its folder stands for.
+    """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for.
 
     Args:
         live: whoever asks would also have taken ``module:factory``.
@@ -200,6 +202,8 @@ def model_spec(model: str, *, live: bool = False) -> ModelSpec:
     """
     if model not in PRESETS:
         path = Path(model)
+        if is_hub_id(model):
+            return replace(read_config(hub_config(model)), name=model)
         if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
             return read_config(path)
         if live:
@@ -248,6 +252,21 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         loader_masks=_or(request.loader_masks, False),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
+
+
+def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
+    """The run of a described model: what `forecast` and `estimate` work on.
+
+    Args:
+        model: a preset's name, a ``config.json`` or its folder, a Hugging Face id, or what `preset` or `read_config`
+            gave.
+        request: how it is to be trained, as on the command line; what is left out gets its default.
+
+    Raises:
+        UsageError: no such model, a word that is not known, or a run that is none.
+    """
+    spec = model_spec(model) if isinstance(model, str) else model
+    return resolve(spec, RunRequest() if request is None else request).run
 
 
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:

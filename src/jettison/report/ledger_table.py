@@ -7,11 +7,11 @@ from dataclasses import astuple
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from jettison.ledger.compare import describe
 from jettison.predict.run_request import Resolved
 from jettison.report.answers import explanation_table, fit_table
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.summary import Comparison, LayerRow, LedgerReport, PhaseRow, StageBytes
 from jettison.spec.layout import Layout
@@ -153,7 +153,7 @@ def _training(asked: Resolved) -> str:
     return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
 
 
-def _layers_table(report: LedgerReport) -> Table:
+def _layers_table(report: LedgerReport) -> FittedTable:
     policies = len({row.policy for row in report.layers}) > 1
     left = ("layer", "recompute") if policies else ("layer",)
     table = titled("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
@@ -172,7 +172,7 @@ def _layers_table(report: LedgerReport) -> Table:
     return table
 
 
-def _roles_table(report: LedgerReport) -> Table:
+def _roles_table(report: LedgerReport) -> FittedTable:
     table = titled("By role, all layers together", ("role",), ("bytes", "storages", "share"))
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
@@ -191,7 +191,7 @@ def _roles_table(report: LedgerReport) -> Table:
     return table
 
 
-def _stages_table(report: LedgerReport) -> Table:
+def _stages_table(report: LedgerReport) -> FittedTable:
     right = ("in flight", "activations", "parameters", "gradients", "optimizer", "step 0", "peak")
     table = titled("Pipeline stages, on each rank", ("stage", "layers"), right)
     table.add_column("peak is in")
@@ -224,7 +224,7 @@ def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
     return (number, layers, str(first.in_flight), *map(format_bytes, (*held, *peaks)), first.peak_phase)
 
 
-def _phases_table(report: LedgerReport) -> Table:
+def _phases_table(report: LedgerReport) -> FittedTable:
     """Each phase at its worst."""
     of = f" of stage {report.worst.stage}" if len(report.stages) > 1 else ""
     known = any(phase.first_step_peak_bytes is not None for phase in report.phases)

@@ -24,6 +24,7 @@ from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
 from jettison.predict.whole_micro_batches import settled
+from jettison.processors import deaf_to_interrupts
 from jettison.search.bounds import Bounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
 from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
@@ -203,6 +204,8 @@ class Bench:
                     initializer=_start,
                     initargs=(self.question,),
                 )
+                with deaf_to_interrupts():
+                    self._pool.submit(_nothing)  # the first starts them all
             return self._pool
 
 
@@ -228,6 +231,10 @@ def _answers(known: Figures | None, task: Task) -> bool:
 # in a worker ----------------------------------------------------------------------------------------------------------
 
 _question: Question | None = None
+
+
+def _nothing() -> None:
+    """To have been asked for something."""
 
 
 def _start(question: Question) -> None:

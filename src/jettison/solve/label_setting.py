@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 try:
@@ -52,6 +52,12 @@ class Path:
 
     moves: tuple[Move, ...]
     picoseconds: int
+
+    @classmethod
+    def along(cls, walk: Walk, moves: tuple[Move, ...]) -> Path:
+        """With what the moves of a walk cost."""
+        waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
+        return cls(moves=moves, picoseconds=walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
 
 
 @dataclass(frozen=True, kw_only=True)
