@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 import jettison
 from jettison.capture.model_trace import ModelTrace
-from jettison.dryrun.compiled import measure_choices, options_of_levels
+from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.host import movable
 from jettison.planner.host_compiled import option_at, with_moves_of_compiled
@@ -20,6 +23,22 @@ from jettison.runtime.recorder import Order, Recorder
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from support.compiled_blocks import equal, gradients, peak
+
+
+@contextlib.contextmanager
+def slow_to_compute() -> Iterator[None]:
+    """Planners in here take it that computing again is slow, the slower the less is kept, and a move costs Python
+    nothing.
+    """
+
+    def seconds(levels: Mapping[str, Levels]) -> dict[str, float]:
+        return {key: 1e-3 * (3 + place) for place, key in enumerate(reversed(list(levels)))}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
+        patch.setattr("jettison.planner.options.seconds_of_levels", seconds)
+        patch.setattr("jettison.planner.host_compiled.MOVE_SECONDS", 0.0)
+        yield
 
 
 class Stack(nn.Module):
