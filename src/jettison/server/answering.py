@@ -53,7 +53,7 @@ def _plan(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progress)
     try:
         report = plan(model, RunRequest(**run), **_with("budget", flags), progress=say)
     except Infeasible as error:
-        said = {"model": model, **flags, **run}
+        said = _said(model, flags, run)
         return Answer(text=json_text(infeasible_document(error, said)), exit_code=error.exit_code)
     document = report.document()
     for key in ("made_by", "request"):
@@ -93,12 +93,16 @@ def _search(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progres
         report = search(model, SearchRequest(**run), **flags, jobs=1, progress=say)
     except NothingFits as error:
         return Answer(
-            text=json_text(
-                nothing_document(model, flags["gpus"], flags["gpu"], error, {"model": model, **flags, **run})
-            ),
+            text=json_text(nothing_document(model, flags["gpus"], flags["gpu"], error, _said(model, flags, run))),
             exit_code=error.exit_code,
         )
     return Answer(text=json_text(report.document()), exit_code=0)
+
+
+def _said(model: str, flags: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """What was asked, without what nobody gave, as the command line says it."""
+    given = {name: value for name, value in (flags | run).items() if value is not None and value is not False}
+    return {"model": model, **given}
 
 
 def _with(name: str, flags: dict[str, Any]) -> dict[str, Any]:
