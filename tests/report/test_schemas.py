@@ -133,7 +133,7 @@ def test_plans_know_their_keys_without_the_reports() -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_published_schemas_are_what_is_generated(name: str) -> None:
-    """`python -m jettison.report.schemas docs/schemas` writes them. Within a version keys are added alone."""
+    """`python -m jettison.report.schemas docs/schemas` writes them; within a version keys are only added."""
     path = PUBLISHED / f"{name.replace('/', '-')}.json"
     assert json.loads(path.read_text(encoding="utf-8")) == json_schema(name)
     assert json_schema(name)["description"] and json_schema(name)["properties"]["schema"]["const"] == name

@@ -48,11 +48,17 @@ def compiled_copy(model: Headed) -> Headed:
     return made
 
 
+def loss_in(output: Any) -> Tensor:
+    """What a model returned, or its loss by name."""
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output
+    return loss
+
+
 def gradients(model: nn.Module, given: Any) -> list[Tensor | None]:
     """Of every parameter after one step, from one random stream."""
     torch.manual_seed(7)
     model.zero_grad()
-    model(*given).backward()
+    loss_in(model(*given)).backward()
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     return found
@@ -65,12 +71,12 @@ def equal(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 
 
 def peak(model: nn.Module, given: Any) -> int:
-    """Bytes of the third step, which holds its loss."""
+    """Bytes of the third step, which holds what the model returned."""
 
     def step() -> Any:
-        loss = model(*given)
-        loss.backward()
-        return loss
+        output = model(*given)
+        loss_in(output).backward()
+        return output
 
     for _ in range(2):
         step()

@@ -13,7 +13,7 @@ from jettison.spec.run import Mode, Run
 def advice(asked: Resolved) -> tuple[str, ...]:
     """Remarks about a run, the weightiest first; empty where there are none."""
     run = asked.run
-    found = [*_recompute(run), *_tensor_parallel(run)]
+    found = [*run.model.left_out, *_recompute(run), *_tensor_parallel(run)]
     layout, model = run.layout, run.model
     if run.seq > model.max_positions:
         found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")

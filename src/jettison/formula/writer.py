@@ -45,6 +45,11 @@ class Writer:
         return self.run.layout.tp
 
     @property
+    def expert_axis(self) -> str:
+        """Which mesh axis shards an expert's width."""
+        return "etp" if self.run.layout.splits_tp else "tp"
+
+    @property
     def seq_dim(self) -> int:
         """Which dim of an activation is the sequence."""
         return 1 if self.kernels.batch_first else 0
@@ -101,7 +106,8 @@ class Writer:
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
         ``product``: it is a matrix of a layer.
         """
-        places = [("tp", split)] if split is not None and self.tp > 1 else []
+        axis = self.expert_axis if expert else "tp"
+        places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         dtype = self.run.precision.parameter

@@ -5,8 +5,10 @@ What fits is decided stage by stage: NOTE [ A stage as a step problem ] in `pred
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
@@ -56,6 +58,8 @@ class AutoForecast:
 
 Stages = dict[tuple[object, ...], StageChoice]
 """What stages can do, by `_key`: the same at every budget."""
+StageAnswer = tuple[int, Answer | None]
+"""The fewest bytes that a stage is known to fit, and its answer."""
 
 
 def choose(
@@ -65,6 +69,7 @@ def choose(
     *,
     host_budget_bytes: int | None = None,
     stages: Stages | None = None,
+    solved: Mapping[int, StageAnswer] = MappingProxyType({}),
 ) -> AutoForecast:
     """The fastest choice of every stage that keeps each rank at or below ``budget_bytes``.
 
@@ -74,6 +79,7 @@ def choose(
         hardware: whose prices decide.
         host_budget_bytes: of one rank, for what is offloaded; left out, what the hardware's file says.
         stages: where the same run was asked for at other budgets, on the same hardware: what was found out for them.
+        solved: what `solve_stage` said of stages, by their number.
 
     Raises:
         Infeasible: some stage fits no choice; the error carries a budget that all stages fit.
@@ -82,10 +88,10 @@ def choose(
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     offload = run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
-    plain = forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
+    plain = _undecided(run)
     shared: Stages = {} if stages is None else stages
     chosen: dict[str, Staying | None] = {}
-    known: dict[tuple[object, ...], tuple[int, Answer | None]] = {}
+    known = {_key(plain.stages[index]): answer for index, answer in solved.items()}
     answers = []
     smallest = 0
     for stage in plain.stages:
@@ -118,6 +124,30 @@ def choose(
         host_budget_bytes=host if offload else None,
         gap=max(answer.gap for answer in answers),
     )
+
+
+def distinct_stages(run: Run) -> list[int]:
+    """Stages that have to be solved: no earlier one is alike."""
+    first: dict[tuple[object, ...], int] = {}
+    for stage in _undecided(run).stages:
+        first.setdefault(_key(stage), stage.index)
+    return list(first.values())
+
+
+def solve_stage(
+    run: Run, index: int, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
+) -> StageAnswer:
+    """One stage of `choose`, which several processes can so share."""
+    plain = _undecided(run)
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
+    stage = StageChoice(run=plain.run, stage=plain.stages[index], timing=timing, host_budget_bytes=host)
+    return stage.solve(budget_bytes)
+
+
+@lru_cache(maxsize=4)
+def _undecided(run: Run) -> Forecast:
+    return forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
 
 
 def _reason(offload: bool, host: int | None) -> str:

@@ -9,7 +9,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
-from jettison.spec.kernels import AttentionKernel
+from jettison.spec.kernels import AttentionKernel, Dispatcher
 from jettison.spec.model import Moe
 from jettison.spec.precision import Adding
 from jettison.spec.run import Run
@@ -23,9 +23,25 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     spaces = run.workspaces
     experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
-    library = spaces.library_bytes + (spaces.grouped_bytes if experts else 0)
+    grouped = experts and not run.kernels.sequential_experts
+    library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
     return own + library, own + dummies
+
+
+def gathered_tokens(run: Run, chunks: Sequence[Chunk]) -> int:
+    """The buffer in which a rank gathers the tokens of all that share its experts.
+
+    ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher.token_dispatch``, with
+    ``use_global_buffer=True``: one for all layers, for good. Rows are taken from it and kept; it is not.
+    """
+    layout = run.layout
+    if run.kernels.dispatcher is not Dispatcher.ALLGATHER or layout.tp * layout.ep == 1:
+        return 0
+    if not any(g.part.layer is not None and isinstance(g.part.layer.mlp, Moe) for chunk in chunks for g in chunk):
+        return 0
+    tokens = run.micro_batch * run.seq // layout.cp * layout.ep
+    return tokens * run.model.hidden * DTYPE_BYTES[run.precision.compute]
 
 
 def loader_mask(run: Run) -> int:

@@ -39,6 +39,7 @@ OPTIMIZERS: Final = {
 
 TARGETS: Final = {
     "torch": "plain torch, with torch.utils.checkpoint",
+    "torch_remat": "torch_remat's checkpoints and regions",
     "transformers": "transformers' Trainer",
     "accelerate": "Accelerate with FSDP",
     "deepspeed": "DeepSpeed",
