@@ -295,8 +295,8 @@ def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
     modules = best.settings.get("recompute_modules")
     if isinstance(modules, list) and "mlp" in modules and biases:
         found.append(
-            "mlp in recompute_modules: with biases in products a backward of megatron-core 0.19.2 does not end (seen with "
-            "local layers on a CPU); try one step first, or train with --disable-bias-linear"
+            "mlp in recompute_modules: with biases in products a backward of megatron-core 0.19.2 does not end (seen "
+            "with local layers on a CPU); try one step first, or train with --disable-bias-linear"
         )
     if isinstance(modules, list) and "layernorm" in modules:
         found.append(
