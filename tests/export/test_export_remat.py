@@ -22,7 +22,6 @@ from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.predict.run_request import RunRequest
-from jettison.units import Bytes
 from jettison.verbs.live_model import PlanReport
 from jettison.verbs.plan import plan
 from support.export_cases import DEPTH, TOKENS, WIDTH, Stack, applied, held_bytes, remat_applied
