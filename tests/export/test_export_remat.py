@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+from jettison import Bytes
 from jettison.export.policy import kept_whole
 from jettison.export.regions import by_regions, options_of, overwritten, steps_down
 from jettison.export.result import CannotSay, Exported
