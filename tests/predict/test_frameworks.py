@@ -19,7 +19,7 @@ from jettison.predict.timeline_units import chosen_passes
 from jettison.spec.like import LIKE
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
-from jettison.units import KIB, MIB
+from jettison.units import KIB, MIB, format_bytes
 
 LLAMA = replace(preset("llama3-8b"), layers=preset("llama3-8b").layers[:8])
 
@@ -226,6 +226,15 @@ def test_rows_of_a_busy_rank_are_a_multiple_of_an_even_share(imbalance: float) -
     assert busy["activation input"] == imbalance * even["activation input"]
     with pytest.raises(UsageError, match="expected 1, which is even, to the 1 ranks"):
         mixtral(expert_imbalance=imbalance)
+
+
+def test_the_ledger_says_what_uneven_routing_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--ep", "4", "--dp", "4", "--zero", "3", "--seq", "1024"]
+    assert command(["ledger", "mixtral-8x7b", *layout]) == 0
+    busy = resolve(preset("mixtral-8x7b"), RunRequest(ep=4, dp=4, zero=3, seq=1024, expert_imbalance=1.25)).run
+    assert f"1.25 times its share peaks at {format_bytes(forecast(busy).peak_bytes)}" in capsys.readouterr().err
+    assert command(["ledger", "mixtral-8x7b", *layout, "--expert-imbalance", "2"]) == 0
+    assert "its share" not in capsys.readouterr().err
 
 
 def test_experts_may_be_narrower_than_tensor_parallelism() -> None:
