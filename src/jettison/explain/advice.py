@@ -47,8 +47,8 @@ def routing(found: Forecast) -> Iterator[str]:
     uneven = min(UNEVEN, float(ranks))
     peak = forecast_sizes(replace(run, imbalance=uneven)).peak_bytes
     yield (
-        f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share peaks "
-        f"at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
+        f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share "
+        f"peaks at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
     )
 
 
