@@ -72,13 +72,15 @@ def fixed(run: Run, stage: int = 0) -> int:
 
 def test_one_empty_gradient_for_each_shape_stays() -> None:
     tp, h, f, kv = 2, 4096, 14336, 1024
-    shapes = ((h + 2 * kv) * h, h * h, 2 * f * h, h * f)
+    shapes = ((h + 2 * kv) * h, h * h, 2 * f * h, h * f, 128256 * h)
     with_dummies, fused = (
         made(kernels="megatron", precision="bf16-main32", accumulation=word, tp=tp) for word in ("fused-dummy", "fused")
     )
     assert fixed(with_dummies) - fixed(fused) == 2 * sum(shapes) // tp
     experts = resolve(preset("mixtral-8x7b"), RunRequest(seq=128, kernels="megatron", accumulation="fused-dummy")).run
-    assert fixed(experts) == 2 * ((h + 2 * kv) * h + h * h + 2 * f * h + h * f), "one expert's, not all experts'"
+    assert fixed(experts) == 2 * ((h + 2 * kv) * h + h * h + 2 * f * h + h * f + 32000 * h), (
+        "one expert's, not all experts'"
+    )
 
 
 @pytest.mark.parametrize(("accumulation", "beside"), [("whole", 4), ("cast", 2), ("fused", 0), ("fused-dummy", 0)])
@@ -203,10 +205,16 @@ def mixtral(**request: object) -> Run:
 
 
 def test_tokens_that_all_ranks_gather_have_a_buffer_that_stays() -> None:
-    words = {"ep": 4, "dp": 4, "tp": 2}
+    words = {"ep": 4, "dp": 4, "workspaces": "torch-hopper"}
     gathered, sent = (mixtral(dispatcher=word, **words) for word in ("allgather", "alltoall"))
     assert fixed(gathered) - fixed(sent) == 1024 * 4 * 4096 * 2
-    assert fixed(mixtral(dispatcher="allgather")) == 0, "one rank gathers nothing"
+    assert fixed(mixtral(dispatcher="allgather", workspaces="torch-hopper")) == 64 * MIB, "one rank gathers nothing"
+
+
+def test_the_heads_input_is_gathered_into_a_buffer_that_stays() -> None:
+    more = {"kernels": "megatron", "workspaces": "torch-hopper", "tp": 2, "pp": 2, "micro_batch": 3}
+    plain, sharded = (made(sp=word, **more) for word in (False, True))
+    assert [fixed(sharded, i) - fixed(plain, i) for i in (0, 1)] == [0, 2 * 3 * 1024 * 4096], "where the head is"
 
 
 def test_one_expert_after_the_other_needs_no_workspace_of_grouped_products() -> None:
