@@ -302,5 +302,5 @@ def test_golden_values_of_a_7b_model() -> None:
 def test_simumax_runs() -> None:
     assert (
         max(abs(p / m - 1) for row in simumax.rows() for p, m in zip(row.predicted(), row.measured, strict=True))
-        < 0.001
+        < 0.002
     )

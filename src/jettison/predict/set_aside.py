@@ -34,9 +34,9 @@ def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
     """The buffer into which Megatron gathers over ranks, for good: the largest of what comes through it.
 
     ``GlobalMemoryBuffer.get_tensor`` under the name "mpu": the head's input under sequence parallelism, in
-    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all ranks
-    that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``, with
-    ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Counted where workspaces are.
+    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
+    ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
+    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Counted where workspaces are.
     """
     layout, parts = run.layout, [group.part for chunk in chunks for group in chunk]
     tokens = 0
