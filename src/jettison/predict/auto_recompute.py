@@ -157,7 +157,9 @@ def _plain_seconds(timing: Timing, stage: Stage) -> float:
 def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
-    return groups, tuple((o.forward, o.weight) for o in stage.load.occupancies), stage.load.fixed, stage.load.sent
+    load = stage.load
+    beside = load.fixed, load.sent, load.received, load.receives, load.around
+    return groups, tuple((o.forward, o.weight) for o in load.occupancies), beside
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:
