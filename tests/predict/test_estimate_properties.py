@@ -213,7 +213,13 @@ def explained(model: str = "llama2-7b", gpu: str = "a100-80gb", **request: objec
 def test_options_are_the_run_with_another_mode() -> None:
     found = estimate(run_of("gpt-22b", micro_batch=4, tp=8, recompute="selective"), hardware("a100-80gb"))
     told = explain(found)
-    assert [option.recompute for option in told.options] == ["none", "selective", "selective-op", "full", "none + offload"]
+    assert [option.recompute for option in told.options] == [
+        "none",
+        "selective",
+        "selective-op",
+        "full",
+        "none + offload",
+    ]
     assert [option.current for option in told.options] == [False, True, False, False, False]
     assert told.options[1].step_seconds == found.step_seconds
     peaks = [option.peak_bytes for option in told.options[:4] if option.recompute != "selective-op"]
