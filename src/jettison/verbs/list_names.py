@@ -29,6 +29,7 @@ POLICIES: Final = {
 
 OPTIMIZERS: Final = {
     Optimizer.ADAMW: "two moments",
+    Optimizer.ADAMW_FOREACH: "the same, all parameters at once and unfused: torch's default on CUDA",
     Optimizer.SGD: "no state",
     Optimizer.SGD_MOMENTUM: "one moment",
     Optimizer.ADAM8BIT: "two moments of one byte, with a scale for each 256 (arXiv 2110.02861)",
