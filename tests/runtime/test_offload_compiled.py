@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.errors import UsageError
-from jettison.runtime.offload import Direction
+from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.runtime.recorder import Earliest, Latest, Order, Recorder
 from jettison.solve.policy import Exactly, KeepAll, can_move
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of
@@ -78,6 +78,25 @@ def breaking(module: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
+@contextlib.contextmanager
+def copies_back(module: nn.Module, engine: OffloadEngine) -> Iterator[list[int]]:
+    """How many have been queued when the backward of a module is over, in each step."""
+    found: list[int] = []
+
+    def over(_gradient: Tensor) -> None:
+        found.append(sum(c.direction is Direction.BACK for c in engine.transfers))
+
+    def called(_module: nn.Module, args: Any) -> None:
+        engine.transfers.clear()
+        args[0].register_hook(over)
+
+    hook = module.register_forward_pre_hook(called)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
 def test_single_tensors_of_a_compiled_block_move() -> None:
     model, plain = pair(0.2)
     given = batch()
@@ -105,6 +124,9 @@ def test_single_tensors_of_a_compiled_block_move() -> None:
                     assert sum(c.nbytes for c in engine.transfers if c.direction is way) == 3 * sent
             assert not engine.device.races
             assert engine.pool.live_bytes == 0 and engine.pool.real_bytes == 3 * sent
+            with copies_back(model.stack.layers[3], engine) as back:
+                gradients(model, given)
+            assert back == [len(moved)]  # those of the block before, while the last one's backward ran
             loss = model(*given)
             assert engine.pool.live_bytes == 3 * sent
             del loss  # a graph that nobody wants
