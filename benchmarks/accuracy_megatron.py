@@ -40,6 +40,7 @@ ASIDE = (
         why="the first iteration compiles the loss; on A100 its peak, 2.091 GiB, is never reached again",
     ),
     Aside(name="gpt3_mcore_tp4_pp1", why=_LOCAL),
+    Aside(name="gpt3_mcore_tp2_pp2_resume_torch_dist_te_2experts", why=f"{_LOCAL}; in fp16"),
     Aside(name="gpt3_mcore_tp4_pp1_resume_torch", why=f"{_LOCAL}; in fp16"),
 )
 
@@ -85,7 +86,7 @@ def summary() -> str:
     errors = [row.errors for row in counted]
     lines: list[str] = []
     for kind, values, before in zip(KINDS, zip(*errors, strict=True), BEFORE_GOLDEN, strict=True):
-        lines.append(f"{kind} {_both(values, before)}")
+        lines.append(f"{kind} {_both(values, before, ', the dense ones')}")
     ranks = [abs(p / m - 1) for row in simumax.rows() for p, m in zip(row.predicted(), row.measured, strict=True)]
     later = [row.errors[1] for row in megatron_golden.rows(megatron_golden.LATER)]
     return "\n".join(
@@ -98,9 +99,9 @@ def summary() -> str:
     )
 
 
-def _both(values: Sequence[float], before: tuple[float, float]) -> str:
+def _both(values: Sequence[float], before: Pair, of: str = "") -> str:
     now = f"median {_percent(median(values))}, worst {_percent(max(values))}"
-    return f"{now} (before {before[0]} % and {before[1]} %)"
+    return f"{now} (before {before[0]} % and {before[1]} %{of})"
 
 
 def signed(value: float) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
-from jettison.spec.kernels import MEGATRON, AttentionKernel, Loss
+from jettison.spec.kernels import MEGATRON, AttentionKernel, Dispatcher, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
+from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
 from jettison.spec.precision import PRECISIONS, Adding
 from jettison.spec.run import Gradients, Run
 from jettison.spec.workspaces import WORKSPACES, Workspaces
@@ -60,7 +60,7 @@ class Golden:
 
 
 NOT_DESCRIBED = {
-    "num-experts": "experts",
+    "mtp-num-layers": "layers that predict further tokens",
     "multi-latent-attention": "latent attention",
     "use-megatron-fsdp": "Megatron's own FSDP",
     "fp8-format": "fp8",
@@ -94,6 +94,8 @@ def why_not(row: Facts) -> str:
         found.append("vocabulary not stated")
     if "world size not in" in row["notes"]:
         found.append("world size not stated")
+    if "muon" in name_of(row):
+        found.append("a distributed Muon")
     if row["recompute"] not in ("none", ""):
         found.append(f"recompute {row['recompute']}")
     return ", ".join(found)
@@ -131,7 +133,18 @@ def model_of(row: Facts) -> ModelSpec:
         rotary_dim=round(head_dim * float(more.get("rotary-percent", 1))) if rotary else 0,
     )
     activation = Activation.SILU if gated else Activation.GELU_TANH
-    mlp = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
+    mlp: Mlp | Moe = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
+    if "num-experts" in more:
+        mlp = Moe(
+            experts=int(more["num-experts"]),
+            top_k=int(more["moe-router-topk"]),
+            ffn=int(more.get("moe-ffn-hidden-size", row["ffn"])),
+            activation=activation,
+            router=Router.TOPK_SOFTMAX,
+            gated=gated,
+            bias=biased,
+            shared_ffn=int(more.get("moe-shared-expert-intermediate-size", 0)),
+        )
     return ModelSpec(
         name=name_of(row),
         family="paper",
@@ -156,6 +169,9 @@ def run_of(row: Facts) -> Run:
         MEGATRON,
         attention=AttentionKernel.EAGER if eager else AttentionKernel.FLASH,
         copied_attention=_uses_flash_attn(row["gpu"], deterministic="deterministic-mode" in more),
+        dispatcher=Dispatcher(more.get("moe-token-dispatcher-type", "allgather")),
+        deterministic="deterministic-mode" in more,
+        sequential_experts="moe-grouped-gemm" not in more,
         loss=Loss.NATIVE if "cross-entropy-loss-fusion" in more else Loss.VOCAB_PARALLEL,
     )
     return Run(
@@ -169,6 +185,8 @@ def run_of(row: Facts) -> Run:
             pp=int(row["pp"]),
             virtual_stages=int(row["vpp"] or 1),
             cp=cp,
+            ep=int(row["ep"] or 1),
+            expert_tp=int(more.get("expert-tensor-parallel-size", 0)) if "num-experts" in more else 0,
             dp=dp,
             zero=int(row["zero"]),
             zero_replicas=int(more.get("num-distributed-optimizer-instances", 1)),
@@ -177,11 +195,16 @@ def run_of(row: Facts) -> Run:
         precision=PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"],
         kernels=kernels,
         gradients=Gradients.UPFRONT,
-        dropout=0.1 if cp == 1 else 0.0,
+        dropout=0.0 if "nondeterministic" in name_of(row) or _without_dropout(row) else 0.1,
         adding=_adding(more, local=local),
         workspaces=_workspaces(row["gpu"], more, local=local),
         loader_masks="no_create_attention_mask" not in name_of(row),
     )
+
+
+def _without_dropout(row: Facts) -> bool:
+    """Dense tests with context parallelism set both probabilities to 0."""
+    return int(row["cp"] or 1) > 1 and "num-experts" not in extras(row)
 
 
 def _uses_flash_attn(gpu: str, *, deterministic: bool) -> bool:
@@ -196,9 +219,10 @@ def _adding(more: Facts, *, local: bool) -> Adding:
 
 
 def _workspaces(gpu: str, more: Facts, *, local: bool) -> Workspaces:
-    """Tests that are to be deterministic run under ``CUBLAS_WORKSPACE_CONFIG=:4096:8``."""
+    """Tests that are to be deterministic run under ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and all with experts do."""
     found = WORKSPACES[f"{'torch' if local else 'te'}-{'ampere' if gpu.startswith('A100') else 'hopper'}"]
-    return found.with_torch(32 * MIB) if "deterministic-mode" in more else found
+    states = "deterministic-mode" in more or "num-experts" in more
+    return found.with_torch(32 * MIB) if states else found
 
 
 def rows(path: Path = FACTS) -> list[Golden]:

@@ -100,7 +100,12 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'jettison' has no attribute {name!r}; it offers {', '.join(_HOME_OF)}")
-    return getattr(import_module(home), name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"jettison.{name} needs torch: pip install 'jettison[torch]'") from error
 
 
 def __dir__() -> list[str]:

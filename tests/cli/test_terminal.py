@@ -360,6 +360,19 @@ def test_an_answer_that_is_no_good_is_the_only_document(capsys: pytest.CaptureFi
     assert isinstance(details, dict) and details["budget_bytes"] == 1 << 20 < details["minimum_budget_bytes"]
 
 
+@pytest.mark.parametrize(("missing", "extra"), [("torch", "torch"), ("transformers", "hf")])
+def test_what_is_not_installed_is_said_in_a_line(
+    missing: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_args: object, **_more: object) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=f"{missing}.nn")
+
+    monkeypatch.setattr("jettison.verbs.ledger.ledger", absent)
+    code, found, said = refused(capsys, "ledger", "gpt2")
+    assert (code, found["error"]) == (2, "UsageError")
+    assert said.count("\n") == 1 and f"pip install 'jettison[{extra}]'" in said
+
+
 def test_people_get_no_documents(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ledger", "gpt-3"]) == 2
     assert capsys.readouterr().out == ""

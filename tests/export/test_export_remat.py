@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import jettison
+from jettison import Bytes
 from jettison.export.policy import kept_whole
 from jettison.export.regions import by_regions, options_of, overwritten, steps_down
 from jettison.export.result import CannotSay, Exported
@@ -43,7 +44,7 @@ def exported(factory: str, share: float) -> Exported:
     """For a budget so far between the smallest one and the plain step."""
     found = planner(factory)
     low, high = found.minimum_budget_bytes, found.plain_budget_bytes
-    made = jettison.plan(found.trace, int(low + share * (high - low)), measure=False)
+    made = jettison.plan(found.trace, Bytes(int(low + share * (high - low))), measure=False)
     request = ModelRequest(model=f"support.export_cases:{factory}", optimizer="none")
     return jettison.export_plan(PlanReport(plan=made, request=request).document(), to="torch_remat")
 
@@ -195,7 +196,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     request = ModelRequest(model=str(file), seq=48, micro_batch=2, precision="fp32", optimizer="none")
     made = make_planner(load(request, fake=True).trace(), measure=False)
     budget = (made.minimum_budget_bytes + made.plain_budget_bytes) // 2
-    document = PlanReport(plan=jettison.plan(made.trace, budget, measure=False), request=request).document()
+    document = PlanReport(plan=jettison.plan(made.trace, Bytes(budget), measure=False), request=request).document()
     found = jettison.export_plan(document, to="torch_remat")
     assert any("mlp" in policy.words for policy in found.policies)
     loaded = load(request, fake=False)

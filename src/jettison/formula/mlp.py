@@ -59,6 +59,10 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
         return out
+    if kind is Activation.RELU_SQUARED:
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+        w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
+        return power(w, out, "activation output")
     return w.tape.op(KERNEL[kind], [x], saves=[saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")])
 
 

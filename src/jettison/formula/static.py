@@ -106,7 +106,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     moment = DTYPE_BYTES[precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
     match kind:
-        case Optimizer.ADAMW:
+        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:
             return 2 * moment * elements
         case Optimizer.SGD | Optimizer.NONE:
             return 0

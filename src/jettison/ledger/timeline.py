@@ -80,7 +80,8 @@ class StageLoad:
     twins: bool = False
     master: int = 0  # of ``state``
     copies: int = 0  # of gradients, from the optimizer until the next step
-    late: int = 0  # of ``fixed``
+    aside: int = 0  # of ``fixed``, what libraries set aside
+    late: int = 0  # of ``aside``
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
     around: int = 0

@@ -204,6 +204,7 @@ def _stage(
     total: Static = known[alike]
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
     before, late = set_aside(run, chunks)
+    aside = before + late
     mask = loader_mask(run) if run.loader_masks and index in (0, layout.pp - 1) else 0
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
@@ -216,7 +217,7 @@ def _stage(
             whole=run.recompute.whole,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole + before + late,
+        fixed=total.parameters + whole + aside,
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
@@ -224,6 +225,7 @@ def _stage(
         twins=bool(twins),
         master=total.master,
         copies=total.copies,
+        aside=aside,
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
@@ -266,7 +268,10 @@ def _transient(run: Run, total: Static) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
     On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
-    which training on accelerators uses, need none.
+    which training on accelerators uses, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``,
+    ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
     """
+    if run.optimizer is Optimizer.ADAMW_FOREACH:
+        return (total.state - total.master) // 2
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
     return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0

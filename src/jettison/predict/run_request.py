@@ -20,7 +20,7 @@ from jettison.parse_units import Length
 from jettison.spec.conventions import kernels_for
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
-from jettison.spec.kernels import ContextExchange, Kernels, Loss
+from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
@@ -46,10 +46,15 @@ class CommonRequest:
         attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
-        optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
+            adafactor, muon or none.
         kernels: megatron, pytorch or huggingface: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused or chunked.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
+        expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
+        dispatcher: How tokens reach their experts: alltoall or allgather.
+        deterministic: Megatron's deterministic mode: what experts return is kept, too.
+        sequential_experts: One expert after the other, instead of grouped products.
         tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
@@ -70,6 +75,10 @@ class CommonRequest:
     kernels: str | None = None
     loss: str | None = None
     capacity_factor: float | None = None
+    expert_imbalance: float | None = None
+    dispatcher: str | None = None
+    sequential_experts: bool | None = None
+    deterministic: bool | None = None
     tp_comm_overlap: bool | None = None
     gathered_inputs: bool | None = None
     keep_stage_outputs: bool | None = None
@@ -102,6 +111,7 @@ class RunRequest(CommonRequest):
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
         ep: Ranks of expert parallelism, out of dp x cp: 1.
+        expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
         zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
@@ -122,6 +132,7 @@ class RunRequest(CommonRequest):
     cp: int | None = None
     dp: int | None = None
     ep: int | None = None
+    expert_tp: int | None = None
     zero: int | None = None
     zero_replicas: int | None = None
     recompute: str | None = None
@@ -234,6 +245,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
         dropout=_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
+        imbalance=_or(request.expert_imbalance, 1.0),
         tp_comm_overlap=_or(request.tp_comm_overlap, False),
         adding=Adding.WHOLE if request.accumulation is None else _word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(_or(request.workspaces, "none")),
@@ -283,6 +295,7 @@ def _layout(request: RunRequest, depth: int) -> Layout:
         sp=_or(request.sp, tp > 1),
         cp=_or(request.cp, 1),
         ep=_or(request.ep, 1),
+        expert_tp=_or(request.expert_tp, 0),
         pp=pp,
         virtual_stages=virtual,
         stage_layers=uneven,
@@ -300,6 +313,11 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     paper = model.family == PAPER
     kernels = kernels_for(model, _or(request.kernels, "megatron" if paper else "pytorch"))
     kernels = kernels.with_attention(_or(request.attention, "eager") if paper else request.attention)
+    if request.dispatcher is not None:
+        kernels = replace(kernels, dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher"))
+    for name in ("sequential_experts", "deterministic"):
+        if getattr(request, name) is not None:
+            kernels = replace(kernels, **{name: getattr(request, name)})
     if request.context_exchange is not None:
         exchange = _word(ContextExchange, request.context_exchange, "context-exchange")
         kernels = replace(kernels, context_exchange=exchange)

@@ -9,7 +9,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
-from jettison.spec.kernels import AttentionKernel
+from jettison.spec.kernels import AttentionKernel, Dispatcher
 from jettison.spec.model import Moe
 from jettison.spec.precision import Adding
 from jettison.spec.run import Run
@@ -23,9 +23,29 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     spaces = run.workspaces
     experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
-    library = spaces.library_bytes + (spaces.grouped_bytes if experts else 0)
+    grouped = experts and not run.kernels.sequential_experts
+    library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
+    library += gathering_buffer(run, chunks) if run.kernels.name == "megatron" and spaces.torch_bytes else 0
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
     return own + library, own + dummies
+
+
+def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
+    """The buffer into which Megatron gathers over ranks, for good: the largest of what comes through it.
+
+    ``GlobalMemoryBuffer.get_tensor`` under the name "mpu": the head's input under sequence parallelism, in
+    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
+    ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
+    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Counted where workspaces are.
+    """
+    layout, parts = run.layout, [group.part for chunk in chunks for group in chunk]
+    tokens = 0
+    if layout.tp > 1 and layout.sp and any(part.name == HEAD for part in parts):
+        tokens = run.micro_batch * run.seq // layout.cp
+    experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
+    if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
+        tokens = run.micro_batch * run.seq // layout.cp * layout.ep
+    return tokens * run.model.hidden * DTYPE_BYTES[run.precision.compute]
 
 
 def loader_mask(run: Run) -> int:
@@ -42,7 +62,7 @@ def dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
 
     ``transformer_engine/pytorch/module/base.py``, ``get_dummy_wgrad`` (from version 2.3 on, of grouped products from
     2.10): where the product has added to ``main_grad``, autograd is still given a tensor of the weight's shape, one for
-    each shape and dtype, which is kept for the next.
+    each shape and dtype, which is kept for the next. The head's product, Megatron's own, takes it from there as well.
     """
     shapes = {
         shape for part in parts for weight in part.region.weights if weight.product for shape in _shape(run, weight)

@@ -48,6 +48,7 @@ class EstimateReport:
     @property
     def warnings(self) -> Iterator[str]:
         """What a reader should know before believing it."""
+        yield from self.found.run.model.left_out
         if not self.fits:
             yield (
                 f"this run does not fit {self.found.hardware.name}: its peak of {format_bytes(self.memory.peak_bytes)} "

@@ -42,6 +42,13 @@ class ContextExchange(StrEnum):
     A2A = "a2a"  # all-to-all: whole sequences of a share of the heads, and back (arXiv 2309.14509)
 
 
+class Dispatcher(StrEnum):
+    """How tokens reach the ranks of their experts."""
+
+    ALLTOALL = "alltoall"  # rows travel to the ranks that have their experts, and back
+    ALLGATHER = "allgather"  # every rank gathers all tokens in a buffer that stays, and takes rows for its experts
+
+
 class Combine(StrEnum):
     """Where the outputs of a token's experts get their weights, and how they become one row again."""
 
@@ -91,6 +98,10 @@ class Kernels:
         loss_float32: logits are cast up for the loss.
         batch_first: activations are b × s × h; otherwise s × b × h.
         combine: how a mixture of experts is weighted and summed.
+        dispatcher: how tokens reach experts.
+        deterministic: torch's deterministic algorithms, Megatron's ``--deterministic-mode``: expert outputs are added
+            by ``index_add_``, for which autograd keeps what is added; for ``scatter_add_`` it keeps the index alone.
+        sequential_experts: one expert after the other, each with products of its own, not one grouped product.
         router_float32: a router's input and weight are cast to fp32 for its product.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
     """
@@ -122,6 +133,9 @@ class Kernels:
     loss_float32: bool = True
     batch_first: bool = True
     combine: Combine = Combine.ADDED
+    dispatcher: Dispatcher = Dispatcher.ALLTOALL
+    sequential_experts: bool = False
+    deterministic: bool = False
     router_float32: bool = False
     weights_float32: bool = True
     device: Device = Device.CUDA

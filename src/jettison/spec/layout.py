@@ -28,6 +28,7 @@ class Layout:
     """Ranks along each axis, and the choices that go with them.
 
     Args:
+        expert_tp: ranks that share an expert's width; those of "tp" beyond them are among the ranks of "ep". 0: as tp.
         zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
         zero_replicas: groups of ranks that each hold all of what ZeRO shards: HSDP's replicas, Megatron's
             ``--num-distributed-optimizer-instances``.
@@ -47,6 +48,7 @@ class Layout:
     sp: bool = False
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 0
     pp: int = 1
     virtual_stages: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
@@ -72,15 +74,29 @@ class Layout:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
             raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
-        if (self.dp * self.cp // self.ep) % self.zero_replicas:
+        self._check_experts()
+        if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
                 f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
                 "hold the same parameters (dp x cp, by ep where there are experts)"
             )
-        if (self.dp * self.cp) % self.ep:
+
+    def _check_experts(self) -> None:
+        """Do the ranks that have experts come out?"""
+        if not self.expert_tp or self.expert_tp == self.tp:
+            if (self.dp * self.cp) % self.ep:
+                raise UsageError(
+                    f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
+                )
+            return
+        if self.expert_tp < 1 or self.tp % self.expert_tp or not self.sp:
             raise UsageError(
-                f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
+                f"got --expert-tp {self.expert_tp}; expected a divisor of --tp {self.tp}, with --sp: the ranks beyond "
+                "it route tokens of their own"
             )
+        ranks = self.tp * self.dp * self.cp // self.expert_tp
+        if ranks % self.ep:
+            raise UsageError(f"--ep {self.ep} does not divide tp x dp x cp / expert tp = {ranks}")
 
     @property
     def world(self) -> int:
@@ -90,7 +106,13 @@ class Layout:
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Sizes of the axes that shard tensors."""
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        return sizes | {"etp": self.expert_tp, "tpx": self.tp // self.expert_tp} if self.splits_tp else sizes
+
+    @property
+    def splits_tp(self) -> bool:
+        """Do experts use a part of "tp" for their width, as the axis "etp", and the rest, "tpx", for more experts?"""
+        return 0 < self.expert_tp != self.tp
 
     @cached_property
     def within_stage(self) -> Layout:
@@ -100,6 +122,7 @@ class Layout:
             sp=self.sp and self.tp > 1,
             cp=self.cp,
             ep=self.ep,
+            expert_tp=self.expert_tp,
             dp=self.ep,
             gathered_inputs=self.gathered_inputs,
         )
@@ -107,7 +130,16 @@ class Layout:
     @cached_property
     def sharding(self) -> Layout:
         """What decides over how many ranks ZeRO spreads a weight."""
-        return Layout(cp=self.cp, ep=self.ep, dp=self.dp, zero=self.zero, zero_replicas=self.zero_replicas)
+        return Layout(
+            tp=self.tp if self.splits_tp else 1,
+            sp=self.splits_tp,
+            expert_tp=self.expert_tp if self.splits_tp else 0,
+            cp=self.cp,
+            ep=self.ep,
+            dp=self.dp,
+            zero=self.zero,
+            zero_replicas=self.zero_replicas,
+        )
 
     @property
     def shards(self) -> int:
@@ -117,7 +149,8 @@ class Layout:
     @property
     def expert_shards(self) -> int:
         """Ranks over which ZeRO spreads one expert's."""
-        return self.dp * self.cp // self.ep // self.zero_replicas
+        wider = self.tp // self.expert_tp if self.splits_tp else 1
+        return wider * self.dp * self.cp // self.ep // self.zero_replicas
 
     def check(self, model: ModelSpec, *, seq: int) -> None:
         """Does the model divide this way?
@@ -127,9 +160,10 @@ class Layout:
         """
         for layer in model.kinds:
             self._check_heads(layer.attention.heads, layer.attention.kv_heads)
-            width = layer.mlp.ffn
-            if width % self.tp:
-                raise UsageError(f"--tp {self.tp} does not divide the feed-forward width {width}")
+            width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
+            if width % (self.expert_tp if narrow else self.tp):
+                flag = f"--expert-tp {self.expert_tp}" if narrow else f"--tp {self.tp}"
+                raise UsageError(f"{flag} does not divide the feed-forward width {width}")
             if isinstance(layer.mlp, Moe) and layer.mlp.experts % self.ep:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):

@@ -34,7 +34,6 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "gradients": "one-by-one",
             "zero": 3,
             "loss": "upcast",
-            "gathered_inputs": True,
             "workspaces": "torch-hopper",
         },
         # nanotron: bf16 gradients in DDP's buckets, summed up in fp32 (accumulate_grad_in_fp32)
@@ -66,14 +65,15 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
         },
     }
 )
-"""By name. torchtitan over tensor-parallel ranks has DTensor's loss: see `rule`."""
+"""By name. torchtitan over tensor-parallel ranks has DTensor's loss and inputs: see `rule`."""
 
 
 def rule(name: str, *, tp: int) -> Rule:
     """What a framework sets.
 
     Args:
-        tp: ranks of tensor parallelism; over more than one, torchtitan's loss is `loss_parallel`, its default.
+        tp: ranks of tensor parallelism; over more than one, torchtitan's loss is `loss_parallel`, its default, and
+            products keep gathered inputs.
 
     Raises:
         UsageError: no such framework.
@@ -81,4 +81,4 @@ def rule(name: str, *, tp: int) -> Rule:
     if name not in LIKE:
         raise UsageError(f"got --like {name!r}; expected one of {', '.join(LIKE)}")
     found = LIKE[name]
-    return {**found, "loss": "dtensor"} if name == "torchtitan" and tp > 1 else found
+    return {**found, "loss": "dtensor", "gathered_inputs": True} if name == "torchtitan" and tp > 1 else found

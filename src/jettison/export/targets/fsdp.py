@@ -51,7 +51,7 @@ def export_deepspeed(subject: Subject, pricer: Pricer) -> Exported:
     on = policies[0].action is Action.CHECKPOINT
     on_host = any(policy.moved for policy in policies)
     text = json.dumps(_deepspeed_settings(subject, len(policies), on=on, on_host=on_host), indent=2) + "\n"
-    found = _exported(DEEPSPEED, subject, pricer, {"deepspeed.json": text}, policies, cost, "")
+    found = _exported(DEEPSPEED, subject, pricer, {"deepspeed.json": text}, policies, cost, "deepspeed 0.19.8")
     if not on:
         return found
     lost = (

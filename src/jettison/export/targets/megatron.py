@@ -82,7 +82,7 @@ def _exported(
         plan_cost=pricer.plan(),
         cost=best.cost,
         lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
-        notes=_notes(best, run),
+        notes=_notes(best, run, _has_biases(best)),
         checked_with=CHECKED if target == MEGATRON else "",
     )
 
@@ -285,9 +285,19 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
     )
 
 
-def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
+def _has_biases(best: Candidate) -> bool:
+    """In products of the feed-forward part."""
+    return any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in best.policies[0].program.ops)
+
+
+def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
     found = []
     modules = best.settings.get("recompute_modules")
+    if isinstance(modules, list) and "mlp" in modules and biases:
+        found.append(
+            "mlp in recompute_modules: with biases in products a backward of megatron-core 0.19.2 does not end (seen "
+            "with local layers on a CPU); try one step first, or train with --disable-bias-linear"
+        )
     if isinstance(modules, list) and "layernorm" in modules:
         found.append(
             "layernorm frees something where norms are modules of their own; under Transformer Engine the norm before "
