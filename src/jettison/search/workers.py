@@ -7,8 +7,10 @@ left: with a common queue two processes took two thirds more processor time than
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -117,6 +119,7 @@ def _start(question: object) -> None:
     global _question
     _question = question
     gc.set_threshold(COLLECTED)
+    atexit.register(os._exit, 0)  # what it knows need not be taken apart object by object
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks stops, and lets this one go
 
 
