@@ -15,10 +15,12 @@ import jettison
 from jettison import Bytes
 from jettison.capture.compiled import CompiledProgram
 from jettison.errors import Infeasible
+from jettison.planner.host_compiled import with_moves_of_compiled
 from jettison.planner.points import compiled_points
 from jettison.runtime.recorder import Recorder
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.plan import Plan
+from jettison.solve.problem import Sent
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, peak
@@ -123,6 +125,24 @@ def test_a_plan_can_be_kept_verified_and_applied_again() -> None:
         proof = jettison.verify(model, given, handle=handle, rounds=2)
     assert proof.gradients_identical and proof.losses_identical and proof.random_state_identical
     assert proof.measured_peak_bytes <= budget
+
+
+def test_only_what_a_point_keeps_is_sent_and_no_parameter() -> None:
+    """Inductor may save more, or something else in its place: that has no name in a plan."""
+    traced = jettison.trace(stack(), batch(), compile="blocks")
+    (key,) = traced.classes
+    made = traced.classes[key].compiled
+    assert made is not None
+    points = compiled_points(made, linked())
+    every = {b.index: Sent(nbytes=b.nbytes) for b in made.program.buffers if b.nbytes}
+    found = list(with_moves_of_compiled(traced, key, points, {p.key: every for p in points}, [200_000]))
+    assert [p for p in found if not p.moved] == points
+    assert len(found) > len(points)
+    for point in found:
+        assert point.moved <= point.kept
+        assert not any(made.program.buffers[b].free for b in point.moved)
+        whole = point.key.endswith("-send-all")
+        assert whole or made.program.kept_bytes(point.moved) <= 200_000
 
 
 def inductors_own(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +68,16 @@ def test_all_that_blocks_save_moves_and_comes_back(word: str, rate: float, moved
         assert engine.pool.live_bytes == 0
 
 
+@contextlib.contextmanager
+def breaking(module: nn.Module) -> Iterator[None]:
+    """Calls of it fail."""
+    hook = module.register_forward_pre_hook(lambda *_: 1 // 0)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def test_single_tensors_of_a_compiled_block_move() -> None:
     model, plain = pair(0.2)
     given = batch()
@@ -93,6 +105,14 @@ def test_single_tensors_of_a_compiled_block_move() -> None:
                     assert sum(c.nbytes for c in engine.transfers if c.direction is way) == 3 * sent
             assert not engine.device.races
             assert engine.pool.live_bytes == 0 and engine.pool.real_bytes == 3 * sent
+            loss = model(*given)
+            assert engine.pool.live_bytes == 3 * sent
+            del loss  # a graph that nobody wants
+            assert engine.pool.live_bytes == 0
+            with pytest.raises(ZeroDivisionError), breaking(model.stack.layers[2]):
+                model(*given)
+            assert engine.pool.live_bytes == 0
+            assert equal(gradients(model, given), expected)
 
 
 def test_a_compiled_block_packs_nothing() -> None:

@@ -19,6 +19,7 @@ from jettison.planner.host import movable
 from jettison.planner.host_compiled import option_at, with_moves_of_compiled
 from jettison.planner.points import policy_of
 from jettison.progress import silent
+from jettison.runtime.offload import Transfer
 from jettison.runtime.recorder import Order, Recorder
 from jettison.solve.frontier import NONE_KEY, FrontierPoint
 from jettison.solve.policy import CheckpointPolicy, KeepAll
@@ -67,6 +68,7 @@ class Sending:
     sent: dict[str, tuple[int, ...]]
     dry: StepPeaks
     same: bool
+    transfers: tuple[Transfer, ...]
     peak_bytes: int
     plain_peak_bytes: int
     host_bytes: int
@@ -118,12 +120,15 @@ def send_all(model: nn.Module, given: tuple[Tensor, ...], orders: list[Order]) -
         same = True
         for order in orders:
             device.order = order
+            transfers = [] if engine is None else engine.transfers
+            before = len(transfers)
             with device.watching():
                 same = same and equal(gradients(model, given), expected)
         return Sending(
             sent={name: tuple(s.nbytes for s in option.sent) for name, option in opaque.items()},
             dry=dry,
             same=same,
+            transfers=tuple(transfers[before:]),
             peak_bytes=peak(model, given),
             plain_peak_bytes=peak(plain, given),
             host_bytes=engine.pool.peak_bytes if engine is not None else 0,

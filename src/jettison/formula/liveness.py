@@ -96,7 +96,7 @@ class _Backward:
     ) -> None:
         self.region, self.program, self.kept = region, region.program, kept
         self.accumulates = accumulates
-        self.fused = rule.fused and accumulates
+        self.fused, self.dummies = rule.fused and accumulates, rule.dummies
         self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
         self.live = self.peak = 0
         self.pending = set(again)
@@ -158,7 +158,7 @@ class _Backward:
 
     def _added_within(self, weight: Weight) -> bool:
         """Does the product that makes this gradient add it as well?"""
-        return self.fused and weight.product
+        return self.fused and weight.product and (self.dummies or not weight.head)
 
     def _fetch(self, b: int) -> None:
         buffer = self.program.buffers[b]

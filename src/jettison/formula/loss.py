@@ -37,7 +37,7 @@ def head(w: Writer, x: Value) -> Value:
         split="column",
         keeps=kept,
         tied=model.tied_embeddings,
-        product=False,
+        head=True,
         reference=f"{EXTRA}, output layer: 2sbh",
     )
     if model.head.softcap:

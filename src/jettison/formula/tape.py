@@ -52,7 +52,9 @@ class Weight:
     """A parameter: its logical shape and how it is placed.
 
     ``expert``: ZeRO spreads it over the ranks of one expert only. ``tied``: another region's weight, read again.
-    ``product``: a matrix of a layer, whose gradient a library can add to a buffer within the product that makes it.
+    ``product``: a matrix whose gradient can be added to a buffer within the product that makes it. ``head``: that
+    product is the head's, after which autograd is still given a gradient of that size: ``torch.empty`` in Megatron-LM's
+    ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Weight:
     expert: bool = False
     tied: bool = False
     product: bool = False
+    head: bool = False
 
     @property
     def total(self) -> int:
@@ -153,11 +156,13 @@ class Tape:
         expert: bool = False,
         tied: bool = False,
         product: bool = False,
+        head: bool = False,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
-        made = Weight(full, tuple(shape), places, prod(local) * DTYPE_BYTES[dtype], prod(local), expert, tied, product)
+        nbytes = prod(local) * DTYPE_BYTES[dtype]
+        made = Weight(full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head)
         self.weights.append(made)
         return made
 

@@ -100,18 +100,21 @@ class Writer:
         expert: bool = False,
         tied: bool = False,
         product: bool = False,
+        head: bool = False,
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
-        ``product``: it is a matrix of a layer.
+        ``product``: it is the matrix of a product; ``head``: of the head's.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         dtype = self.run.precision.parameter
-        return self.tape.weight(name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied, product=product)
+        return self.tape.weight(
+            name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied, product=product, head=head
+        )
 
 
 def saved(value: Value, role: str, reference: str = "") -> Saved:

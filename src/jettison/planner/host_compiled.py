@@ -30,16 +30,16 @@ def with_moves_of_compiled(
         sizes = as_seen(program, seen)
         free = frozenset(
             b
-            for b, sent in seen.items()
-            if can_move(program, b) and sent.nbytes >= SMALLEST_BYTES and sent.place not in lives
+            for b, sent in seen.items()  # Inductor may save something else in the place of what is kept: that stays
+            if b in point.kept and can_move(program, b) and sent.nbytes >= SMALLEST_BYTES and sent.place not in lives
         )
-        for part in parts_to_send(sizes, point.kept | free, free, sorted(set(kinks))):
+        for part in parts_to_send(sizes, point.kept, free, sorted(set(kinks))):
             if part:
                 sent_bytes = sizes.kept_bytes(part)
                 yield replace(
                     point,
                     key=f"{point.key}{SEND}{ALL if part == free else sent_bytes}",
-                    kept_bytes=max(0, point.kept_bytes - program.kept_bytes(part & point.kept)),
+                    kept_bytes=point.kept_bytes - program.kept_bytes(part),
                     seconds=point.seconds + MOVE_SECONDS * len(part),
                     moved=part,
                 )

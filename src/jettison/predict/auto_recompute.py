@@ -12,14 +12,15 @@ from types import MappingProxyType
 
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
-from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.forecast import Forecast, Stage, forecast, forecast_sizes
+from jettison.predict.peak import peak_bytes
 from jettison.predict.stage_choice import Answer, StageChoice
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import StageRegion, Staying, kept_by
 from jettison.predict.time import recomputing
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Mode, Run
+from jettison.spec.run import Mode, Recompute, Run
 from jettison.units import format_bytes
 
 
@@ -109,7 +110,8 @@ def choose(
         names = [part.name for chunk in stage.parts for part in chunk]
         chosen.update(zip(names, answer.staying, strict=True))
     if len(answers) < len(plain.stages):
-        raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=_reason(offload, host))
+        reason = " ".join((_reason(offload, host), *_lower(run, smallest)))
+        raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=reason)
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     most = max(answers, key=lambda answer: answer.added_seconds)
     return AutoForecast(
@@ -157,6 +159,22 @@ def _reason(offload: bool, host: int | None) -> str:
     return f"Every layer computes all that it can again, or sends it to the host{room}."
 
 
+def _lower(run: Run, smallest: int) -> Iterator[str]:
+    """What takes less than any choice by layers: segments of several, which hold fewer inputs."""
+    if run.recompute.whole:
+        return
+    found: dict[str, int] = {}
+    for word in ("every:2", "sqrt"):
+        segments = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
+        found[word] = peak_bytes(forecast_sizes(replace(run, recompute=segments)))
+    word = min(found, key=lambda each: found[each])
+    if found[word] < smallest:
+        yield (
+            f"Segments of layers are not among its choices and take less: --recompute {word} peaks at "
+            f"{format_bytes(found[word])}."
+        )
+
+
 def _plain_seconds(timing: Timing, stage: Stage) -> float:
     """A forward and a backward that computes nothing again."""
     total = 0.0
@@ -169,7 +187,9 @@ def _plain_seconds(timing: Timing, stage: Stage) -> float:
 def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
-    return groups, tuple((o.forward, o.weight) for o in stage.load.occupancies), stage.load.fixed, stage.load.sent
+    load = stage.load
+    beside = load.fixed, load.sent, load.received, load.receives, load.around
+    return groups, tuple((o.forward, o.weight) for o in load.occupancies), beside
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:

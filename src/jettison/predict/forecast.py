@@ -16,7 +16,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
-from jettison.predict.set_aside import gathered_tokens, loader_mask, set_aside
+from jettison.predict.set_aside import loader_mask, set_aside
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
@@ -204,7 +204,7 @@ def _stage(
     total: Static = known[alike]
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
     before, late = set_aside(run, chunks)
-    aside = before + late + gathered_tokens(run, chunks)
+    aside = before + late
     mask = loader_mask(run) if run.loader_masks and index in (0, layout.pp - 1) else 0
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),

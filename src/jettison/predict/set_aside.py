@@ -25,22 +25,26 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
     grouped = experts and not run.kernels.sequential_experts
     library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
+    library += gathering_buffer(run, chunks) if run.kernels.name == "megatron" and spaces.torch_bytes else 0
     dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
     return own + library, own + dummies
 
 
-def gathered_tokens(run: Run, chunks: Sequence[Chunk]) -> int:
-    """The buffer in which a rank gathers the tokens of all that share its experts.
+def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
+    """The buffer into which Megatron gathers over ranks, for good: the largest of what comes through it.
 
-    ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher.token_dispatch``, with
-    ``use_global_buffer=True``: one for all layers, for good. Rows are taken from it and kept; it is not.
+    ``GlobalMemoryBuffer.get_tensor`` under the name "mpu": the head's input under sequence parallelism, in
+    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
+    ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
+    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Counted where workspaces are.
     """
-    layout = run.layout
-    if run.kernels.dispatcher is not Dispatcher.ALLGATHER or layout.tp * layout.ep == 1:
-        return 0
-    if not any(g.part.layer is not None and isinstance(g.part.layer.mlp, Moe) for chunk in chunks for g in chunk):
-        return 0
-    tokens = run.micro_batch * run.seq // layout.cp * layout.ep
+    layout, parts = run.layout, [group.part for chunk in chunks for group in chunk]
+    tokens = 0
+    if layout.tp > 1 and layout.sp and any(part.name == HEAD for part in parts):
+        tokens = run.micro_batch * run.seq // layout.cp
+    experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
+    if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
+        tokens = run.micro_batch * run.seq // layout.cp * layout.ep
     return tokens * run.model.hidden * DTYPE_BYTES[run.precision.compute]
 
 
@@ -58,7 +62,7 @@ def dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
 
     ``transformer_engine/pytorch/module/base.py``, ``get_dummy_wgrad`` (from version 2.3 on, of grouped products from
     2.10): where the product has added to ``main_grad``, autograd is still given a tensor of the weight's shape, one for
-    each shape and dtype, which is kept for the next.
+    each shape and dtype, which is kept for the next. The head's product, Megatron's own, takes it from there as well.
     """
     shapes = {
         shape for part in parts for weight in part.region.weights if weight.product for shape in _shape(run, weight)

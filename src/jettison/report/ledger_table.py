@@ -128,7 +128,9 @@ def layout_text(layout: Layout) -> str:
         virtual = f", {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
         text += f", schedule {layout.schedule}{virtual}"
     text += f", ep {layout.ep}" if layout.ep > 1 else ""
-    return text + (f", ZeRO {layout.zero}" if layout.zero else "")
+    text += f", expert tp {layout.expert_tp}" if layout.splits_tp else ""
+    groups = f" in {layout.zero_replicas} groups" if layout.zero_replicas > 1 else ""
+    return text + (f", ZeRO {layout.zero}{groups}" if layout.zero else "")
 
 
 def batch_text(asked: Resolved) -> str:

@@ -42,6 +42,8 @@ from jettison.spec.run import Mode, Recompute, Run
 NOTED: Final = 16
 """Candidates that are worked out in this process before they are written down."""
 PLANNER: Final = Recompute(mode=Mode.AUTO)
+CERTAIN: Final = 1024
+"""Setups that keep workers busy, whatever they have in common."""
 WORTH_STARTING: Final = 48
 """A round with less to do is done here while no worker has been started."""
 
@@ -113,6 +115,8 @@ class Bench:
 
     def rough(self, setups: Sequence[Setup]) -> list[tuple[float, int]]:
         """Seconds and bytes of any plan of each setup, in a hurry: no less than the sharp ones."""
+        if self.jobs > 1 and len(setups) >= CERTAIN:
+            self._workers()  # they import while this process looks what there is to do
         scenes = dict(zip(map(_scene, setups), setups, strict=True))
         missing = {scene: setup for scene, setup in scenes.items() if scene not in self._whole}
         self._whole.update(zip(missing, self._map(_whole, list(missing.values()), key=_scene), strict=True))

@@ -65,7 +65,8 @@ class SearchRequest(CommonRequest):
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         template = resolve(model, RunRequest(**common)).run
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
-        zero = numbers.pop("zero") or (0, 1, 2, 3)
+        ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
+        zero = numbers.pop("zero") or ((ruled,) if ruled else (0, 1, 2, 3))
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         axes = Axes(

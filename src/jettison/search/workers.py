@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from jettison.processors import deaf_to_interrupts
 
-CHUNKS: Final = 4
+CHUNKS: Final = 8
 """Parts, for each worker, that a round of work is cut into."""
 AHEAD: Final = 2
 """Parts that a worker has been given, at most: one that it works on, and the next."""

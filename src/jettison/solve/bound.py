@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -165,17 +166,23 @@ def relaxation(budgeted: BudgetedWalk) -> Relaxation:
 
 
 def _quiet(highspy: Any) -> Any:
-    """A solver that prints nothing: highspy 1.16 registers its callbacks, and with that prints its banner on stdout,
-    while it is being constructed, where no option can have been set yet."""
+    """A solver that prints nothing."""
+    solver = _quiet_kind(highspy)()
+    solver.silent()
+    return solver
+
+
+@lru_cache(maxsize=1)
+def _quiet_kind(highspy: Any) -> Any:
+    """highspy 1.16 registers its callbacks, and with that prints its banner on stdout, while a solver is being
+    constructed, where no option can have been set yet."""
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
             self.silent()
             super().enableCallbacks()
 
-    solver = Quiet()
-    solver.silent()
-    return solver
+    return Quiet
 
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:

@@ -160,9 +160,10 @@ class Layout:
         """
         for layer in model.kinds:
             self._check_heads(layer.attention.heads, layer.attention.kv_heads)
-            width = layer.mlp.ffn
-            if width % self.tp:
-                raise UsageError(f"--tp {self.tp} does not divide the feed-forward width {width}")
+            width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
+            if width % (self.expert_tp if narrow else self.tp):
+                flag = f"--expert-tp {self.expert_tp}" if narrow else f"--tp {self.tp}"
+                raise UsageError(f"{flag} does not divide the feed-forward width {width}")
             if isinstance(layer.mlp, Moe) and layer.mlp.experts % self.ep:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):

@@ -52,19 +52,22 @@ class GradientRule:
     Args:
         kept: dtype of what stays until the optimizer.
         added: of a contribution to what is there already, while both live.
-        fused: products that belong to the library have no contribution of their own.
+        fused: products have no contribution of their own.
+        dummies: not even the head's, which is torch's: it is given the library's empty gradient as well.
     """
 
     kept: str
     added: str
     fused: bool = False
+    dummies: bool = False
 
 
 @lru_cache(maxsize=256)
 def gradient_rule(precision: Precision, adding: Adding) -> GradientRule:
     """Where a precision and a way to add meet."""
     added = precision.gradient if adding is Adding.WHOLE else precision.compute
-    return GradientRule(kept=precision.gradient, added=added, fused=adding in (Adding.FUSED, Adding.DUMMY))
+    fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
+    return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies)
 
 
 PRECISIONS: Final = MappingProxyType(
