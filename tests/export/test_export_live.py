@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ import torch
 
 import jettison
 from jettison.errors import DoesNotFit, PlanMismatch, UsageError
-from jettison.export.policy import Action, checkpointed, draws_again, kept_whole, writes_in_place
+from jettison.export.policy import Action, checkpointed, checkpointed_on_host, draws_again, kept_whole, writes_in_place
 from jettison.export.result import CannotSay, Exported
-from jettison.export.targets import transformers
+from jettison.export.targets import fsdp, transformers
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
+from jettison.solve.plan import Plan
 from jettison.units import Bytes
+from jettison.verbs.export_live import live_export
 from jettison.verbs.live_model import PlanReport
-from support.export_cases import DEPTH, applied, held_bytes
+from support.export_cases import DEPTH, TOKENS, WIDTH, applied, held_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -239,3 +242,50 @@ def _trainer_takes(found: Exported, model: Any, folder: Path) -> None:
     step = given.pop("every_n_layers")
     model.activation_checkpointing_enable(given, every_n_layers=step)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [i % 2 == 0 for i in range(6)]
+
+
+def written(to: Callable[..., Exported], factory: str, budget_bytes: int) -> Exported:
+    """By a target, for a plan whose layers' inputs wait on the host."""
+
+    def write(subject: Any, pricer: Any) -> Exported:
+        moving = (
+            replace(decision, kept=(full := checkpointed_on_host(decision)).kept, moved=full.moved)
+            for decision in subject.decisions
+        )
+        return to(replace(subject, decisions=tuple(moving), budget_bytes=budget_bytes), pricer)
+
+    made = document(factory, 0.7)
+    return live_export(
+        Plan.from_json(json.dumps(made)), made, write=write, gpu=None, model=None, progress=lambda _: None
+    )
+
+
+@pytest.mark.parametrize("to", [fsdp.export_accelerate, fsdp.export_deepspeed])
+def test_inputs_of_checkpoints_wait_on_the_host_where_nothing_else_fits(
+    to: Callable[..., Exported], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = written(to, "many_rows", 10**9)
+    assert here.policies[0].action is Action.KEEP
+    full = written(to, "many_rows", document("many_rows", 0.7)["budget_bytes"])
+    assert full.cost.held_bytes is not None and full.cost.host_bytes == 0
+    there = written(to, "many_rows", full.cost.peak_bytes - 1)
+    inputs = DEPTH * 64 * TOKENS * WIDTH * 4
+    assert there.cost.held_bytes == full.cost.held_bytes - inputs * (DEPTH - 1) // DEPTH  # the batch itself stays
+    assert there.cost.host_bytes == inputs
+    assert there.cost.peak_bytes < full.cost.peak_bytes and there.cost.layer_bytes == 0
+    if to is fsdp.export_deepspeed:
+        assert json.loads(there.files["deepspeed.json"])["activation_checkpointing"]["cpu_checkpointing"] is True
+        return
+    assert "fsdp_activation_checkpointing_offload: true" in there.files["accelerate.yaml"]
+    pytest.importorskip("accelerate")
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true")
+    assert FullyShardedDataParallelPlugin(fsdp_version=2).activation_checkpointing_offload
+
+
+def test_accelerate_is_not_told_to_run_dropout_again() -> None:
+    """Its checkpoints put no random states back."""
+    with pytest.raises(CannotSay, match="put no random states back"):
+        exported("accelerate", "noisy", 0.3)

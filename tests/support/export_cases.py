@@ -85,3 +85,9 @@ def remat_applied(subject: Subject, policies: Sequence[LayerPolicy], model: nn.M
     exec(torch_remat.code(subject, policies), defined)
     changed: nn.Module = defined["apply"](model)
     return changed
+
+
+def many_rows() -> tuple[nn.Module, Any]:
+    """A batch beside which the gradients of parameters are small."""
+    torch.manual_seed(0)
+    return Stack(0.0), (torch.randn(64, TOKENS, WIDTH),)

@@ -129,4 +129,5 @@ class LivePricer:
             peak_bytes=step.peak_bytes,
             recompute_flops=sum(op.flops for op in again),
             recompute_seconds=sum(op_seconds(op, self._subject.hardware) for op in again),
+            host_bytes=sum(policy.program.kept_bytes(policy.moved) for policy in policies),
         )

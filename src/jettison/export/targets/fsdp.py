@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jettison.export.nearest import Checkpoint, fewest_checkpoints, with_host
-from jettison.export.policy import Action, LayerPolicy, checkpointed, kept_whole
+from jettison.export.policy import Action, LayerPolicy, checkpointed, checkpointed_on_host, draws_again, kept_whole
 from jettison.export.python_text import header, names
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, require_fit
 from jettison.export.subject import Subject
@@ -28,12 +28,19 @@ def export_accelerate(subject: Subject, pricer: Pricer) -> Exported:
     """A configuration file for ``accelerate launch --config_file``.
 
     Raises:
-        CannotSay: the plan names no class of layers to wrap.
+        CannotSay: the plan names no class of layers to wrap, or layers draw random numbers that are not put back.
         DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     classes = _classes(subject, ACCELERATE)
     policies, cost = _all_or_none(subject, pricer, ACCELERATE, states=False)
-    text = _accelerate_yaml(subject, classes, on=policies[0].action is Action.CHECKPOINT)
+    on, on_host = policies[0].action is Action.CHECKPOINT, any(policy.moved for policy in policies)
+    if any(map(draws_again, policies)):
+        raise CannotSay(
+            "accelerate's checkpoints under FSDP2 put no random states back (preserve_rng_state=False), and the layers "
+            "of this model draw random numbers: gradients would be wrong without an error. Export --to torch, or "
+            "train without dropout"
+        )
+    text = _accelerate_yaml(subject, classes, on=on, on_host=on_host)
     return _exported(ACCELERATE, subject, pricer, {"accelerate.yaml": text}, policies, cost, "accelerate 1.15")
 
 
@@ -98,7 +105,7 @@ def _exported(
         plan_cost=pricer.plan(),
         cost=cost,
         lost=losses(subject, policies, target),
-        notes=_sharding(subject),
+        notes=(*_sharding(subject), *_copies(subject, policies)),
         checked_with=checked_with,
     )
 
@@ -107,6 +114,12 @@ def _sharding(subject: Subject) -> tuple[str, ...]:
     if not subject.live:
         return ()
     return ("the peak is of one rank that holds the whole model, as the plan's is; sharding it takes less",)
+
+
+def _copies(subject: Subject, policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
+    if not subject.live or not any(policy.moved for policy in policies):
+        return ()
+    return ("copies to the host and back run while nothing is computed; their time is not in these seconds",)
 
 
 def _all_or_none(
@@ -119,6 +132,9 @@ def _all_or_none(
         return plain, cost
     full = tuple(map(checkpoint, subject.decisions))
     cost = pricer.cost(full, plain_torch.code(subject, full, states=states))
+    if cost.peak_bytes > subject.budget_bytes and subject.live and any(d.moved for d in subject.decisions):
+        full = tuple(map(checkpointed_on_host, subject.decisions))
+        cost = pricer.cost(full, plain_torch.code(subject, full, states=states) + _ELSEWHERE)
     return full, require_fit(cost, subject, target, ALL)
 
 
@@ -131,7 +147,7 @@ def _classes(subject: Subject, target: str) -> list[str]:
     return found
 
 
-def _accelerate_yaml(subject: Subject, classes: Sequence[str], *, on: bool) -> str:
+def _accelerate_yaml(subject: Subject, classes: Sequence[str], *, on: bool, on_host: bool) -> str:
     mixed = "bf16" if subject.asked.get("precision") == "bf16" else "'no'"
     return (
         f"# exported from a Jettison plan for {format_bytes(subject.budget_bytes)}; set num_processes to your ranks\n"
@@ -142,6 +158,7 @@ def _accelerate_yaml(subject: Subject, classes: Sequence[str], *, on: bool) -> s
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
         f"  fsdp_transformer_layer_cls_to_wrap: {','.join(classes)}\n"
         f"  fsdp_activation_checkpointing: {str(on).lower()}\n"
+        f"  fsdp_activation_checkpointing_offload: {str(on_host).lower()}\n"
         "  fsdp_reshard_after_forward: true\n"
         "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
         f"mixed_precision: {mixed}\n"
@@ -177,6 +194,30 @@ def _deepspeed_settings(subject: Subject, layers: int, *, on: bool, on_host: boo
     return found
 
 
+# Follows what is run on fake tensors: what checkpoints are given is held nowhere that counts, and has no values.
+_ELSEWHERE = """
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+def _wrap(model, name, **how):
+    parent, _, child = name.rpartition(".")
+    wrapped = checkpoint_wrapper(model.get_submodule(name), preserve_rng_state=PRESERVE_RNG_STATE, **how)
+    inside = wrapped.forward
+
+    def forward(*args, **kwargs):
+        with saved_tensors_hooks(lambda t: (t.size(), t.stride(), t.dtype, t.device), _fetched):
+            return inside(*args, **kwargs)
+
+    wrapped.forward = forward
+    setattr(model.get_submodule(parent), child, wrapped)
+
+
+def _fetched(packed):
+    size, stride, dtype, device = packed
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+"""
 _LIGHTNING = '''
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
