@@ -54,7 +54,7 @@ def test_the_peak_is_the_ledgers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explaining_adds_the_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, *PAPER, "--recompute", "selective", "--explain")
     options = {option["recompute"]: option for option in found["options"]}
-    assert set(options) == {"none", "selective", "full", "none + offload"}
+    assert set(options) == {"none", "selective", "selective-op", "full", "none + offload"}
     assert options["none"]["fits"] is False and options["selective"]["current"] is True
     assert options["full"]["step_seconds"] > options["selective"]["step_seconds"] > options["none"]["step_seconds"]
     assert [link["bytes_per_second"] for link in found["links"]] == sorted(
