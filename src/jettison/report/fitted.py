@@ -91,17 +91,21 @@ class FittedTable:
         return [self._widened(part, width) for part in parts]
 
     def _widened(self, part: dict[int, int], width: int) -> dict[int, int]:
-        """What is left of the width goes to the columns that lack most."""
+        """What is left of the width goes to names first, the one that lacks least before the others, then to sentences,
+        which read well in several lines, and then to headers.
+        """
         spare = width - _needed(part)
         found = dict(part)
-        while spare > 0:
-            lacks = {index: self._natural(index) - found[index] for index in found}
-            index = max(lacks, key=lambda i: (lacks[i], -i))
-            if lacks[index] <= 0:
-                break
-            found[index] += 1
-            spare -= 1
+        for index in sorted(part, key=lambda i: (self._turn(i), self._natural(i) - part[i])):
+            more = min(spare, self._natural(index) - found[index])
+            found[index] += more
+            spare -= more
         return found
+
+    def _turn(self, index: int) -> int:
+        if self._columns[index].figures:
+            return 2
+        return int(_widest(self._cells(index)) > 2 * LEAST_SENTENCE)
 
     def _cells(self, index: int) -> list[str]:
         return [row.cells[index] for row in self._rows]
