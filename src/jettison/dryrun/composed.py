@@ -4,9 +4,9 @@ NOTE [ What may be put together ]
 A stretch inside a call (`measure.tape`) is taken to hang on that call's own label alone: how its block is treated, and
 its place in a run of blocks. What else it could hang on is looked at, in every step that is recorded:
 
-- where shared storages die follows from who lets go of them (NOTE [ Who lets go of a block's tensors ]), and is compared
-  with where they died;
-- what a call leaves behind that dies around the blocks (weights that autocast had cast) is the call's, wherever that is;
+- where shared storages die follows from who lets go of them (NOTE [ Who lets go of a block's tensors ]), and is
+  compared with where they died;
+- what a call leaves behind that dies around the blocks (weights that autocast had cast) is the call's;
 - every other storage that dies in another call than the one it was made in, or was made around the blocks and dies in
   a call, must do so in every step: same places, same bytes;
 - blocks are alike where their stretches are equal in the first step, in which all keep everything; a stretch that is
@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jettison.ledger.levels import StepLevels
 from jettison.measure.tape import NOBODY, Known, Place, Stretch, Tape
 
-Label = Hashable
-"""How a call's block is treated, or what is around the blocks."""
+Label = Any
+"""How a call's block is treated, or what is around the blocks; anything that can be hashed."""
 Role = tuple[int, int]
 """What a shared storage is to a call: given (0) or returned (1), which leaf."""
 Due = tuple[Place, int, int]
@@ -137,13 +138,15 @@ class Book:
         """Calls of which some piece was not seen under their label."""
         if self._outline is None:
             return list(range(len(labels.calls)))
-        return sorted(
-            {p.call for p in self._outline.places if p.inside and self._key(p, labels) not in self._inside}
-        )
+        return sorted({p.call for p in self._outline.places if p.inside and self._key(p, labels) not in self._inside})
 
     def knows_root(self, label: Label) -> bool:
         """Whether what is around the blocks was seen under this label."""
         return label in self._dying
+
+    def seen(self, call: int, label: Label) -> bool:
+        """Whether a call like this one was seen under this label."""
+        return (self.alike(call), label) in self._behind
 
     def alike(self, call: int) -> int:
         """A number that calls have in common of which one may stand for the other."""
@@ -166,7 +169,8 @@ class Book:
                 return None
             number, level = last[key]
             dying.setdefault(number, []).append((level, nbytes))
-        live, found = outline.start_bytes, []
+        live = outline.start_bytes
+        found: list[tuple[str, list[int]]] = []
         for number, (place, piece) in enumerate(zip(outline.places, pieces, strict=True)):
             if not found or found[-1][0] != place.phase:
                 found.append((place.phase, []))
@@ -262,7 +266,10 @@ def _pieces(tape: Tape, live_bytes: int) -> Iterator[Piece]:
     for stretch, end, stop in zip(tape.stretches, ends, stops, strict=True):
         levels = [level - stretch.live_bytes for level in tape.levels[stretch.start : stop]]
         left = end - stretch.live_bytes
-        gone = [*stretch.dead.values(), *((n, at) for born, n, at in stretch.freed if _is_due(tape.stretches, born, stretch))]
+        gone = [
+            *stretch.dead.values(),
+            *((n, at) for born, n, at in stretch.freed if _is_due(tape.stretches, born, stretch)),
+        ]
         for nbytes, at in gone:
             levels[at:] = [level + nbytes for level in levels[at:]]
             left += nbytes

@@ -49,6 +49,7 @@ class StepPeaks:
     pinned_bytes: int = 0  # what is taken from the host for them
     transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
     levels: StepLevels | None = None  # over the step
+    composed: bool = False  # of stretches of other steps (dryrun/composed.py), and not run itself
 
     @property
     def phase(self) -> str:

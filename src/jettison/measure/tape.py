@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 Known = tuple[int, int, int]
-"""A storage that goes from block to block: the call that it was first seen at, given (0) or returned (1), which leaf."""
+"""A storage that goes from block to block: the call it was first seen at, given (0) or returned (1), which leaf."""
 
 
 class Leaf(NamedTuple):
