@@ -13,6 +13,9 @@ its place in a run of blocks. What else it could hang on is looked at, in every 
   met twice under one label must be the same to the byte, whichever of them ran it and whatever was beside it;
 - the order of stretches, and what calls are given and return, must be the same in all steps.
 
+What stands around the blocks hangs on its own label, and the optimizer on none. A step whose blocks are stubs shows it
+in a small part of the time, once such a step was seen to be equal to what a whole one showed.
+
 Whatever fails ends the putting together, and says why: from then on every step is dry-run whole.
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from jettison.ledger.levels import StepLevels
 from jettison.measure.tape import NOBODY, Known, Place, Stretch, Tape
@@ -30,6 +33,7 @@ Label = Any
 """How a call's block is treated, or what is around the blocks; anything that can be hashed."""
 Role = tuple[int, int]
 """What a shared storage is to a call: given (0) or returned (1), which leaf."""
+OPTIMIZER: Final = "optimizer"
 Due = tuple[Place, int, int]
 """A storage that a call leaves behind: where it dies around the blocks, before which level there, and its bytes."""
 Facts = Mapping[tuple[Place | None, Place], "Counter[int]"]
@@ -115,6 +119,8 @@ class Book:
     problem: str = ""
     agreed: int = 0
     """Pieces of calls that were met again and found to be the same."""
+    stubs: bool | None = None
+    """Whether steps over stubs show what is around the blocks; None: nobody has tried."""
     _outline: _Outline | None = None
     _inside: dict[Hashable, Piece] = field(default_factory=dict)
     _around: dict[Hashable, Piece] = field(default_factory=dict)
@@ -133,6 +139,24 @@ class Book:
             self._record(tape, labels, live_bytes)
         except _CannotBeComposed as why:
             self.problem = str(why)
+
+    def record_around(self, tape: Tape, label: Label, live_bytes: int) -> None:
+        """Take a step over stubs apart. One whose label was seen in a whole step says what stubs are worth."""
+        outline = self._outline
+        assert outline is not None, "whole steps come first"
+        places = [stretch.place for stretch in tape.stretches]
+        alike = not tape.problem and [dict(one) for one in tape.touched] == list(outline.touched)
+        if not alike or places != [place for place in outline.places if place.phase != OPTIMIZER]:
+            self.stubs = False
+            return
+        pairs = zip(places, _pieces(tape, live_bytes), strict=True)
+        pieces = {(label, place): piece for place, piece in pairs if not place.inside}
+        died = {key: nbytes for stretch in tape.stretches for key, (nbytes, _) in stretch.dead.items()}
+        if self.knows_root(label):
+            self.stubs = self._dying[label] == died and all(self._around[key] == one for key, one in pieces.items())
+        elif self.stubs:
+            self._dying[label] = died
+            self._around |= pieces
 
     def missing(self, labels: Labels) -> list[int]:
         """Calls of which some piece was not seen under their label."""
@@ -189,7 +213,7 @@ class Book:
         return self._outline.alike[place.call], labels.calls[place.call], place.phase, place.again
 
     def _piece(self, place: Place, labels: Labels) -> Piece:
-        return self._inside[self._key(place, labels)] if place.inside else self._around[labels.root, place]
+        return self._inside[self._key(place, labels)] if place.inside else self._around[_root_key(place, labels)]
 
     def _record(self, tape: Tape, labels: Labels, live_bytes: int) -> None:
         if tape.problem:
@@ -237,11 +261,15 @@ class Book:
         if place.inside:
             known = self._inside.setdefault(self._key(place, labels), piece)
         else:
-            known = self._around.setdefault((labels.root, place), piece)
+            known = self._around.setdefault(_root_key(place, labels), piece)
         if known != piece:
             what = f"block {self.names[place.call]}" if place.inside else "what is around the blocks"
             raise _CannotBeComposed(f"the {place.phase} of {what} hangs on how other blocks are treated")
         self.agreed += place.inside and known is not piece
+
+
+def _root_key(place: Place, labels: Labels) -> Hashable:
+    return (None if place.phase == OPTIMIZER else labels.root), place
 
 
 class _CannotBeComposed(Exception):
