@@ -150,7 +150,7 @@ class Book:
             self.stubs = False
             return
         pairs = zip(places, _pieces(tape, live_bytes), strict=True)
-        pieces = {(label, place): piece for place, piece in pairs if not place.inside}
+        pieces: dict[Hashable, Piece] = {(label, place): piece for place, piece in pairs if not place.inside}
         died = {key: nbytes for stretch in tape.stretches for key, (nbytes, _) in stretch.dead.items()}
         if self.knows_root(label):
             self.stubs = self._dying[label] == died and all(self._around[key] == one for key, one in pieces.items())

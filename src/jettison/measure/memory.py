@@ -325,7 +325,7 @@ class AllocationCounter(TorchDispatchMode):
             if self._tape is not None:
                 self._tape.withhold()
         else:
-            self._raise_peak(self._live_bytes + extra_bytes)
+            self._raise_peak(self._live_bytes + extra_bytes, looks=False)
         return out
 
     def _meet_all(self, values: Iterable[Any], operator: Any, node: int) -> None:
@@ -409,9 +409,9 @@ class AllocationCounter(TorchDispatchMode):
             self._rise_to(withheld.live_bytes)
         self._raise_peak(self._live_bytes)
 
-    def _raise_peak(self, live_bytes: int) -> None:
+    def _raise_peak(self, live_bytes: int, *, looks: bool = True) -> None:
         if self._tape is not None:
-            self._tape.level(live_bytes)
+            self._tape.level(live_bytes, looks=looks)
         self._rise_to(live_bytes)
 
     def _note(self, live_bytes: int) -> None:

@@ -14,12 +14,12 @@ the last time in a stretch is where that stretch lets go. The stretch that lets 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from jettison.capture.trees import tree_leaves
 
+_use_count: Final = torch._C._storage_Use_Count
 NOBODY: Final = -1
 """Made it before the step, or by no cut stretch."""
 
@@ -71,12 +72,16 @@ class Shared:
     key: Known
     storage: int
     tensors: list[weakref.ref[Tensor]] = field(default_factory=list)
-    held: tuple[int, ...] = ()
+    held: tuple[int, int] = (0, 0)
 
-    def holders(self) -> tuple[int, ...]:
+    def holders(self) -> tuple[int, int]:
         """How many there are now."""
-        alive = [tensor for ref in self.tensors if (tensor := ref()) is not None]
-        return int(torch._C._storage_Use_Count(self.storage)), sum(map(sys.getrefcount, alive)) - len(alive)
+        refs = 0
+        for ref in self.tensors:
+            tensor = ref()
+            if tensor is not None:
+                refs += getrefcount(tensor)
+        return _use_count(self.storage), refs
 
     def meet(self, tensor: Tensor) -> None:
         """One more of its tensors."""
@@ -152,9 +157,14 @@ class Tape:
         self._end = self._sequence()
         self._cut(-1, False, live_bytes)
 
-    def level(self, live_bytes: int) -> None:
-        """One more level."""
-        self._look()
+    def level(self, live_bytes: int, *, looks: bool = True) -> None:
+        """One more level.
+
+        Args:
+            looks: something may have been let go of since the last one.
+        """
+        if looks:
+            self._look()
         self.levels.append(live_bytes)
 
     def late_level(self, live_bytes: int | None) -> None:
@@ -171,7 +181,6 @@ class Tape:
 
     def withhold(self) -> None:
         """The level of an operator comes late, if at all."""
-        self._look()
         self._withheld = True
 
     def at(self, node: int, live_bytes: int) -> None:
@@ -225,7 +234,6 @@ class Tape:
         if shared is not None:
             now.dead[shared.key] = nbytes, self._next()
             now.lets_go[shared.key] = self._next()
-            shared.held = ()
         elif born != self.here:
             now.freed.append((born, nbytes, self._next()))
 
@@ -261,13 +269,13 @@ class Tape:
         """Who has let go of what since the last time."""
         if not self.stretches:
             return
-        lets_go = self.stretches[-1].lets_go
         for one in self._watched:
             if self._shared.get(one.storage) is one:
-                held = one.holders()
-                if held[0] < one.held[0] or held[1] < one.held[1]:
-                    lets_go[one.key] = self._next()
-                one.held = held
+                held, before = one.holders(), one.held
+                if held != before:
+                    one.held = held
+                    if held[0] < before[0] or held[1] < before[1]:
+                        self.stretches[-1].lets_go[one.key] = self._next()
 
 
 def leaves_of(tree: Any, storage_of: Callable[[Tensor], int | None]) -> list[Leaf]:

@@ -27,7 +27,7 @@ from jettison.progress import Progress, silent
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
-from jettison.solve.moves import minimum_budget
+from jettison.solve.moves import Walk, least_of, minimum_budget, walks
 from jettison.solve.plan import (
     LayerPlan,
     Plan,
@@ -202,14 +202,24 @@ class Planner:
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        first, *others = sorted(((minimum_budget(way), way) for way in ways), key=lambda pair: pair[0])
+        first, *others = sorted(((self._least_budget(way), way) for way in ways), key=lambda pair: pair[0])
         least = self._answer(first[1], first[0])
         found = [self._answer(way, level) for level, way in others if level < least.needs]
         return min([least, *found], key=lambda one: one.needs)
 
+    @functools.cached_property
+    def _walks(self) -> tuple[Walk, ...]:
+        return walks(self.problem)
+
+    def _chosen(self, problem: StepProblem, asked: int) -> Solution:
+        return choose(problem, asked, known=self._walks if problem is self.problem else None)
+
+    def _least_budget(self, problem: StepProblem) -> int:
+        return least_of(self._walks) if problem is self.problem else minimum_budget(problem)
+
     def _answer(self, problem: StepProblem, asked: int) -> Candidate:
         """The choice; with less on the host, step by step, where pinning takes more than that may give."""
-        found = self.candidate(choose(problem, asked))
+        found = self.candidate(self._chosen(problem, asked))
         while not self._held(found):
             assert self.host is not None
             problem = less_on_host(problem, found.solution.levels, self.host, found.step.pinned_bytes)
@@ -242,13 +252,13 @@ class Planner:
                 reason=f"The {self.smallest.step.phase} pass sets the peak.",
             )
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
-            return self.candidate(choose(self.options.problem, 2 * budget_bytes))
+            return self.candidate(self._chosen(self.problem, 2 * budget_bytes))
 
         def ask(asked: int) -> Candidate:
             self.progress("choosing")
-            return self._answer(self.options.problem, asked)
+            return self._answer(self.problem, asked)
 
-        least = minimum_budget(self.options.problem)
+        least = least_of(self._walks)
         self._answers.extend(refine(ask, budget_bytes, least, known=self._answers))
         say_what_was_bounded(self.trace, self.judge.pricing)
         return fastest([one for one in self._candidates.values() if self._held(one)], budget_bytes)
