@@ -108,6 +108,8 @@ def around_stubs(
     """The tape of a step whose blocks are stubs, without its optimizer, and what is alive at its end; None where stubs
     do not do. What stands around the blocks is as in the step, and takes a small part of its time.
     """
+    if is_entangled(trace):
+        return None
     tape = Tape(next_sequence_number)
     with contextlib.ExitStack() as stack:
         stack.callback(trace.fake_model.zero_grad)

@@ -325,7 +325,9 @@ class AllocationCounter(TorchDispatchMode):
             if self._tape is not None:
                 self._tape.withhold()
         else:
-            self._raise_peak(self._live_bytes + extra_bytes, looks=False)
+            if self._tape is not None:
+                self._tape.nothing_new()
+            self._raise_peak(self._live_bytes + extra_bytes)
         return out
 
     def _meet_all(self, values: Iterable[Any], operator: Any, node: int) -> None:
@@ -404,29 +406,23 @@ class AllocationCounter(TorchDispatchMode):
             return
         is_there = self._storages.get(withheld.operand_key) is withheld.operand
         if self._tape is not None:
-            self._tape.late_level(withheld.live_bytes if is_there else None)
+            self._tape.comes_late(is_there)
         if is_there:
-            self._rise_to(withheld.live_bytes)
+            self._raise_peak(withheld.live_bytes)
         self._raise_peak(self._live_bytes)
 
-    def _raise_peak(self, live_bytes: int, *, looks: bool = True) -> None:
-        if self._tape is not None:
-            self._tape.level(live_bytes, looks=looks)
-        self._rise_to(live_bytes)
+    def _raise_peak(self, live_bytes: int) -> None:
+        self._note(live_bytes)
+        if live_bytes > self._peak_bytes:
+            self._peak_bytes = live_bytes
+        if live_bytes > self._mark_peak_bytes:
+            self._mark_peak_bytes = live_bytes
 
     def _note(self, live_bytes: int) -> None:
         if self._tape is not None:
             self._tape.level(live_bytes)
         if self._stretches:
             self._stretches[-1][1].append(live_bytes)
-
-    def _rise_to(self, live_bytes: int) -> None:
-        if self._stretches:
-            self._stretches[-1][1].append(live_bytes)
-        if live_bytes > self._peak_bytes:
-            self._peak_bytes = live_bytes
-        if live_bytes > self._mark_peak_bytes:
-            self._mark_peak_bytes = live_bytes
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granularity_bytes) * self._granularity_bytes

@@ -139,7 +139,7 @@ class Tape:
         self._shared: dict[int, Shared] = {}  # alive, by storage
         self._of_call: list[list[Shared]] = []
         self._watched: Iterable[Shared] = ()
-        self._withheld = False
+        self._withheld = self._quiet = False
         self._times: Counter[tuple[str, int, bool]] = Counter()
 
     # what the counter says -------------------------------------------------------------------------------------------
@@ -157,21 +157,21 @@ class Tape:
         self._end = self._sequence()
         self._cut(-1, False, live_bytes)
 
-    def level(self, live_bytes: int, *, looks: bool = True) -> None:
-        """One more level.
+    def nothing_new(self) -> None:
+        """The level that comes next is of an operator during which nobody lets go of anything."""
+        self._quiet = True
 
-        Args:
-            looks: something may have been let go of since the last one.
-        """
-        if looks:
+    def level(self, live_bytes: int) -> None:
+        """One more level."""
+        if not self._quiet:
             self._look()
+        self._quiet = False
         self.levels.append(live_bytes)
 
-    def late_level(self, live_bytes: int | None) -> None:
-        """A level that was true a while ago; None: it was none after all."""
-        self._withheld = False
-        if live_bytes is not None:
-            self.levels.append(live_bytes)
+    def comes_late(self, is_there: bool) -> None:
+        """The level that was withheld comes next, as it was a while ago; or not at all."""
+        self._withheld, self._quiet = False, is_there
+        if is_there:
             return
         if self.stretches:  # what was noted since then counted with it
             now, first = self.stretches[-1], len(self.levels) - self.stretches[-1].start
