@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: setup demo test test-slow test-gpu gpu check format bench clean browser
+.PHONY: setup demo test test-slow test-gpu gpu check docs format bench pictures clean browser
 
 setup: $(STAMP)
 
@@ -30,7 +30,13 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check browser
+# Pages of docs/ as a site; what does not lead anywhere is an error.
+docs: setup
+	test -f $(VENV)/.docs || $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+test: check browser docs
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
 test-slow: setup browser
@@ -50,6 +56,10 @@ format: setup
 bench: setup
 	$(BIN)/python -m benchmarks.peers
 
+# Every picture in docs/images, as commands and pages draw it now.
+pictures: setup browser
+	$(BIN)/python -m benchmarks.pictures
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json
+	rm -rf $(VENV) build dist docs/_build docs/generated .pytest_cache .ruff_cache .mypy_cache .hypothesis out plan.json proof.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

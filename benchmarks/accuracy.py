@@ -19,8 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from textwrap import fill
 
+from benchmarks import accuracy_megatron
 from benchmarks.published import CLAIMED, Figure, Row, rows
 from jettison.explain.peak import peak_parts
 from jettison.formula.region import head_region, layer_region
@@ -89,7 +91,14 @@ def error(row: Row) -> float:
 def page() -> str:
     """The whole page."""
     found = rows()
+    near = [abs(error(row)) for row in found if row.within <= CLAIMED]
     words = {
+        "summary": accuracy_megatron.summary(),
+        "others": f"{len(near)} runs of torchtitan, nanotron and an older Megatron-LM within the claim: median "
+        f"{100 * median(near):.1f} %, worst {100 * max(near):.1f} %",
+        "golden": accuracy_megatron.golden_tables(),
+        "later": accuracy_megatron.later_table(),
+        "simumax": accuracy_megatron.simumax_table(),
         "claimed": f"{100 * CLAIMED:.0f} %",
         "percent": f"{100 * float(FRAGMENTS[1]):.0f} %",
         "near": _table(row for row in found if row.within <= CLAIMED),

@@ -33,6 +33,7 @@ from jettison.errors import Infeasible
 from jettison.measure import interleaved, measured_peak, same_bits
 from jettison.measure.memory import static_tensors
 from jettison.planner.planner import UNSEEN_BYTES
+from jettison.units import Bytes
 
 RESULTS = Path(__file__).parent / "results"
 STRIDE = 0.02  # of all parameters together, along the gradient
@@ -121,7 +122,7 @@ def ours(name: str, size: Size, budget_bytes: int, beside: str) -> Case | None:
     """Blocks compiled under a plan; None where no plan fits."""
     model, batch = build(name, size)
     try:
-        handle = jettison.auto_checkpoint(model, batch, budget_bytes, holds_output=False, compile="blocks")
+        handle = jettison.auto_checkpoint(model, batch, Bytes(budget_bytes), holds_output=False, compile="blocks")
     except Infeasible as error:
         _say(f"{name}: at {budget_bytes}: {error}")
         return None

@@ -101,8 +101,9 @@ def numbers() -> dict[str, float]:
         found[f"{model} core, share of forward"] = core.flops / core.layer_flops
         found[f"{model} core, share of step"] = core.flops / (FORWARDS_OF_A_STEP * core.layer_flops)
         region = next(part.region for part in answer(model, recompute="selective").parts if part.is_layer)
-        part = next(part for part in answer(model, recompute="selective").parts if part.is_layer)
-        again = passes_of(part, "bfloat16").recompute_flops
+        one = answer(model, recompute="selective")
+        part = next(part for part in one.parts if part.is_layer)
+        again = passes_of(part, one.run.gradient_rule).recompute_flops
         found[f"{model} run again, share of step"] = again / (FORWARDS_OF_A_STEP * region.flops)
     return found
 

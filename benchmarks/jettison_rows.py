@@ -11,6 +11,7 @@ from torch import nn
 
 from benchmarks.models import Batch
 from benchmarks.rivals import Handle, Rival
+from jettison.units import Bytes
 
 
 def at_peak(name: str, budget_bytes: int) -> Rival:
@@ -19,7 +20,7 @@ def at_peak(name: str, budget_bytes: int) -> Rival:
     def apply(model: nn.Module, batch: Batch) -> Handle:
         import jettison
 
-        return jettison.auto_checkpoint(model, batch, memory_budget=budget_bytes, holds_output=False)
+        return jettison.auto_checkpoint(model, batch, memory_budget=Bytes(budget_bytes), holds_output=False)
 
     return Rival(name=f"jettison at the peak of: {name}", apply=apply)
 

@@ -22,6 +22,7 @@ from jettison.capture.blocks import find_blocks
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
+from jettison.units import Bytes
 
 WORDS, ROWS, LENGTH = 96, 2, 64
 PLAIN = {"vocab_size": WORDS, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "use_cache": False}
@@ -179,10 +180,10 @@ def compare(name: str) -> None:
     theirs = peak(model, batch)
     model, batch = built(name)
     try:
-        jettison.auto_checkpoint(model, batch, 1)
+        jettison.auto_checkpoint(model, batch, Bytes(1))
     except Infeasible as refused:
         least, reason = refused.minimum_budget_bytes, refused.reason
-    with jettison.auto_checkpoint(model, batch, least) as handle:
+    with jettison.auto_checkpoint(model, batch, Bytes(least)) as handle:
         ours = peak(model, batch)
     assert handle.plan is not None
     over = ours - least

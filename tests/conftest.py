@@ -23,6 +23,9 @@ settings.load_profile("jettison")
 # one thread a worker: two workers with two threads each would wait for one another on two cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# what commands print does not hang on where the tests run: workers are told a width of 80
+os.environ.pop("COLUMNS", None)
+
 
 ABSENT = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
 WITHOUT_TORCH = {"tests", "spec", "ledger", "formula", "cost", "solve", "predict", "search", "server", "cli"}

@@ -187,11 +187,17 @@ def test_each_way_through_the_house_goes_down_once() -> None:
         assert ranks == sorted(set(ranks), reverse=True), rooms
 
 
-def test_no_room_has_the_name_of_a_public_function() -> None:
-    """Importing a room binds its name in the package, and would put a module in the function's place."""
+def test_a_room_does_not_take_the_place_of_a_public_function() -> None:
+    """Importing a room binds its name in the package; only one has a public function's, which keeps it."""
     import jettison
 
-    assert not set(jettison._HOME_OF) & set(RANK_OF)
+    assert set(jettison._HOME_OF) & set(RANK_OF) == {"search"}
+    code = """
+import jettison.search.space, jettison, sys
+from jettison.search import search as room
+print(jettison.search.__module__, jettison.search.__name__, room.__name__, "jettison.search" in sys.modules)
+"""
+    assert run_python(code).split() == ["jettison.verbs.search", "search", "jettison.search.search", "True"]
 
 
 @pytest.mark.parametrize(

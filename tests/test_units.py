@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from jettison.dtypes import DTYPE_BYTES, dtype_bytes, dtype_name, tensor_bytes
 from jettison.errors import Infeasible, JettisonError, ProofFailed, StaleTensor, UsageError
 from jettison.parse_units import BYTE_UNITS, parse_bytes
-from jettison.units import format_bytes, format_count, format_flops, format_percent, format_ratio, format_seconds
+from jettison.units import (
+    format_bytes,
+    format_change,
+    format_count,
+    format_flops,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -162,3 +170,13 @@ def test_error_families() -> None:
     assert issubclass(UsageError, JettisonError) and issubclass(UsageError, ValueError)
     assert issubclass(StaleTensor, RuntimeError) and not issubclass(StaleTensor, ValueError)
     assert (JettisonError.exit_code, UsageError.exit_code, ProofFailed.exit_code) == (1, 2, 4)
+
+
+@pytest.mark.parametrize("none", [-1e-12, -0.0, 0.0, 1e-12])
+def test_nothing_has_no_minus(none: float) -> None:
+    assert format_seconds(none) == "0.0 µs"
+    assert format_percent(none) == "0.0 %"
+    assert format_ratio(none) == "0.00×"
+    assert format_flops(none) == "0 FLOP"
+    assert format_change(none) == "+0.0%"
+    assert format_change(-0.034) == "-3.4%"

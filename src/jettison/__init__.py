@@ -1,16 +1,61 @@
 """Jettison: train under a byte budget. Decide tensor by tensor what to keep or recompute, and prove it."""
 
+import sys
 from importlib import import_module
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # what type checkers and editors see; when it runs, `_HOME_OF` says the same, name by name
+    from jettison.capture.entries import ledger_of
+    from jettison.errors import (
+        DoesNotFit,
+        HostBudgetExceeded,
+        Infeasible,
+        JettisonError,
+        PlanMismatch,
+        ProofFailed,
+        RecordingLeft,
+        StaleTensor,
+        TraceError,
+        UnsupportedModule,
+        UsageError,
+        WrongValue,
+    )
+    from jettison.ledger import Ledger
+    from jettison.measure.watch import watch
+    from jettison.planner import apply, auto_checkpoint, plan, sweep, trace
+    from jettison.predict.forecast import forecast
+    from jettison.predict.run_request import RunRequest, run_of
+    from jettison.predict.time import estimate
+    from jettison.runtime.recompute_function import checkpoint, checkpointable
+    from jettison.search.request import SearchRequest
+    from jettison.search.search import NothingFits
+    from jettison.solve.plan import Plan
+    from jettison.spec.hardware import Hardware, hardware
+    from jettison.spec.huggingface_config import read_config
+    from jettison.spec.layout import Layout
+    from jettison.spec.model import ModelSpec
+    from jettison.spec.presets import preset
+    from jettison.spec.run import Run
+    from jettison.units import Bytes
+    from jettison.verbs.export import export_plan
+    from jettison.verbs.search import search
+    from jettison.verbs.verify import verify
+    from jettison.verbs.verify_given import verify_given
+
+_ERRORS = (
+    "DoesNotFit", "HostBudgetExceeded", "Infeasible", "JettisonError", "PlanMismatch", "ProofFailed", "RecordingLeft",
+    "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue",
+)  # fmt: skip
 
 _HOME_OF = MappingProxyType(
     {
         "auto_checkpoint": "jettison.planner",
         "trace": "jettison.planner",
         "plan": "jettison.planner",
+        "sweep": "jettison.planner",
         "apply": "jettison.planner",
         "verify": "jettison.verbs.verify",
         "verify_given": "jettison.verbs.verify_given",
@@ -21,16 +66,33 @@ _HOME_OF = MappingProxyType(
         "checkpoint": "jettison.runtime.recompute_function",
         "checkpointable": "jettison.runtime.recompute_function",
         "forecast": "jettison.predict.forecast",
+        "run_of": "jettison.predict.run_request",
+        "search": "jettison.verbs.search",
         "preset": "jettison.spec.presets",
+        "hardware": "jettison.spec.hardware",
         "read_config": "jettison.spec.huggingface_config",
+        "Bytes": "jettison.units",
         "Hardware": "jettison.spec.hardware",
         "Layout": "jettison.spec.layout",
         "Ledger": "jettison.ledger",
         "ModelSpec": "jettison.spec.model",
-        "Plan": "jettison.solve",
+        "Plan": "jettison.solve.plan",
         "Run": "jettison.spec.run",
+        "RunRequest": "jettison.predict.run_request",
+        "SearchRequest": "jettison.search.request",
+        "NothingFits": "jettison.search.search",
+        **dict.fromkeys(_ERRORS, "jettison.errors"),
     }
 )
+
+__all__ = [
+    "Bytes", "DoesNotFit", "Hardware", "HostBudgetExceeded", "Infeasible", "JettisonError", "Layout", "Ledger",
+    "ModelSpec", "NothingFits", "Plan", "PlanMismatch", "ProofFailed", "RecordingLeft", "Run", "RunRequest",
+    "SearchRequest", "StaleTensor", "TraceError", "UnsupportedModule", "UsageError", "WrongValue", "__version__",
+    "apply", "auto_checkpoint", "checkpoint", "checkpointable", "estimate", "export_plan", "forecast", "hardware",
+    "ledger_of", "plan", "preset", "read_config", "run_of", "search", "sweep", "trace", "verify", "verify_given",
+    "watch",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -38,8 +100,24 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'jettison' has no attribute {name!r}; it offers {', '.join(_HOME_OF)}")
-    return getattr(import_module(home), name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"jettison.{name} needs torch: pip install 'jettison[torch]'") from error
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """Importing a room binds its name here. Where a public function has that name, as `search` does, it keeps it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _HOME_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

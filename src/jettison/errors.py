@@ -9,13 +9,18 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-from jettison.units import format_bytes
+from jettison.units import Bytes, format_bytes
 
 
 class JettisonError(Exception):
     """Base of all of them. ``exit_code`` is what the command line exits with."""
 
     exit_code: ClassVar[int] = 1
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What the error knows beside its message, by name: whole numbers, texts, flags."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, int | float | str | bool)}
 
 
 class UsageError(JettisonError, ValueError):
@@ -37,7 +42,7 @@ class Infeasible(JettisonError, ValueError):
             f'Ask for "{minimum_budget_bytes}B" or more, or make the batch, the sequence or the model smaller.'
         )
         super().__init__(message)
-        self.minimum_budget_bytes = minimum_budget_bytes
+        self.minimum_budget_bytes = Bytes(minimum_budget_bytes)
         self.budget_bytes = budget_bytes
         self.reason = reason
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.units import Bytes
 
 _DECIMAL_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _BINARY_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
@@ -16,9 +17,31 @@ BYTE_UNITS: Final = MappingProxyType(
 )
 """Bytes in one of each accepted unit. "Gb" is not among them: it means a gigabit."""
 
+_COUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[kKM]?)")
+_TIMES: Final = MappingProxyType({"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20})
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 _SECONDS: Final = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0})
 _EXPECTED = 'expected a positive number and a unit, such as "8GiB" (2^30 bytes each) or "20 GB" (10^9 bytes each)'
+
+
+def parse_length(text: str) -> int:
+    """Read a number of tokens: ``"8192"``, ``"8k"`` (8 x 1024, as model cards say it), ``"1M"`` (1024 x 1024).
+
+    Raises:
+        UsageError: it is none, or no whole number of tokens.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    count = None if match is None else Fraction(match["number"]) * _TIMES[match["unit"]]
+    if count is None or count.denominator != 1:
+        raise UsageError(f'got {text!r} as a number of tokens; expected one such as "8192", "8k" (8192) or "1M" (2^20)')
+    return int(count)
+
+
+class Length(int):
+    """A number of tokens as it is typed, see `parse_length`: the command line makes one of each such argument."""
+
+    def __new__(cls, text: str | int) -> Length:
+        return super().__new__(cls, parse_length(text) if isinstance(text, str) else text)
 
 
 def parse_bytes(quantity: str | int) -> int:
@@ -40,6 +63,21 @@ def parse_bytes(quantity: str | int) -> int:
     if nbytes < 1:
         raise UsageError(f"got {quantity!r}, which is not at least one byte; {_EXPECTED}")
     return nbytes
+
+
+def parse_budget(quantity: str | Bytes) -> int:
+    """Read a budget: a string with its unit, or `Bytes`. A bare number is refused, as it is on the command line.
+
+    Raises:
+        UsageError: it is no quantity with a unit, or not at least one byte.
+    """
+    if isinstance(quantity, int | float) and not isinstance(quantity, bool | Bytes):
+        whole = f"{quantity:.0f}" if isinstance(quantity, float) else str(quantity)
+        raise UsageError(
+            f'got {quantity!r} without a unit; write "{whole}GiB", "{whole}GB" or "{whole}B" to say which, or '
+            f"jettison.Bytes({whole})"
+        )
+    return parse_bytes(quantity)
 
 
 def parse_seconds(quantity: str) -> float:

@@ -1,10 +1,30 @@
-"""How many processors this process may use."""
+"""Processors that this process may use, and processes of its own that work on them."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def cores() -> int:
     """Those that the system lets it use, where the system says; otherwise all that there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started within do not hear Ctrl-C, from their first instant: they inherit that. A terminal sends it to
+    all of a command's processes, and one that still imports its modules would answer with a traceback. The process
+    that started them hears it, and ends them; one that comes within is lost. Signals are set in a main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -9,6 +9,13 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 
 
+class Bytes(int):
+    """A whole number of bytes, where a budget is asked for: a bare number might as well be gigabytes.
+
+    ``Bytes(8 * 2**30)`` says in Python what ``"8GiB"`` says in text; budgets out of errors are of this type.
+    """
+
+
 def format_bytes(nbytes: int) -> str:
     """Bytes in binary units: ``"1.50 GiB"``. Below one KiB they are exact: ``"512 B"``. Differences keep their sign."""
     if abs(nbytes) < KIB:
@@ -20,7 +27,7 @@ def format_seconds(seconds: float) -> str:
     """A duration: ``"12.3 ms"``, ``"4.56 s"``, ``"2 min 05 s"``, ``"3 h 07 min"``."""
     magnitude = abs(seconds)
     if magnitude < 1e-3:
-        return f"{seconds * 1e6:.1f} µs"
+        return f"{_plain(seconds * 1e6, 1):.1f} µs"
     if magnitude < 1:
         return f"{seconds * 1e3:.1f} ms"
     if magnitude < 60:
@@ -36,7 +43,7 @@ def format_flops(flops: int | float) -> str:
     """An amount of work, not a rate: ``"3.21 TFLOP"``."""
     prefixes = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP", "YFLOP")
     if abs(flops) < 1000:
-        return f"{flops:.0f} FLOP"
+        return f"{_plain(flops, 0):.0f} FLOP"
     return _scaled(float(flops), 1000.0, prefixes, decimals=2)
 
 
@@ -49,12 +56,22 @@ def format_count(count: int) -> str:
 
 def format_ratio(ratio: float) -> str:
     """A quotient of two like quantities: ``"1.23×"``."""
-    return f"{ratio:.2f}×"
+    return f"{_plain(ratio, 2):.2f}×"
 
 
 def format_percent(fraction: float) -> str:
     """A fraction of a whole: 0.034 is ``"3.4 %"``."""
-    return f"{fraction * 100:.1f} %"
+    return f"{_plain(fraction * 100, 1):.1f} %"
+
+
+def format_change(fraction: float) -> str:
+    """How a quantity changes: 0.034 is ``"+3.4%"``. No change has a plus."""
+    return f"{_plain(fraction * 100, 1):+.1f}%"
+
+
+def _plain(value: float, decimals: int) -> float:
+    """Rounded, and never the zero that is printed with a minus."""
+    return round(value, decimals) + 0.0
 
 
 def _scaled(value: float, base: float, units: tuple[str, ...], *, decimals: int) -> str:

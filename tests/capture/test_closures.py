@@ -17,6 +17,7 @@ from jettison.capture.closures import close_over_copies
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
+from jettison.units import Bytes
 from support.toys import Words
 
 
@@ -95,7 +96,7 @@ def test_a_plan_holds(wrap: Callable[[nn.Module], None]) -> None:
     def run(budget: int | None) -> tuple[list[Tensor], int]:
         made = model(wrap)
         if budget is not None:
-            jettison.auto_checkpoint(made, ids, budget, loss_fn=lambda logits: logits.square().mean())
+            jettison.auto_checkpoint(made, ids, Bytes(budget), loss_fn=lambda logits: logits.square().mean())
         made(ids).square().mean().backward()
         gradients = [p.grad.clone() for p in made.parameters()]
         made.zero_grad()

@@ -75,7 +75,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "Where the time of stage 7 goes",
         "Ways to keep activations",
         "1 to 6",
-        "break-even link",
+        "break-even",
         "PCIe 4.0 x16 and quicker",
         "selective (as it is)",
     ):

@@ -222,7 +222,7 @@ def test_a_budget_decides_the_exit_code(capsys):
     code, out, err = call(capsys, *GPT_22B, "--budget", f"{peak - 1}B")
     assert code == 3
     assert "DOES NOT FIT" in out
-    assert err.startswith(f"jettison: the peak, 81.29 GiB ({peak}B), is above ")
+    assert err.startswith(f"jettison: the peak, 81.19 GiB ({peak}B), is above ")
     assert err.count("\n") == 1
 
 
@@ -231,7 +231,7 @@ def test_a_gpu_keeps_some_of_its_memory_for_itself(capsys):
     assert found["gpu"] == "h100-80gb"
     assert found["peak_bytes"] < found["budget_bytes"] < found["usable_bytes"] < 80 * 2**30
     smaller = document(capsys, "gpt2", "--gpu", "h100-80gb", "--budget", "60GiB")
-    assert (smaller["budget_bytes"], "gpu" in smaller) == (60 * 2**30, False)
+    assert (smaller["budget_bytes"], smaller["gpu"]) == (60 * 2**30, None)
     assert document(capsys, "llama3-8b", "--gpu", "h100-80gb", code=3)["fits"] is False
 
 
@@ -498,7 +498,7 @@ def test_plan_for_a_gpu_says_for_every_layer_what_and_why(capsys: pytest.Capture
     assert sum(layer["offloaded_bytes"] for layer in made["layers"]) == made["predicted"]["host_bytes"] > 0
     assert made["predicted"]["host_bytes"] <= made["host_budget_bytes"] == 256 * 2**30
     assert [reason["layer"] for reason in made["reasons"]] == [layer["layer"] for layer in made["layers"]]
-    assert "what_if" not in made
+    assert made["what_if"] is None
     assert run([*EIGHT_B, "--gpu", "h100-80gb", "--no-offload", "--format", "json"]) == 0
     without = json.loads(capsys.readouterr().out)
     assert without["offload"] is False

@@ -29,6 +29,7 @@ from jettison.runtime import witness
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of
 from jettison.solve.policy import KeepAll
+from jettison.units import Bytes
 from support.toys import Mlp, Net
 
 aten = torch.ops.aten
@@ -99,9 +100,9 @@ def test_looks_that_wait_for_the_end_of_backward_are_in_the_budget(monkeypatch: 
     torch.manual_seed(0)
     model, batch = Net(Mlp(32, 64, 0.1) for _ in range(6)), (torch.randn(256, 32, requires_grad=True),)
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, batch, 1, check="full")
+        jettison.auto_checkpoint(model, batch, Bytes(1), check="full")
     budget_bytes = refused.value.minimum_budget_bytes
-    with jettison.auto_checkpoint(model, batch, budget_bytes, check="full") as handle:
+    with jettison.auto_checkpoint(model, batch, Bytes(budget_bytes), check="full") as handle:
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             batch[0].grad = None

@@ -14,6 +14,7 @@ from jettison.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.runtime.recordings import Recordings
+from jettison.units import Bytes
 from silent.kit import rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,7 +114,7 @@ class Handed(nn.Module):
 
 def smallest_budget(model: nn.Module) -> int:
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, (rows(0),), 1)
+        jettison.auto_checkpoint(model, (rows(0),), Bytes(1))
     return refused.value.minimum_budget_bytes
 
 
@@ -133,7 +134,7 @@ def test_blocks_give_up_what_lies_inside_of_them(kind: Callable[[], nn.Module]) 
     least = smallest_budget(model)
     inside = 64 * 8 * WIDTH * 4
     assert least < plain - 2 * inside, "two blocks of three have nothing wide when the third runs again"
-    jettison.auto_checkpoint(model, (rows(0),), least)
+    jettison.auto_checkpoint(model, (rows(0),), Bytes(least))
     assert peak(model) <= least
 
 
@@ -180,7 +181,7 @@ def test_ctc_with_lengths_in_tensors_is_planned_in_every_step() -> None:
         model, batch = Spoken().train(), (rows(0), targets, lengths)
         if planned:
             with pytest.raises(Infeasible) as refused:
-                jettison.auto_checkpoint(model, batch, 1)
+                jettison.auto_checkpoint(model, batch, Bytes(1))
             handle = jettison.auto_checkpoint(model, batch, refused.value.minimum_budget_bytes)
         for step in range(4):
             model.zero_grad(set_to_none=True)

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 
 from jettison.explain.figures import Explanation, Variant
-from jettison.explain.peak import explain, peak_parts
+from jettison.explain.peak import ASIDE, explain, peak_parts
 from jettison.formula.static import Static
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import StageLoad, Unit
 from jettison.predict.forecast import Stage, forecast
+from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.presets import preset
-from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.run import Gradients, Mode, Recompute, Run
 from jettison.units import format_bytes
 
 S, H, A, LAYERS = 2048, 12288, 96, 96  # of gpt-175b; b = 1
@@ -299,3 +300,21 @@ def test_the_explanation_is_plain_figures() -> None:
     assert document["parts"][0].keys() == {"name", "nbytes", "fraction"}
     assert document["phase"] == "backward"
     assert document["core"]["crossover"] > 0
+
+
+def test_the_cheapest_change_that_fits_is_named_before_the_one_that_saves_most() -> None:
+    """GPT-175B's selective recomputation costs next to nothing; segments would save more."""
+    run = paper("gpt-175b", layout=Layout(tp=8, sp=True, pp=8), micro_batches=8)
+    found = forecast(run)
+    selective = forecast(replace(run, recompute=Recompute(mode=Mode.SELECTIVE))).peak_bytes
+    assert "--recompute selective is the cheapest that fits" in explain(found, budget_bytes=selective).sentences[1]
+    assert "lowers it most" in explain(found).sentences[1]
+
+
+def test_parts_of_a_peak_are_the_peak_where_libraries_set_bytes_aside() -> None:
+    asked = RunRequest(like="megatron-0.19", tp=4, pp=4, virtual_stages=2, micro_batches=8, dp=2, zero=1, seq=1024)
+    stage = forecast(resolve(replace(preset("llama3-8b"), layers=preset("llama3-8b").layers[:16]), asked).run).worst
+    parts = {part.name: part.nbytes for part in peak_parts(stage)}
+    assert sum(parts.values()) == stage.peak.nbytes
+    assert parts["parameters"] == stage.static.parameters
+    assert parts[ASIDE] >= stage.load.aside > 0

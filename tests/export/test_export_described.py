@@ -179,18 +179,18 @@ def test_the_command_writes_files_and_replaces_none(tmp_path: Path, capsys: pyte
     made = tmp_path / "plan.json"
     made.write_text(json.dumps(paper()))
     out = tmp_path / "out"
-    assert cli("export", made, "--to", "megatron", "-o", out) == 0
+    assert cli("export", made, "--to", "megatron", "--out", out) == 0
     assert sorted(path.name for path in out.iterdir()) == ["megatron-flags.txt", "transformer_config.json"]
     text = capsys.readouterr().out
     assert "What a step costs" in text and "51.74 GiB" in text
-    assert cli("export", made, "--to", "megatron", "-o", out) == 2
+    assert cli("export", made, "--to", "megatron", "--out", out) == 2
     assert "is there already" in capsys.readouterr().err
-    assert cli("export", made, "--to", "megatron", "-o", made, "--force") == 2
+    assert cli("export", made, "--to", "megatron", "--out", made, "--force") == 2
     assert json.loads(made.read_text()) == json.loads(json.dumps(paper()))
     assert cli("export", made, "--to", "brief") == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("# What to keep")
-    assert cli("export", made, "--to", "megatron-bridge", "--json") == 0
+    assert cli("export", made, "--to", "megatron-bridge", "--format", "json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "jettison.export/1"
     assert found["cost"]["plan"]["peak_bytes"] == paper()["predicted"]["peak_bytes"]
@@ -214,7 +214,7 @@ def test_bad_inputs_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for more in (
         ["--to", "nothing"],
         ["--to", "brief", "--gpu", "a100-80gb"],
-        ["--to", "brief", "-o", tmp_path / "a" / "b"],
+        ["--to", "brief", "--out", tmp_path / "a" / "b"],
     ):
         assert cli("export", made, *more) == 2
         assert capsys.readouterr().err.count("\n") == 1
@@ -245,4 +245,4 @@ def test_what_the_document_shows_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     code = re.search(r"## In Python\n\n```python\n(.*?)```", page, flags=re.DOTALL)
     assert code is not None
     exec(code[1], {})
-    assert re.findall(r"^\| `([a-z-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)
+    assert re.findall(r"^\| `([a-z_-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)

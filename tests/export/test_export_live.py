@@ -19,6 +19,7 @@ from jettison.export.targets import transformers
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
+from jettison.units import Bytes
 from jettison.verbs.live_model import PlanReport
 from support.export_cases import DEPTH, applied, held_bytes
 
@@ -35,7 +36,7 @@ def document(factory: str, share: float) -> dict[str, Any]:
     """A plan's document, for a budget so far between the smallest one and the plain step."""
     found = planner(factory)
     low, high = found.minimum_budget_bytes, found.plain_budget_bytes
-    plan = jettison.plan(found.trace, int(low + share * (high - low)), measure=False)
+    plan = jettison.plan(found.trace, Bytes(int(low + share * (high - low))), measure=False)
     request = ModelRequest(model=f"support.export_cases:{factory}", optimizer="none")
     return PlanReport(plan=plan, request=request).document()
 
@@ -181,7 +182,7 @@ def test_plans_that_are_edited_or_unknown_are_refused() -> None:
     edited = made | {"budget_bytes": made["budget_bytes"] + 1}
     with pytest.raises(PlanMismatch, match="changed after it was written"):
         jettison.export_plan(edited, to="torch")
-    with pytest.raises(UsageError, match="expected one of torch, transformers"):
+    with pytest.raises(UsageError, match="expected one of torch, torch_remat, transformers"):
         jettison.export_plan(made, to="tensorflow")
     with pytest.raises(UsageError, match=r"expected jettison\.plan/1"):
         jettison.export_plan({"schema": "jettison.proof/1"}, to="torch")
@@ -210,7 +211,7 @@ def test_transformers_carries_out_the_mask_and_its_trainer_takes_the_arguments(t
     request = ModelRequest(model=str(file), seq=48, micro_batch=2, precision="fp32", optimizer="none")
     made = make_planner(load(request, fake=True).trace(), measure=False)
     budget = (made.minimum_budget_bytes + made.plain_budget_bytes) // 2
-    plan = jettison.plan(made.trace, budget, measure=False)
+    plan = jettison.plan(made.trace, Bytes(budget), measure=False)
     found = jettison.export_plan(PlanReport(plan=plan, request=request).document(), to="transformers")
     chosen = [policy.action is Action.CHECKPOINT for policy in found.policies]
     assert 0 < sum(chosen) < len(chosen) and "TRAINING_ARGUMENTS" not in found.files["checkpointing.py"]

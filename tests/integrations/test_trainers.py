@@ -21,6 +21,7 @@ from jettison.integrations.transformers import TransformersPlan, auto_checkpoint
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.runtime.planned import PlannedForward
+from jettison.units import Bytes
 from support.toys import Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,7 +149,7 @@ def test_a_trainer_keeps_its_budget(make: Callable[[Path], Any], tmp_path: Path)
         warnings.simplefilter("ignore")
         plain, planned = make(tmp_path / "plain"), make(tmp_path / "planned")
     losses, parameters = trained(plain)
-    budget = int(0.88 * max(plain.peaks))
+    budget = Bytes(0.88 * max(plain.peaks))
     handle = auto_checkpoint_trainer(planned, budget)
     again, same = trained(planned)
     assert len(losses) == STEPS
@@ -207,7 +208,7 @@ def test_what_accelerate_and_peft_make_keeps_a_budget(lora: bool, prepared: bool
             model, optimizer = accelerator.prepare(model, optimizer)
         handle = None
         if budget is not None:
-            handle = jettison.auto_checkpoint(model, batch, budget, optimizer=optimizer, holds_output=False)
+            handle = jettison.auto_checkpoint(model, batch, Bytes(budget), optimizer=optimizer, holds_output=False)
         losses, peaks = [], []
         torch.manual_seed(9)
 
@@ -291,7 +292,7 @@ def test_lightning_keeps_its_budget(more: dict[str, Any], tmp_path: Path) -> Non
     from jettison.integrations.lightning import AutoCheckpoint
 
     losses, parameters, plain = lightning_run(tmp_path, [], **more)
-    callback = AutoCheckpoint(int(0.9 * plain))
+    callback = AutoCheckpoint(Bytes(0.9 * plain))
     again, same, peak = lightning_run(tmp_path, [callback], **more)
     assert again == losses
     assert all(map(torch.equal, same, parameters))

@@ -1,4 +1,4 @@
-"""Pages of docs/lesson and docs/how-to: code and commands print what they say, figures are drawn from the engine."""
+"""Pages for newcomers: code and commands print what they say, figures of the lesson are drawn from the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from support.consoles import commands, first_difference, printed, python_blocks,
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = ROOT / "docs" / "lesson"
-PAGES = sorted([*LESSON.glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md")])
+BEGIN = [ROOT / "docs" / f"{name}.md" for name in ("start", "comparison")]
+PAGES = sorted([*LESSON.glob("*.md"), *(ROOT / "docs" / "how-to").glob("*.md"), *BEGIN])
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.stem)

@@ -38,6 +38,7 @@ import jettison.planner.host
 from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
+from jettison.units import Bytes
 from support.patience import PATIENCE
 from support.random_programs import Case, Program, draw, draw_moving, program_of
 from support.random_steps import Loop, loop_of, train, world
@@ -234,7 +235,7 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
     """`auto_checkpoint`, as the case has it."""
     more: dict[str, Any] = {}
     if case.link:
-        more = {"offload": True, "host_budget": case.host or None, "hardware": _linked(case.link)}
+        more = {"offload": True, "host_budget": Bytes(case.host) if case.host else None, "hardware": _linked(case.link)}
     if loop.step is not None:
         more["step"] = loop.step
     else:
@@ -246,7 +247,7 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
     return jettison.auto_checkpoint(
         loop.models[0],
         program.batch(first),
-        budget,
+        budget if isinstance(budget, str) else Bytes(budget),
         optimizer=loop.optimizer,
         check=case.check,
         gradients_held=case.gradients_held,

@@ -16,6 +16,7 @@ from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.planner import batches
 from jettison.runtime.batch_shape import BatchShape
+from jettison.units import Bytes
 from support.toys import Headed, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +54,7 @@ def share_of(x: Tensor, share: float, rate: float = 0.1) -> int:
 def test_a_larger_batch_is_planned_for_when_it_comes() -> None:
     budget = share_of(rows(ROWS), 0.9)
     model, plain = net(), net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), budget, holds_output=False)
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget), holds_output=False)
     for count, length in ((ROWS, 4), (80, 4), (16, 4), (20, 12), (ROWS, 4), (80, 4)):
         x = rows(count, length)
         assert peak_of(model, x) <= budget, (count, length)
@@ -78,7 +79,7 @@ def test_a_larger_batch_is_planned_for_when_it_comes() -> None:
 
 def test_planning_in_the_middle_of_training_moves_no_random_stream() -> None:
     model, plain = net(), net()
-    jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     drawn = []
     for one in (model, plain):
         torch.manual_seed(3)
@@ -93,7 +94,7 @@ def test_planning_in_the_middle_of_training_moves_no_random_stream() -> None:
 
 def test_what_is_nowhere_longer_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     assert handle.batches is not None
     monkeypatch.setattr(handle.batches, "describe", None)  # not to be called
     for count in (ROWS, 8, 16, 24):
@@ -104,7 +105,7 @@ def test_what_is_nowhere_longer_needs_no_plan(monkeypatch: pytest.MonkeyPatch) -
 def test_a_small_batch_that_comes_often_gets_a_plan_of_its_own() -> None:
     budget = share_of(rows(ROWS), 0.8)
     model = net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), budget)
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget))
     plans = handle.batches
     assert plans is not None and plans.now is not None and plans.now.added_seconds > 0
     plans.planning_seconds = 2.5 * plans.now.added_seconds * (16 / ROWS)
@@ -120,7 +121,7 @@ def test_a_small_batch_that_comes_often_gets_a_plan_of_its_own() -> None:
 
 def test_what_fits_under_a_plan_that_is_there_runs_under_it() -> None:
     model = net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     plans = handle.batches
     assert plans is not None
     once(model, rows(8, 16))  # half the tokens, in longer rows
@@ -130,7 +131,7 @@ def test_what_fits_under_a_plan_that_is_there_runs_under_it() -> None:
 
 def test_what_fits_under_no_plan_is_said() -> None:
     model = net()
-    jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.8))
+    jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.8)))
     with pytest.warns(UserWarning, match=r"a batch of 512 x 4 x 64 .* does not fit into .* the smallest plan for it"):
         once(model, rows(512))
     with warnings.catch_warnings(action="error"):
@@ -139,7 +140,7 @@ def test_what_fits_under_no_plan_is_said() -> None:
 
 def test_a_batch_that_cannot_be_recorded_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = net(), net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.8))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.8)))
     assert handle.batches is not None
 
     def fails(_: Any) -> Any:
@@ -155,7 +156,7 @@ def test_a_batch_that_cannot_be_recorded_runs_all_the_same(monkeypatch: pytest.M
 
 def test_evaluation_is_nobodys_batch() -> None:
     model = net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     with torch.no_grad():
         model(rows(512))
     assert handle.shapes() == []
@@ -169,7 +170,7 @@ def twice(model: Any, x: Tensor) -> None:
 def test_a_step_of_ones_own_says_what_comes() -> None:
     budget = int(0.9 * measured(net(), twice, rows(ROWS)))
     model, plain = net(), net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), budget, step=twice)
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget), step=twice)
     for count in (ROWS, 80, 16, 80):
         x = rows(count)
         model.zero_grad()
@@ -191,7 +192,7 @@ def measured(model: nn.Module, step: Any, x: Tensor) -> int:
 def test_shapes_that_came_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_SHAPES", 3)
     model = net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     for count in range(1, 8):
         once(model, rows(count))
     assert [one.shape for one in handle.shapes()] == [f"{count} x 4 x {WIDTH} (0)" for count in (5, 6, 7)]
@@ -209,6 +210,6 @@ def test_one_shape_covers_another_that_is_nowhere_longer() -> None:
 
 def test_a_copy_of_a_planned_model_meets_no_batches() -> None:
     model = net()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 0.9))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 0.9)))
     once(copy.deepcopy(model), rows(512))
     assert handle.shapes() == []

@@ -13,6 +13,7 @@ import jettison
 from jettison.errors import Infeasible, UnsupportedModule
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
+from jettison.units import Bytes
 
 WIDTH = 32
 
@@ -66,7 +67,7 @@ class Stack(nn.Module):
 
 def smallest(model: nn.Module, x: Tensor) -> int:
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, (x,), 1)
+        jettison.auto_checkpoint(model, (x,), Bytes(1))
     return refused.value.minimum_budget_bytes
 
 
@@ -80,14 +81,14 @@ def peak(model: nn.Module, x: Tensor) -> int:
 def test_the_budget_holds(block: type[nn.Module], percent: int) -> None:
     model, x = Stack(block), torch.randn(16, 6, WIDTH)
     budget = smallest(model, x) * percent // 100
-    with jettison.auto_checkpoint(model, (x,), budget):
+    with jettison.auto_checkpoint(model, (x,), Bytes(budget)):
         assert max(peak(model, x) for _ in range(3)) <= budget
 
 
 def test_other_ops_than_were_planned_are_said_once() -> None:
     model, x = Stack(Remembering), torch.randn(16, WIDTH)
     budget = smallest(model, x)
-    with jettison.auto_checkpoint(model, (x,), budget), warnings.catch_warnings(record=True) as said:
+    with jettison.auto_checkpoint(model, (x,), Bytes(budget)), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
             model(x).backward()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import jettison
 from jettison.errors import UnsupportedModule, UsageError
 from jettison.runtime.compiled import CompiledRegion, compilations
+from jettison.units import Bytes
 from support.compiled_blocks import (
     INPUT_BYTES,
     LENGTH,
@@ -28,6 +29,7 @@ from support.compiled_blocks import (
     peak,
     smallest,
 )
+from support.compiled_families import Loss, blocks_of, language_model
 from support.toys import Headed, Mlp
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), *QUIET]
@@ -42,7 +44,7 @@ def test_every_budget_holds_and_gradients_are_those_of_the_compiled_blocks() -> 
     measured = []
     for twelfth in range(12):
         budget = least + (most + 300 - least) * twelfth // 11
-        with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
+        with jettison.auto_checkpoint(model, given, Bytes(budget), compile="blocks") as handle:
             before = compilations()
             assert equal(gradients(model, given), expected)
             assert compilations() == before  # planning has compiled all of it
@@ -99,7 +101,7 @@ def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
         layer.compile(options={"epilogue_fusion": False})
     before = [dict(vars(module)) for module in model.modules()]
     expected = gradients(model, given)
-    handle = jettison.auto_checkpoint(model, given, smallest(model, given))
+    handle = jettison.auto_checkpoint(model, given, Bytes(smallest(model, given)))
     region = handle.regions[0]
     assert isinstance(region, CompiledRegion)
     assert region.compiled.settings.options == (("epilogue_fusion", False),)
@@ -114,7 +116,7 @@ def test_blocks_that_are_compiled_already_are_planned_and_given_back() -> None:
 def test_evaluation_runs_compiled_and_verify_compares_with_compiled_blocks() -> None:
     model, given = model_of(), batch()
     plain = compiled_copy(model).eval()
-    handle = jettison.auto_checkpoint(model, given, smallest(model, given), compile="blocks")
+    handle = jettison.auto_checkpoint(model, given, Bytes(smallest(model, given)), compile="blocks")
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(5)
@@ -132,7 +134,7 @@ def test_a_larger_batch_is_compiled_and_planned_for_when_it_comes() -> None:
     model, larger = model_of(), batch(ROWS + 4)
     budget = smallest(model, larger)
     expected = gradients(compiled_copy(model), larger)
-    with jettison.auto_checkpoint(model, batch(), budget, compile="blocks") as handle:
+    with jettison.auto_checkpoint(model, batch(), Bytes(budget), compile="blocks") as handle:
         gradients(model, batch())
         assert equal(gradients(model, larger), expected)
         assert peak(model, larger) <= budget
@@ -156,7 +158,7 @@ def test_blocks_that_are_not_one_graph_run_op_by_op_and_that_is_said() -> None:
     model, given = Headed([Breaks(WIDTH, 4 * WIDTH) for _ in range(3)], WIDTH, 8), batch()
     expected, most = gradients(copy.deepcopy(model), given), peak(model, given)
     with pytest.warns(UserWarning, match=r"blocks like layers\.0 do not run compiled: .*graph_break"):
-        handle = jettison.auto_checkpoint(model, given, int(0.8 * most), compile="blocks")
+        handle = jettison.auto_checkpoint(model, given, Bytes(int(0.8 * most)), compile="blocks")
     with handle:
         assert not any(isinstance(region, CompiledRegion) for region in handle.regions)
         assert equal(gradients(model, given), expected)
@@ -240,37 +242,6 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
         jettison.auto_checkpoint(model_of(), batch(), "1MiB", compile="blocks")
 
 
-def language_model(kind: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
-        config = transformers.GPT2Config(vocab_size=500, attn_implementation="eager", **sizes)
-        return transformers.GPT2LMHeadModel(config)
-    if kind == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=4, **small))
-    config = transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **small)
-    return transformers.Qwen3ForCausalLM(config)
-
-
-class Loss(nn.Module):
-    """A language model, and its loss as the only thing that comes out."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        return loss
-
-
-def blocks_of(model: Loss) -> list[nn.Module]:
-    inside = model.model
-    return list(inside.transformer.h if hasattr(inside, "transformer") else inside.model.layers)
-
-
 @pytest.mark.slow  # three families, each compiled in seven ways
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
 def test_language_models_keep_twelve_budgets(kind: str) -> None:
@@ -284,7 +255,7 @@ def test_language_models_keep_twelve_budgets(kind: str) -> None:
     measured = []
     for twelfth in range(12):
         budget = least + (most + 300 - least) * twelfth // 11
-        with jettison.auto_checkpoint(model, given, budget, compile="blocks") as handle:
+        with jettison.auto_checkpoint(model, given, Bytes(budget), compile="blocks") as handle:
             got = gradients(model, given)
             assert equal(got, expected)
             measured.append(peak(model, given))

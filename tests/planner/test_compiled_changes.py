@@ -17,6 +17,7 @@ from jettison.errors import TraceError, UsageError
 from jettison.planner.handle import Applied
 from jettison.runtime import compiled
 from jettison.runtime.compiled import CompiledRegion
+from jettison.units import Bytes
 from support.compiled_blocks import QUIET, WIDTH, batch, compiled_copy, equal, gradients, model_of, peak, smallest
 from support.toys import Headed, Mlp
 
@@ -32,7 +33,7 @@ def more_of_one_function() -> Iterator[None]:
 
 def planned(model: nn.Module, given: Any) -> Applied:
     """With some room."""
-    return jettison.auto_checkpoint(model, given, int(1.3 * smallest(model, given)), compile="blocks")
+    return jettison.auto_checkpoint(model, given, Bytes(int(1.3 * smallest(model, given))), compile="blocks")
 
 
 def other_rate(model: Headed) -> None:

@@ -18,6 +18,7 @@ from jettison.errors import UsageError
 from jettison.planner.budget import Budget
 from jettison.planner.handle import Applied
 from jettison.planner.peak_watch import SLACK_BYTES
+from jettison.units import Bytes
 from planner.test_batches import ROWS, net, once, peak_of, rows, share_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +70,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not_begun(error
     if held:
         for one in (model, plain):
             once(one, x)
-    handle = jettison.auto_checkpoint(model, x, budget, gradients_held=held)
+    handle = jettison.auto_checkpoint(model, x, Bytes(budget), gradients_held=held)
     assert handle.batches is not None and handle.batches.now is not None
     before = handle.batches.now.peak_bytes
     torch.manual_seed(5)
@@ -89,7 +90,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not_begun(error
 
 def test_a_second_failure_is_the_users() -> None:
     model = Counted()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 1.2))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
     tried = 0
     with pytest.raises(torch.OutOfMemoryError):
         for attempt in handle.guard():
@@ -101,7 +102,7 @@ def test_a_second_failure_is_the_users() -> None:
 
 def test_other_errors_are_not_caught() -> None:
     model = Counted()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 1.2))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
     for attempt in handle.guard():
         with pytest.raises(RuntimeError, match="something else"), attempt:
             raise RuntimeError("something else")
@@ -110,7 +111,7 @@ def test_other_errors_are_not_caught() -> None:
 
 def test_a_step_that_an_optimizer_ended_is_not_repeated() -> None:
     model = Counted()
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 1.2))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.2)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         for attempt in handle.guard():
@@ -153,7 +154,7 @@ def watched() -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Applied, Numbe
     budget = share_of(rows(ROWS), 1.0)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = jettison.auto_checkpoint(model, rows(ROWS), budget)
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget))
     meter = Numbers()
     handle.look_at(meter, optimizer, 0, Budget(nbytes=budget, reserved_bytes=budget + 4 * SLACK_BYTES))
     yield model, optimizer, handle, meter, budget
@@ -229,7 +230,7 @@ def test_an_optimizer_in_a_wrapper_is_the_same() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = net()
     prepared = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
-    handle = jettison.auto_checkpoint(model, rows(ROWS), share_of(rows(ROWS), 1.0))
+    handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(share_of(rows(ROWS), 1.0)))
     meter = Numbers()
     handle.look_at(meter, prepared, 0, Budget(nbytes=1))
     once(model, rows(ROWS))

@@ -26,6 +26,7 @@ from jettison.runtime.offload import Direction
 from jettison.solve.plan import Plan, PolicyWord
 from jettison.spec.hardware import Hardware, usual_hardware
 from jettison.spec.kernels import Device
+from jettison.units import Bytes
 from support.offloading import Line, seeded
 from support.toys import Mlp, Words
 from support.training import adamw, assert_same, train
@@ -55,7 +56,7 @@ def line() -> Line:
 
 def smallest(model: nn.Module, x: Any, **more: Any) -> int:
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, x, 1, **more)
+        jettison.auto_checkpoint(model, x, Bytes(1), **more)
     return refused.value.minimum_budget_bytes
 
 
@@ -75,7 +76,7 @@ def middle(model: nn.Module, x: Tensor) -> int:
 def test_what_a_fast_link_hides_is_sent_and_nothing_is_computed_again() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     plain, budget = independent_copy(model), middle(line(), x)
-    with jettison.auto_checkpoint(model, x, budget, offload=True, hardware=linked()) as handle:
+    with jettison.auto_checkpoint(model, x, Bytes(budget), offload=True, hardware=linked()) as handle:
         assert handle.plan is not None and handle.offload is not None
         made = handle.plan
         batches = [seeded(ROWS, WIDTH, seed=n) for n in range(3)]
@@ -96,7 +97,7 @@ def test_what_a_fast_link_hides_is_sent_and_nothing_is_computed_again() -> None:
 
 def test_a_slow_link_is_left_alone() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
-    with jettison.auto_checkpoint(model, x, middle(line(), x), offload=True, hardware=linked(1.3e6)) as handle:
+    with jettison.auto_checkpoint(model, x, Bytes(middle(line(), x)), offload=True, hardware=linked(1.3e6)) as handle:
         assert handle.plan is not None and handle.offload is None
         assert {entry.policy for entry in handle.plan.layers} <= {PolicyWord.MIXED, PolicyWord.FULL, PolicyWord.NONE}
 
@@ -104,7 +105,7 @@ def test_a_slow_link_is_left_alone() -> None:
 def test_a_plan_that_fits_without_it_moves_nothing() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     budget = 2 * peak_of(independent_copy(model), x)
-    with jettison.auto_checkpoint(model, x, budget, offload=True, hardware=linked()) as handle:
+    with jettison.auto_checkpoint(model, x, Bytes(budget), offload=True, hardware=linked()) as handle:
         assert handle.plan is not None and handle.offload is None
         assert {entry.policy for entry in handle.plan.layers} == {PolicyWord.NONE}
 
@@ -129,11 +130,11 @@ def test_what_computing_again_cannot_free_the_host_can() -> None:
     least = {}
     for offload in (False, True):
         with pytest.raises(Infeasible) as refused:
-            jettison.plan(traced, 1, offload=offload, hardware=linked())
+            jettison.plan(traced, Bytes(1), offload=offload, hardware=linked())
         least[offload] = refused.value.minimum_budget_bytes
     assert least[True] <= least[False] - 3 * TENSOR  # runs of blocks that hold one input are the best without a host
     plain = independent_copy(model)
-    handle = jettison.auto_checkpoint(model, x, least[True], offload=True, hardware=linked(), regions=regions)
+    handle = jettison.auto_checkpoint(model, x, Bytes(least[True]), offload=True, hardware=linked(), regions=regions)
     with handle:
         assert peak_of(model, x) <= least[True]
         batches = [x, seeded(ROWS, WIDTH, seed=3)]
@@ -173,7 +174,7 @@ def two_of(model: Any, x: Tensor) -> None:
 def test_what_a_move_costs_python_is_in_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_host, "MOVE_SECONDS", 1.0)
     model, x = line(), seeded(ROWS, WIDTH)
-    with jettison.auto_checkpoint(model, x, middle(line(), x), offload=True, hardware=linked()) as handle:
+    with jettison.auto_checkpoint(model, x, Bytes(middle(line(), x)), offload=True, hardware=linked()) as handle:
         assert handle.offload is None
 
 
@@ -193,7 +194,9 @@ def test_what_copies_hide_behind() -> None:
 def test_the_host_budget_is_held(tensors: int) -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     plain, budget, room = independent_copy(model), middle(line(), x), tensors * WIDE
-    with jettison.auto_checkpoint(model, x, budget, offload=True, host_budget=room, hardware=linked()) as handle:
+    with jettison.auto_checkpoint(
+        model, x, Bytes(budget), offload=True, host_budget=Bytes(room), hardware=linked()
+    ) as handle:
         assert handle.plan is not None and handle.plan.predicted.host_bytes <= room
         assert peak_of(model, x) <= budget
         assert_same(train(model, [x]), train(plain, [x]))
@@ -218,12 +221,12 @@ def test_a_plan_can_be_kept_and_applied_again() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     plain, budget = independent_copy(model), middle(line(), x)
     traced = trace_model(model, x)
-    made = jettison.plan(traced, budget, offload=True, hardware=linked())
+    made = jettison.plan(traced, Bytes(budget), offload=True, hardware=linked())
     assert any(entry.offloaded for entry in made.layers)
     read = Plan.from_json(made.to_json())
     assert read == made and read.hash == made.hash
     with pytest.raises(HostBudgetExceeded):
-        jettison.apply(model, plan=read, batch=x, host_budget=WIDE)
+        jettison.apply(model, plan=read, batch=x, host_budget=Bytes(WIDE))
     with jettison.apply(model, plan=read, batch=x) as handle:
         assert handle.offload is not None
         assert peak_of(model, x) == made.predicted.peak_bytes
@@ -248,7 +251,7 @@ def test_two_forwards_in_flight_share_the_host() -> None:
     least = smallest(words(), ids, step=two_forwards)
     room = 8 * TENSOR
     handle = jettison.auto_checkpoint(
-        model, ids, int(1.1 * least), step=two_forwards, offload=True, host_budget=room, hardware=linked()
+        model, ids, Bytes(int(1.1 * least)), step=two_forwards, offload=True, host_budget=Bytes(room), hardware=linked()
     )
     with handle:
         assert handle.plan is not None and handle.offload is not None
@@ -267,7 +270,7 @@ def test_a_larger_batch_that_comes_gets_a_slab_of_its_own() -> None:
     model, x = line(), seeded(ROWS, WIDTH)
     plain, large = independent_copy(model), seeded(2 * ROWS, WIDTH, seed=5)
     budget = middle(line(), large)
-    with jettison.auto_checkpoint(model, x, budget, offload=True, hardware=linked()) as handle:
+    with jettison.auto_checkpoint(model, x, Bytes(budget), offload=True, hardware=linked()) as handle:
         before = handle.offload.pool.real_bytes if handle.offload is not None else 0
         batches = [x, large, x, large]
         assert_same(train(model, batches), train(plain, batches))

@@ -18,6 +18,7 @@ from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageErro
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.parallel.agree import summary
+from jettison.units import Bytes
 from support.toys import Mlp, Words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,7 +164,7 @@ def test_a_step_of_ones_own_fits_and_trains_the_same(
     several = models if len(models) > 1 else ()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        handle = jettison.auto_checkpoint(models[0], ids, budget, optimizer=optimizer, step=step, models=several)
+        handle = jettison.auto_checkpoint(models[0], ids, Bytes(budget), optimizer=optimizer, step=step, models=several)
         assert len(handle.plans) == sum(n > 0 for n in in_flight)
         assert len(summary(handle.regions).digests) == len(handle.regions)  # ranks compare each region of each model
         assert same(train(own, ids), expected)
@@ -191,7 +192,7 @@ def test_a_budget_holds_for_all_shapes_of_a_run() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             handle = jettison.auto_checkpoint(
-                models[0], batches[2], budget, optimizer=optimizer, step=once, shapes=others
+                models[0], batches[2], Bytes(budget), optimizer=optimizer, step=once, shapes=others
             )
             assert same(train(own, ids, 1), expected)
             assert peak(own, ids) <= budget
@@ -206,7 +207,7 @@ def test_planning_a_step_leaves_nothing_behind() -> None:
     state = torch.get_rng_state()
     budget = int(0.75 * peak(loop(Scaled(), frozen=False), ids))
     torch.set_rng_state(state)
-    jettison.auto_checkpoint(model, ids, budget, optimizer=optimizer, step=step)
+    jettison.auto_checkpoint(model, ids, Bytes(budget), optimizer=optimizer, step=step)
     assert torch.equal(torch.get_rng_state(), state)
     assert step.losses == [0.0]
     assert step.scaler._scale is None
@@ -256,7 +257,7 @@ def test_blocks_without_a_program_are_treated_as_the_plan_says() -> None:
     plain = measured_peak(lambda: once(model, x), static_tensors=static_tensors(model, (x,))).peak_bytes
     model.zero_grad()
     with pytest.warns(UserWarning, match="cannot be recorded") as said:
-        handle = jettison.auto_checkpoint(model, x, int(0.85 * plain), step=once)
+        handle = jettison.auto_checkpoint(model, x, Bytes(int(0.85 * plain)), step=once)
         once(model, x)
     assert not [w for w in said if "runs other ops" in str(w.message)]
     assert handle.plan is not None
@@ -268,7 +269,7 @@ def test_blocks_without_a_program_are_treated_as_the_plan_says() -> None:
 def test_a_budget_that_cannot_be_met_names_one_that_can() -> None:
     models, optimizer, _ = loop(contrastive, frozen=False)
     with pytest.raises(Infeasible) as error:
-        jettison.auto_checkpoint(models[0], batch(), 100_000, optimizer=optimizer, step=contrastive)
+        jettison.auto_checkpoint(models[0], batch(), Bytes(100_000), optimizer=optimizer, step=contrastive)
     handle = jettison.auto_checkpoint(
         models[0], batch(), error.value.minimum_budget_bytes, optimizer=optimizer, step=contrastive
     )
@@ -376,9 +377,11 @@ def test_shapes_cost_nothing_that_is_not_there() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Mlp(WIDTH, WIDTH) for _ in range(3))), torch.randn(64, WIDTH)
     with pytest.raises(Infeasible) as alone:
-        jettison.auto_checkpoint(model, x, 1000, step=once)
+        jettison.auto_checkpoint(model, x, Bytes(1000), step=once)
     with pytest.raises(Infeasible) as beside:
-        jettison.auto_checkpoint(model, x, 1000, step=once, shapes=[torch.randn(rows, WIDTH) for rows in range(32, 64)])
+        jettison.auto_checkpoint(
+            model, x, Bytes(1000), step=once, shapes=[torch.randn(rows, WIDTH) for rows in range(32, 64)]
+        )
     assert beside.value.minimum_budget_bytes == alone.value.minimum_budget_bytes
 
 

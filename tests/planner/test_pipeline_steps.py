@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import jettison
 from jettison.errors import PlanMismatch, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
+from jettison.units import Bytes
 from support.toys import Mlp
 
 
@@ -45,7 +46,7 @@ def test_a_pipeline_of_one_stage_is_planned_like_any_step(alone: None, kind) -> 
     whole = jettison.auto_checkpoint(planned, x, "1GiB", step=step)
     free = whole.plan.predicted.peak_bytes
     whole.remove()
-    handle = jettison.auto_checkpoint(planned, x, int(0.9 * free), step=step)
+    handle = jettison.auto_checkpoint(planned, x, Bytes(int(0.9 * free)), step=step)
     assert handle.plan.predicted.peak_bytes <= 0.9 * free
     assert any(layer.policy != "none" for layer in handle.plan.layers)
     step(planned, x)

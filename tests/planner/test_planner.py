@@ -25,6 +25,7 @@ from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve import Plan
 from jettison.solve.policy import Full, KeepAll
+from jettison.units import Bytes
 from support.toys import Headed
 from support.training import sgd
 
@@ -329,10 +330,10 @@ def test_the_smallest_budget_of_blocks_that_are_observed_is_the_same_every_time_
     for number in range(3):
         torch.manual_seed(number)  # other random values would be routed otherwise
         with pytest.raises(Infeasible) as refused:
-            jettison.auto_checkpoint(model, (x,), 1)
+            jettison.auto_checkpoint(model, (x,), Bytes(1))
         found.append(refused.value.minimum_budget_bytes)
     assert len(set(found)) == 1
-    with jettison.auto_checkpoint(model, (x,), found[0]):
+    with jettison.auto_checkpoint(model, (x,), Bytes(found[0])):
         assert peak(model, x) <= found[0]
 
 
@@ -342,7 +343,7 @@ def test_a_shorter_batch_is_planned_as_the_one_that_was_given() -> None:
     plain = independent_copy(model)
     found = planner_for(model, x)
     budget = (found.minimum_budget_bytes + found.plain_budget_bytes) // 2
-    with jettison.auto_checkpoint(model, (x,), budget) as handle:
+    with jettison.auto_checkpoint(model, (x,), Bytes(budget)) as handle:
         assert_same_step(model, plain, x)
         dropped = [report.slots_dropped for report in handle.report()]
         for _ in range(3):  # the report is of the most used
@@ -385,7 +386,7 @@ def test_blocks_that_hand_on_parts_of_one_tensor_are_recorded_once_and_rehearsed
     found = planner_for(model, x)
     assert found.baseline.peak_bytes == peak(independent_copy(model), x)
     budget = found.minimum_budget_bytes
-    with jettison.auto_checkpoint(model, (x,), budget) as handle:
+    with jettison.auto_checkpoint(model, (x,), Bytes(budget)) as handle:
         assert_same_step(model, plain, x)
         assert peak(model, x) <= budget < found.plain_budget_bytes
         assert [report.recordings for report in handle.report()] == [0] * 5
@@ -469,9 +470,9 @@ def test_many_budgets_cost_little_more_than_one(monkeypatch):
     plain = jettison.plan(traced, "1GiB", measure=False).predicted.peak_bytes
     least = jettison.plan(traced, "1GiB", measure=False).minimum_budget_bytes
     budgets = [least + (plain - least) * i // 9 for i in range(10)]
-    alone = [jettison.plan(traced, budget, measure=False) for budget in budgets]
+    alone = [jettison.plan(traced, Bytes(budget), measure=False) for budget in budgets]
     separately, made[:], dry_runs[:] = len(dry_runs), [], []
-    together = jettison.plan.sweep(traced, [*budgets, 1000], measure=False)
+    together = jettison.plan.sweep(traced, [*map(Bytes, budgets), Bytes(1000)], measure=False)
     assert len(made) == 1
     assert len(dry_runs) < separately / 4
     assert isinstance(together[-1], Infeasible)
@@ -491,6 +492,6 @@ def test_a_plan_takes_few_dry_runs_of_the_whole_step(monkeypatch):
     plain = jettison.plan(traced, "1GiB", measure=False).predicted.peak_bytes
     assert len(whole) <= 4, "without a plan, as small as can be (with runs of blocks and without), with all kept"
     whole.clear()
-    found = jettison.plan(traced, int(0.7 * plain), measure=False)
+    found = jettison.plan(traced, Bytes(int(0.7 * plain)), measure=False)
     assert found.predicted.peak_bytes <= 0.7 * plain
     assert len(whole) <= 6

@@ -14,6 +14,7 @@ import jettison
 from jettison.capture.fakes import fake_mode
 from jettison.errors import Infeasible, UnsupportedModule, UsageError
 from jettison.models.huggingface import ConfigRequest, build, read_config
+from jettison.units import Bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +42,7 @@ def batch() -> tuple[Tensor]:
 
 def minimum(model: nn.Module, given: Any) -> int:
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, given, 1)
+        jettison.auto_checkpoint(model, given, Bytes(1))
     return refused.value.minimum_budget_bytes
 
 
@@ -85,7 +86,7 @@ def test_a_plan_made_on_meta_holds_for_the_weights_that_follow() -> None:
     given = batch()
     model = Net().to("meta")
     budget = minimum(model, given)
-    handle = jettison.auto_checkpoint(model, given, budget)
+    handle = jettison.auto_checkpoint(model, given, Bytes(budget))
     plain = Net()
     model.to_empty(device="cpu")
     model.load_state_dict(plain.state_dict())

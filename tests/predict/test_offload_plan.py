@@ -252,3 +252,12 @@ def test_a_host_budget_that_is_too_small_is_told() -> None:
 def test_hardware_without_a_link_cannot_offload() -> None:
     with pytest.raises(UsageError, match="does not state its link to the host"):
         choose(run_of("llama3-8b", dp=8, zero=3), 60 * GIB, replace(H100, host_bytes_per_second=None))
+
+
+def test_where_no_plan_fits_segments_that_take_less_are_named() -> None:
+    """Which `--recompute sqrt` of the same run comes to."""
+    run = resolve(model_spec("llama3-8b"), RunRequest(dp=8, zero=3, seq=32768, recompute="auto")).run
+    segments = forecast(replace(run, recompute=Recompute.parse("sqrt", layers=run.model.depth))).peak_bytes
+    with pytest.raises(Infeasible, match=r"--recompute sqrt peaks at 64\.03 GiB") as found:
+        choose(run, 60 * GIB, hardware("h100-80gb"))
+    assert segments < found.value.minimum_budget_bytes

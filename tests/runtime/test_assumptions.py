@@ -16,6 +16,7 @@ from jettison.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.planner import apply, plan
+from jettison.units import Bytes
 
 HIDDEN = 32
 
@@ -40,10 +41,10 @@ class Model(nn.Module):
 def planned(model: nn.Module, x: Tensor, *, gradients_held: bool = False) -> Any:
     """Under its smallest budget."""
     try:
-        plan(trace_model(model, (x,)), 1, measure=False, gradients_held=gradients_held)
+        plan(trace_model(model, (x,)), Bytes(1), measure=False, gradients_held=gradients_held)
     except Infeasible as refused:
         least = refused.minimum_budget_bytes
-    found = plan(trace_model(model, (x,)), least, measure=False, gradients_held=gradients_held)
+    found = plan(trace_model(model, (x,)), Bytes(least), measure=False, gradients_held=gradients_held)
     return apply(model, plan=found, batch=(x,))
 
 

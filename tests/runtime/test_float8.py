@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import jettison
+from jettison.units import Bytes
 from support.float8 import E4M3, Float8Linear, factor, narrowed
 
 H, ROWS = 32, 64
@@ -100,7 +101,7 @@ def test_a_budget_holds_and_narrow_copies_go() -> None:
     # the input of a block; four factors of each of two layers
     assert kept == 3 * (8 * ROWS * H * 4 + 4 * 4)
     assert plain == 3 * (8 * ROWS * (4 * H + 8 + H + 16 * H + 4 * H) + 8 * H * H + 16)
-    plan = jettison.plan(jettison.trace(Net(), batch()), proof.measured_peak_bytes)
+    plan = jettison.plan(jettison.trace(Net(), batch()), Bytes(proof.measured_peak_bytes))
     planned = jettison.verify(Net(), batch(), plan=plan, rounds=1)
     assert planned.passed and planned.measured_peak_bytes <= proof.measured_peak_bytes
 

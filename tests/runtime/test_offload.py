@@ -20,6 +20,7 @@ from jettison.runtime.host_pool import HostPool
 from jettison.runtime.offload import Direction, OffloadEngine
 from jettison.runtime.recorder import Earliest, Latest, Recorder
 from jettison.solve.policy import Full, KeepAll, Offload, can_move
+from jettison.units import Bytes
 from support.offloading import (
     ALL,
     INPUTS,
@@ -126,19 +127,19 @@ def test_a_host_budget_that_cannot_be_met_is_refused_and_leaves_nothing() -> Non
     model, x = Line([Mlp(64, 256) for _ in range(4)], 64), seeded(128, 64)
     forwards = {name: vars(m).get("forward") for name, m in model.named_modules()}
     with pytest.raises(HostBudgetExceeded, match=r"the host budget is 100\.00 KiB"):
-        jettison.apply(model, "offload", batch=x, host_budget=102400)
+        jettison.apply(model, "offload", batch=x, host_budget=Bytes(102400))
     assert {name: vars(m).get("forward") for name, m in model.named_modules()} == forwards
     needed = 3 * (128 * 64 + 2 * 128 * 256) * 4
-    jettison.apply(model, "offload", batch=x, host_budget=needed).remove()
+    jettison.apply(model, "offload", batch=x, host_budget=Bytes(needed)).remove()
     with pytest.raises(UsageError, match="unit"):
         jettison.apply(model, "offload", batch=x, host_budget="12")
     with pytest.raises(UsageError, match="not at least one byte"):
-        jettison.apply(model, "offload", batch=x, host_budget=-1)
+        jettison.apply(model, "offload", batch=x, host_budget=Bytes(-1))
 
 
 def test_more_forwards_than_were_planned_for_stop_at_the_budget() -> None:
     """The second forward before a backward has no room; what the first one moved is still right."""
-    found = scales(4, host_budget=4096)
+    found = scales(4, host_budget=Bytes(4096))
     found.engine.pool.device.rounded = lambda nbytes: nbytes  # type: ignore[method-assign]
     kept = [found.model(found.batch) for _ in range(2)]
     with pytest.raises(HostBudgetExceeded, match="tensors that move to the host need"):

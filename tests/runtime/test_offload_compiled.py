@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import jettison
 from jettison.errors import UsageError
 from jettison.runtime.offload import Direction
 from jettison.runtime.recorder import Earliest, Latest, Order, Recorder
-from jettison.solve.policy import Exactly, KeepAll
+from jettison.solve.policy import Exactly, KeepAll, can_move
 from support.compiled_blocks import INPUT_BYTES, QUIET, WIDTH, batch, equal, gradients, model_of
 from support.offloading import Shuffled
 from support.toys import Headed
@@ -66,13 +68,55 @@ def test_all_that_blocks_save_moves_and_comes_back(word: str, rate: float, moved
         assert engine.pool.live_bytes == 0
 
 
-def test_single_tensors_of_a_compiled_block_do_not_move() -> None:
+@contextlib.contextmanager
+def breaking(module: nn.Module) -> Iterator[None]:
+    """Calls of it fail."""
+    hook = module.register_forward_pre_hook(lambda *_: 1 // 0)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def test_single_tensors_of_a_compiled_block_move() -> None:
+    model, plain = pair(0.2)
+    given = batch()
+    expected = gradients(plain, given)
+    traced = jettison.trace(model, given, compile="blocks")
+    compiled = traced.classes[traced.calls[0].class_key].compiled
+    assert compiled is not None
+    program, kept = compiled.program, compiled.default
+    sizes = {b: program.buffers[b].nbytes for b in sorted(kept) if can_move(program, b)}
+    for moved in ({max(sizes, key=lambda b: sizes[b])}, {b for b in sizes if sizes[b] == INPUT_BYTES}):
+        sent = sum(sizes[b] for b in moved)
+        named = Exactly(program.digest(), kept, KeepAll(), moved=frozenset(moved))
+        with jettison.apply(model, named, batch=given, compile="blocks") as handle:
+            assert [report.host_bytes for report in handle.report()] == [sent, sent, sent, 0, 0]
+            engine = handle.offload
+            assert engine is not None and isinstance(engine.device, Recorder)
+            assert engine.pool.real_bytes == 3 * sent
+            orders: list[Order] = [Earliest(), Latest(), Shuffled(1), Shuffled(2)]
+            for order in orders:
+                engine.device.order = order
+                engine.transfers.clear()
+                with engine.device.watching():
+                    assert equal(gradients(model, given), expected)
+                for way in (Direction.OUT, Direction.BACK):
+                    assert sum(c.nbytes for c in engine.transfers if c.direction is way) == 3 * sent
+            assert not engine.device.races
+            assert engine.pool.live_bytes == 0 and engine.pool.real_bytes == 3 * sent
+            loss = model(*given)
+            assert engine.pool.live_bytes == 3 * sent
+            del loss  # a graph that nobody wants
+            assert engine.pool.live_bytes == 0
+            with pytest.raises(ZeroDivisionError), breaking(model.stack.layers[2]):
+                model(*given)
+            assert engine.pool.live_bytes == 0
+            assert equal(gradients(model, given), expected)
+
+
+def test_a_compiled_block_packs_nothing() -> None:
     model, _ = pair(0.0)
-    named = Exactly("", frozenset(), KeepAll(), moved=frozenset({1}))
-    traced = jettison.trace(model, batch(), compile="blocks")
-    program = traced.program(traced.calls[0])
-    kept = program.saved_buffers()
-    named = Exactly(program.digest(), kept, KeepAll(), moved=kept)
-    with pytest.raises(UsageError, match=r"stack\.layers\.0 runs compiled, and its policy moves single tensors"):
-        jettison.apply(model, named, batch=batch(), compile="blocks")
+    with pytest.raises(UsageError, match=r"stack\.layers\.0 runs compiled, and its policy packs what it keeps"):
+        jettison.apply(model, "pack", batch=batch(), compile="blocks")
     assert "forward" not in vars(model.stack.layers[0])

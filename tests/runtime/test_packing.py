@@ -22,6 +22,7 @@ from jettison.runtime import packing
 from jettison.runtime.packing import bits_of, from_bits, packs_into
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
+from jettison.units import Bytes
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
 
@@ -198,11 +199,11 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
     plain = independent_copy(model)
     monkeypatch.setattr("jettison.planner.points.PACKED_TRAFFIC", 0)
     monkeypatch.setattr("jettison.planner.points.LEAST_PACKED", 0.0)
-    budgets = jettison.plan.sweep(trace_model(model, x), [1, "1GiB"])
+    budgets = jettison.plan.sweep(trace_model(model, x), [Bytes(1), "1GiB"])
     assert isinstance(budgets[0], Infeasible) and isinstance(budgets[1], Plan)
     budget = (budgets[0].minimum_budget_bytes + budgets[1].predicted.peak_bytes) // 2
     static = static_tensors(model, x)
-    with jettison.auto_checkpoint(model, x, budget) as handle:
+    with jettison.auto_checkpoint(model, x, Bytes(budget)) as handle:
         made = handle.plan
         assert made is not None and any(entry.packed for entry in made.layers)
         assert Plan.from_json(made.to_json()).hash == made.hash

@@ -18,6 +18,7 @@ from jettison.errors import Infeasible, JettisonError, UnsupportedModule
 from jettison.measure import compare_gradients, independent_copy
 from jettison.measure.memory import AllocationCounter, static_tensors
 from jettison.runtime.frame import Frame
+from jettison.units import Bytes
 from support.stacks import POLICIES, WIDTH, Block, Stack, apply, compare, rows, stack
 from support.training import assert_same, sgd, train
 
@@ -386,4 +387,4 @@ def test_trap_23_nothing_to_do_and_impossible_do_not_look_alike() -> None:
         assert handle.plan is not None
         assert handle.plan.predicted.peak_bytes <= minimum
     with pytest.raises(Infeasible):
-        jettison.auto_checkpoint(model, rows(), minimum - 1)
+        jettison.auto_checkpoint(model, rows(), Bytes(minimum - 1))

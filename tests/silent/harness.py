@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 import jettison
 from jettison.errors import Infeasible
 from jettison.solve.policy import Full, KeepShare, Offload
+from jettison.units import Bytes
 
 LEARNING_RATE = 0.01
 MOVING = {
@@ -198,9 +199,11 @@ def _plan(program: Program, batch: Any, policy: str, options: Any) -> Any:
     if word != "budget":
         return jettison.apply(program.model, policy, batch=batch, **more)
     try:
-        return jettison.auto_checkpoint(program.model, batch, 1, **more)
+        return jettison.auto_checkpoint(program.model, batch, Bytes(1), **more)
     except Infeasible as found:
-        return jettison.auto_checkpoint(program.model, batch, found.minimum_budget_bytes * int(percent) // 100, **more)
+        return jettison.auto_checkpoint(
+            program.model, batch, Bytes(found.minimum_budget_bytes * int(percent) // 100), **more
+        )
 
 
 def _calls(handle: Any) -> dict[str, tuple[int, int]]:

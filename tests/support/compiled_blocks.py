@@ -13,6 +13,7 @@ import jettison
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
+from jettison.units import Bytes
 from support.toys import Headed, Mlp
 
 WIDTH, ROWS, LENGTH = 32, 8, 64
@@ -47,11 +48,17 @@ def compiled_copy(model: Headed) -> Headed:
     return made
 
 
+def loss_in(output: Any) -> Tensor:
+    """What a model returned, or its loss by name."""
+    loss: Tensor = output["loss"] if isinstance(output, dict) else output
+    return loss
+
+
 def gradients(model: nn.Module, given: Any) -> list[Tensor | None]:
     """Of every parameter after one step, from one random stream."""
     torch.manual_seed(7)
     model.zero_grad()
-    model(*given).backward()
+    loss_in(model(*given)).backward()
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     return found
@@ -64,12 +71,12 @@ def equal(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
 
 
 def peak(model: nn.Module, given: Any) -> int:
-    """Bytes of the third step, which holds its loss."""
+    """Bytes of the third step, which holds what the model returned."""
 
     def step() -> Any:
-        loss = model(*given)
-        loss.backward()
-        return loss
+        output = model(*given)
+        loss_in(output).backward()
+        return output
 
     for _ in range(2):
         step()
@@ -82,5 +89,5 @@ def peak(model: nn.Module, given: Any) -> int:
 def smallest(model: nn.Module, given: Any) -> int:
     """The smallest budget that a plan can keep."""
     with pytest.raises(Infeasible) as refused:
-        jettison.auto_checkpoint(model, given, 1000, compile="blocks")
+        jettison.auto_checkpoint(model, given, Bytes(1000), compile="blocks")
     return refused.value.minimum_budget_bytes

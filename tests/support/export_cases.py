@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.capture.model_trace import as_call
+from jettison.export.policy import LayerPolicy
 from jettison.export.result import Exported
+from jettison.export.subject import Subject
+from jettison.export.targets import torch_remat
 from jettison.measure.memory import AllocationCounter, static_tensors
 
 WIDTH, TOKENS, DEPTH = 32, 24, 4
@@ -74,3 +77,11 @@ def held_bytes(
         output = model(*args, **kwargs)
         loss = loss_fn(output)
         return counter.live_bytes - before, loss
+
+
+def remat_applied(subject: Subject, policies: Sequence[LayerPolicy], model: nn.Module) -> nn.Module:
+    """A model after torch_remat's file for these policies was used."""
+    defined: dict[str, Any] = {"__name__": "exported"}
+    exec(torch_remat.code(subject, policies), defined)
+    changed: nn.Module = defined["apply"](model)
+    return changed

@@ -211,7 +211,7 @@ def compared(*, by_hand: bool = False, **how: Any) -> dict[str, Any]:
     """
     plain = built(**how)
     losses, parameters = trained(plain)
-    budget = int(0.85 * max(plain.peaks))
+    budget = f"{int(0.85 * max(plain.peaks))}B"
     policy = None if by_hand else integration.AutoCheckpoint.Config(budget=budget)
     trainer = built(policy, **how)
     if by_hand:
@@ -223,7 +223,7 @@ def compared(*, by_hand: bool = False, **how: Any) -> dict[str, Any]:
         "steps": len(losses),
         "same": again == losses and all(map(torch.equal, same, parameters)),
         "plain": plain.peaks,
-        "budget": budget,
+        "budget": int(budget[:-1]),
         "peaks": trainer.peaks,
         "predicted": plan.predicted.peak_bytes,
         "seen": (trainer.ntokens_seen, plain.ntokens_seen),

@@ -21,6 +21,7 @@ from jettison.measure import measured_peak
 from jettison.measure.memory import static_tensors
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
+from jettison.units import Bytes
 from support.toys import Words
 
 WIDTH, WORDS, ROWS, LENGTH = 32, 100, 8, 32
@@ -162,7 +163,7 @@ def check(how: str) -> dict[str, Any]:
     model, optimizer = made()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        handle = jettison.auto_checkpoint(model, ids, int(share * plain), optimizer=optimizer, step=step)
+        handle = jettison.auto_checkpoint(model, ids, Bytes(int(share * plain)), optimizer=optimizer, step=step)
         got = train(model, optimizer, step, ids)
         measured = peak(how, model, optimizer, step, ids)
     assert handle.plan is not None

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from jettison.errors import UsageError
+from jettison.solve.plan import Plan
 from jettison.train.recipe import BatchSection, LayoutSection, LogSection, ModelSection, PlanSection, TrainRecipe
 from jettison.verbs.train import train
+from support.compiled_sending import slow_to_compute
 from support.ranks import run_ranks
 
 pytestmark = [
@@ -40,7 +42,12 @@ def kept_budget(args: dict[str, Any]) -> dict[str, Any]:
     plain = train(made)
     assert plain.second_step_peaks is not None
     budget = int(args["share"] * plain.second_step_peaks.peak_bytes)
-    planned = train(replace(made, plan=PlanSection(budget=f"{budget}B")))
+    if "gpu" in args:
+        section = PlanSection(budget=f"{budget}B", offload=True, host_budget="16MiB", gpu=args["gpu"])
+        with slow_to_compute():
+            planned = train(replace(made, plan=section))
+    else:
+        planned = train(replace(made, plan=PlanSection(budget=f"{budget}B")))
     assert planned.second_step_peaks is not None and planned.predicted_peak_bytes is not None
     return {
         "budget": budget,
@@ -56,9 +63,30 @@ def check(found: dict[str, Any]) -> None:
     assert found["losses"][0] == found["losses"][1]
 
 
+def sends(folder: Path) -> bool:
+    """Whether the plan of a run has something on the host."""
+    made = Plan.from_json((folder / "plan.json").read_text(encoding="utf-8"))
+    return 0 < made.predicted.host_bytes == sum(entry.offloaded_bytes for entry in made.layers)
+
+
 @pytest.mark.slow  # a GPT with dropout, compiled in seven ways
 def test_a_run_keeps_its_budget_with_the_losses_of_one_without(tmp_path: Path) -> None:
     check(kept_budget({"folder": str(tmp_path), "share": 0.85}))
+
+
+@pytest.mark.slow  # the same, and once more
+def test_a_run_sends_what_compiled_blocks_save(tmp_path: Path, slow_memory: Path) -> None:
+    check(kept_budget({"folder": str(tmp_path), "share": 0.85, "gpu": str(slow_memory)}))
+    assert sends(tmp_path)
+
+
+@pytest.mark.slow  # two launches of two ranks
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_send_what_compiled_blocks_save(tmp_path: Path, slow_memory: Path, zero: int) -> None:
+    args = {"folder": str(tmp_path), "share": 0.85, "zero": zero, "gpu": str(slow_memory)}
+    for found in run_ranks(kept_budget, 2, args):
+        check(found)
+    assert sends(tmp_path)
 
 
 @pytest.mark.slow  # two launches of two ranks

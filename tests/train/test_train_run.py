@@ -22,6 +22,7 @@ from torch import nn
 
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.parse_units import parse_bytes
+from jettison.report.schemas import check
 from jettison.solve.plan import Plan
 from jettison.spec.presets import preset
 from jettison.train.failures import RankLost
@@ -446,8 +447,10 @@ def test_the_command_and_its_exit_codes(
     assert text.out.startswith("done: 2 steps\nloss from ") and "MFU and HFU n/a" not in text.err
     assert "peak of the second step: " in text.out and text.err == ""
     assert run(["train", str(file), "--format", "json", "--steps", "1", "--budget", "1GiB"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["steps"], document["budget"]) == ("jettison.train/1", 1, "1GiB")
+    printed = capsys.readouterr().out
+    document = json.loads(printed)
+    assert (check(printed), document["steps"], document["budget"]) == ("jettison.run/1", 1, "1GiB")
+    assert document["request"] == {"recipe": str(file), "steps": 1, "budget": "1GiB"}
     assert set(document["first_step_peak_bytes"]) == {"forward", "backward", "optimizer"}
     assert run(["train", str(file), "--budget", "10kB"]) == 3
     assert "the smallest feasible budget is" in capsys.readouterr().err

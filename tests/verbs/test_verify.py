@@ -12,6 +12,7 @@ from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER
 from jettison.errors import UsageError
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.frame import Frame
+from jettison.units import Bytes
 
 S, B, H, V = 64, 2, 64, 128
 
@@ -46,7 +47,7 @@ def test_a_budget_is_planned_proven_and_taken_off_again():
     with jettison.apply(model, "none", batch=batch) as handle:
         plain = jettison.verify(model, batch, handle=handle, optimizer=optimizer, rounds=1)
     budget = plain.baseline_peak_bytes * 4 // 5
-    proof = jettison.verify(model, batch, budget=budget, optimizer=optimizer, rounds=2)
+    proof = jettison.verify(model, batch, budget=Bytes(budget), optimizer=optimizer, rounds=2)
     check(plain)
     check(proof)
     assert proof.measured_peak_bytes <= proof.budget_bytes == budget < proof.baseline_peak_bytes

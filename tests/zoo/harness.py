@@ -28,6 +28,7 @@ from jettison.errors import Infeasible
 from jettison.measure import measured_peak, same_bits
 from jettison.measure.device import have_workspaces
 from jettison.measure.memory import static_tensors
+from jettison.units import Bytes
 from zoo.entry import Batch, Entry
 
 STEPS = 3
@@ -193,7 +194,7 @@ def _smallest(entry: Entry, device: str, outcome: Outcome) -> None:
         warnings.simplefilter("ignore")
         model, batches = built(entry, device)
         try:
-            jettison.auto_checkpoint(model, batches[0], 1, optimizer=adamw(model), loss_fn=entry.loss_fn)
+            jettison.auto_checkpoint(model, batches[0], Bytes(1), optimizer=adamw(model), loss_fn=entry.loss_fn)
         except Infeasible as refused:
             outcome.minimum_budget_bytes = refused.minimum_budget_bytes
             unseen = (ENGINE_BYTES if device == "cpu" else BLOCKS_BYTES) + entry.watched_bytes
@@ -216,7 +217,7 @@ def _planned(entry: Entry, device: str, word: str, budget_bytes: int, plain: lis
         warnings.simplefilter("always")
         try:
             handle = jettison.auto_checkpoint(
-                model, batches[0], budget_bytes, optimizer=optimizer, loss_fn=entry.loss_fn
+                model, batches[0], Bytes(budget_bytes), optimizer=optimizer, loss_fn=entry.loss_fn
             )
             touched = state_differences(state_of(model), before[0])
             touched += [f"the stream of {n}" for n, at in streams().items() if before[1][n] != at]

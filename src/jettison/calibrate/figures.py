@@ -58,4 +58,5 @@ def calibration_document(found: Calibration) -> dict[str, Any]:
         "hardware": asdict(found.hardware),
         "took_seconds": found.took_seconds,
         "products": compared,
+        "request": None,
     }

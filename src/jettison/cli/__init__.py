@@ -1,5 +1,20 @@
 """The command line: one function a verb, no logic. Torch is imported inside the verbs that need it."""
 
-from jettison.cli.main import main
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code. Ctrl-C while all of it is still being imported is one line, too."""
+    import sys
+
+    try:
+        from jettison.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("jettison: interrupted\n")
+        sys.exit(130)
+    run(arguments)
+
 
 __all__ = ["main"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Force, Format, app
 from jettison.errors import UsageError
 from jettison.report.console import hint, progress
@@ -40,6 +40,7 @@ def doctor(
 ) -> None:
     """Versions and devices; why memory ran out; ways of a model to be silently wrong; a hardware file."""
     from jettison.cli import doctor as report
+    from jettison.report.schemas import keys_of, shaped
     from jettison.report.tables import doctor_table
 
     if oom is not None or model is not None:
@@ -47,13 +48,16 @@ def doctor(
             raise UsageError("got more than one of --oom, --model and --calibrate; give one of them")
         report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
         said = _said(oom, model)
-        deliver(said.document, said.table, form=form, out=None)
+        deliver(said.document, said.table, form=form, out=None, request=asked(oom=oom, model=model))
         return
     if not calibrate:
         report.refuse_without_calibrate(quick=quick, device=device, ranks=ranks, out=out, force=force)
         found = report.facts()
-        document = {"schema": "jettison.doctor/1", **dict(found)}
-        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None)
+        facts = dict(found)
+        keys = keys_of("jettison.doctor/1")
+        known = {name: value for name, value in facts.items() if name in keys}
+        document = shaped({"schema": "jettison.doctor/1", **known, "facts": facts})
+        deliver(lambda: document, lambda: doctor_table(found), form=form, out=None, request=asked())
         return
     report.refuse_name(out)
     refuse_to_overwrite(out, force=force)
@@ -73,7 +77,8 @@ def doctor(
         sys.stdout.write(hardware_toml(measured))
         return
     table = figures(measured)
-    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None)
+    request = asked(calibrate=True, quick=quick, device=device, ranks=ranks)
+    deliver(lambda: calibration_document(measured), lambda: doctor_table(table), form=form, out=None, request=request)
 
 
 def _said(oom: Path | None, model: str | None) -> FindingsReport:
@@ -124,4 +129,5 @@ def profile(
 
         with progress() as say:
             said = profile_run(targets[0], steps=steps, gpu=known, trace=trace, progress=say)
-    deliver(said.document, said.table, form=form, out=out)
+    request = asked(targets=targets, steps=steps, gpu=gpu, trace=trace)
+    deliver(said.document, said.table, form=form, out=out, request=request)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from jettison.cli.output import asked
 from jettison.cli.parameters import Format, app
 from jettison.report.console import hint, progress, show
 from jettison.report.json_text import json_text
@@ -21,8 +22,8 @@ def export(
     to: Annotated[
         str,
         Parameter(
-            help="torch, transformers, accelerate, deepspeed, lightning, megatron, megatron-bridge, torchtitan "
-            "or brief."
+            help="torch, torch_remat, transformers, accelerate, deepspeed, lightning, megatron, megatron-bridge, "
+            "torchtitan or brief."
         ),
     ],
     gpu: Annotated[str | None, Parameter(help="Whose prices seconds are stated at, for a live model's plan.")] = None,
@@ -30,10 +31,7 @@ def export(
         str | None, Parameter(help="What a live model's plan was made for, if it does not say or it has moved.")
     ] = None,
     form: Format = "human",
-    json: Annotated[bool, Parameter(negative="", show_default=False, help="The same as --format json.")] = False,
-    out: Annotated[
-        Path | None, Parameter(name=("--out", "-o"), help="Write there: a file, or a folder where there are several.")
-    ] = None,
+    out: Annotated[Path | None, Parameter(help="Write there: a file, or a folder where there are several.")] = None,
     force: Annotated[bool, Parameter(negative="", show_default=False, help="Replace the files of --out.")] = False,
 ) -> None:
     """A plan as settings of another trainer: what is exported, what of it is lost, and what that costs beside the plan.
@@ -49,8 +47,8 @@ def export(
     with progress() as say:
         found = answer(plan, to=to, gpu=gpu, model=model, progress=say)
     written = () if out is None else write_files(found, out, force=force)
-    if json or form == "json":
-        print(json_text(found.document()), end="")
+    if form == "json":
+        print(json_text(found.document() | {"request": asked(plan=plan, to=to, gpu=gpu, model=model)}), end="")
     elif out is None:
         for lost in found.lost:
             hint(f"lost: {lost}")

@@ -1,4 +1,4 @@
-"""`main`: reads the command line, calls one verb, turns errors into exit codes."""
+"""`main`: reads the command line, calls one verb, turns errors into exit codes and, for programs, into documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
 
 from cyclopts import CycloptsError
 
+from jettison.cli.completing import completion
 from jettison.cli.diagnosing import doctor, profile
 from jettison.cli.exporting import export
+from jettison.cli.listing import list_names
+from jettison.cli.output import Answered, error_document
 from jettison.cli.pages import explore
 from jettison.cli.parameters import app
 from jettison.cli.predicting import estimate, ledger, plan, search
@@ -19,11 +24,30 @@ from jettison.cli.reporting import report
 from jettison.cli.running import demo, train, verify
 from jettison.errors import JettisonError
 from jettison.report.console import hint
+from jettison.report.json_text import json_text
 
-COMMANDS = (demo, doctor, estimate, explore, export, ledger, plan, profile, report, search, train, verify)
+COMMANDS = (
+    completion,
+    demo,
+    doctor,
+    estimate,
+    explore,
+    export,
+    ledger,
+    list_names,
+    plan,
+    profile,
+    report,
+    search,
+    train,
+    verify,
+)
 """They are the application's from when they are imported."""
 
-EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXTRAS = {"torch": "torch", "transformers": "hf", "safetensors": "hf", "starlette": "serve", "uvicorn": "serve"}
+"""What installs a package that some verbs need."""
+
+EXIT_INTERNAL, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +59,15 @@ def run(arguments: list[str]) -> int:
     """Run one command; its exit code."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_rest, **_more: hint(f"note: {message}")
-        return _run(arguments)
+        try:
+            code = _run(arguments)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever read our output, or our hints, has gone
+            _to_nowhere()
+            return EXIT_PIPE
+        except KeyboardInterrupt:  # a second one, while the first was being said
+            return EXIT_INTERRUPTED
+        return code
 
 
 def _run(arguments: list[str]) -> int:
@@ -43,19 +75,51 @@ def _run(arguments: list[str]) -> int:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_none")
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
-        hint(f"jettison: {' '.join(str(error).split())} (see {verb} --help)")
-        return EXIT_USAGE
+        message = " ".join(str(error).split())
+        hint(f"jettison: {message} (see {verb} --help)")
+        return _failed(arguments, "UsageError", message, EXIT_USAGE)
+    except Answered as answered:
+        hint(f"jettison: {answered.error}")
+        return answered.error.exit_code
     except JettisonError as error:
         hint(f"jettison: {error}")
-        return error.exit_code
+        return _failed(arguments, type(error).__name__, str(error), error.exit_code, error.details)
     except KeyboardInterrupt:
         hint("jettison: interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_INTERNAL
-    except Exception:  # a bug of ours, or of the factory that was called: show where
+    except BrokenPipeError:
+        raise
+    except (
+        Exception
+    ) as error:  # a package that is not here; a bug of ours, or of the factory that was called: show where
+        extra = EXTRAS.get((getattr(error, "name", None) or "").partition(".")[0])
+        if isinstance(error, ModuleNotFoundError) and extra is not None:
+            message = f"this needs {error.name}, which is not installed: pip install 'jettison[{extra}]'"
+            hint(f"jettison: {message}")
+            return _failed(arguments, "UsageError", message, EXIT_USAGE)
         hint(traceback.format_exc())
         hint("jettison: internal error (above)")
-        return EXIT_INTERNAL
+        return _failed(arguments, type(error).__name__, str(error), EXIT_INTERNAL)
     return 0
+
+
+def _failed(
+    arguments: list[str], kind: str, message: str, exit_code: int, details: dict[str, object] | None = None
+) -> int:
+    """Where JSON was asked for, programs get a document in any case."""
+    if _asks_for_json(arguments):
+        document = error_document(arguments, kind=kind, message=message, exit_code=exit_code, details=details or {})
+        sys.stdout.write(json_text(document))
+    return exit_code
+
+
+def _asks_for_json(arguments: list[str]) -> bool:
+    return "--format=json" in arguments or ("--format", "json") in pairwise(arguments)
+
+
+def _to_nowhere() -> None:
+    """What is still in buffers has no reader: let it go without a word when the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            os.dup2(nowhere, stream.fileno())

@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from jettison.errors import UsageError
+from jettison.errors import JettisonError, UsageError
+from jettison.predict.run_request import CommonRequest
 from jettison.report.console import hint, show
 from jettison.report.json_text import json_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+ERROR_SCHEMA: Final = "jettison.error/1"
+
+
+class Answered(Exception):
+    """The document on stdout says it already: what is left is a line on stderr and the exit code."""
+
+    def __init__(self, error: JettisonError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Around what judges a document that has been delivered.
+
+    Raises:
+        Answered: it was judged to be no good.
+    """
+    try:
+        yield
+    except JettisonError as error:
+        raise Answered(error) from error
+
+
+def error_document(
+    arguments: Sequence[str], *, kind: str, message: str, exit_code: int, details: dict[str, Any]
+) -> dict[str, Any]:
+    """In the place of the document that was asked for; ``details`` are the numbers that the message has in words."""
+    return {
+        "schema": ERROR_SCHEMA,
+        "error": kind,
+        "message": message,
+        "exit_code": exit_code,
+        "details": details,
+        "request": {"arguments": list(arguments)},
+    }
 
 
 def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
@@ -29,6 +69,19 @@ def refuse_to_overwrite(out: Path | None, *, force: bool) -> None:
         raise UsageError(f"{out.parent} is not a folder; make it first, or give another --out")
 
 
+def asked(**arguments: object) -> dict[str, Any]:
+    """What was asked, by name, as a document says it: without what nobody gave."""
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, CommonRequest):
+            found |= {field: getattr(value, field) for field in value.given()}
+        elif isinstance(value, list | tuple):
+            found[name] = [str(one) for one in value]
+        elif value is not None and value is not False:
+            found[name] = str(value) if isinstance(value, Path) else value
+    return found
+
+
 def deliver(
     document: Callable[[], dict[str, Any]],
     table: Callable[[], RenderableType],
@@ -36,13 +89,21 @@ def deliver(
     form: str,
     out: Path | None,
     csv: Callable[[], str] | None = None,
+    request: Mapping[str, Any] | None = None,
 ) -> None:
-    """A table, JSON or CSV on stdout, and JSON or CSV in a file. Nothing is made that nobody sees."""
+    """A table, JSON or CSV on stdout, and JSON or CSV in a file. Nothing is made that nobody sees.
+
+    Args:
+        request: what was asked, where the document does not say it itself.
+    """
     text = ""
     if form == "csv" and csv is not None:
         text = csv()
     elif form == "json" or out is not None:
-        text = json_text(document())
+        found = document()
+        if found.get("request") is None and request is not None:
+            found = found | {"request": dict(request)}
+        text = json_text(found)
     if form == "human":
         show(table())
     else:

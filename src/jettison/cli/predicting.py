@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import Answered, answered, asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Budget, Force, Format, Out, app
 from jettison.errors import Infeasible
 from jettison.predict.run_request import RunRequest
@@ -44,6 +45,7 @@ def ledger(
     ] = False,
     compare: Annotated[Path | None, Parameter(help="Another ledger's JSON: exit code 4 where it differs.")] = None,
     form: Annotated[Literal["human", "json", "csv"], Parameter(name="--format", help="CSV has the entries.")] = "human",
+    entries: Annotated[bool, Parameter(negative="--no-entries", help="Every saved tensor in JSON.")] = True,
     out: Out = None,
     force: Force = False,
 ) -> None:
@@ -59,10 +61,12 @@ def ledger(
         report = read(
             model, request, trace=trace, budget=budget, gpu=gpu, fit=fit, explain=explain, against=compare, progress=say
         )
+    report = replace(report, with_entries=entries)
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, lambda: _ledger_table(report), form=form, out=out, csv=report.csv)
-    report.require()
+    with answered():
+        report.require()
 
 
 @app.command
@@ -141,6 +145,7 @@ def plan(
         refuse_to_overwrite(path, force=force)
     from jettison.verbs.plan import plan as answer
 
+    said = asked(model=model, budget=budget, gpu=gpu, host_budget=host_budget, what_if=what_if, request=request)
     try:
         with progress() as say:
             report = answer(
@@ -157,7 +162,8 @@ def plan(
         if form == "json":
             from jettison.report.plan import infeasible_document
 
-            print(json_text(infeasible_document(error)), end="")
+            print(json_text(infeasible_document(error, said)), end="")
+            raise Answered(error) from None
         raise
     deliver(report.document, report.table, form=form, out=out)
     step = getattr(report, "step", None)
@@ -195,6 +201,7 @@ def search(
     from jettison.search.search import NothingFits
     from jettison.verbs.search import search as answer
 
+    said = asked(model=model, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, request=request)
     with progress() as say:
         try:
             report = answer(
@@ -211,7 +218,8 @@ def search(
             )
         except NothingFits as error:
             if form == "json":
-                print(json_text(nothing_document(model, gpus, gpu, error)), end="")
+                print(json_text(nothing_document(model, gpus, gpu, error, said)), end="")
+                raise Answered(error) from None
             raise
         except KeyboardInterrupt:
             if state is not None:

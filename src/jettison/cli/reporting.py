@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Force, Format, app
 from jettison.report.console import hint
 
@@ -37,7 +37,7 @@ def report(
         require_browser()
     made = answer(files)
     html = made.html()
-    deliver(made.document, made.table, form=form, out=None)
+    deliver(made.document, made.table, form=form, out=None, request=asked(files=files))
     target.write_text(html, encoding="utf-8")
     hint(f"wrote {target}")
     if figures is not None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from jettison.cli.output import deliver, refuse_to_overwrite
+from jettison.cli.output import answered, asked, deliver, refuse_to_overwrite
 from jettison.cli.parameters import Attention, Budget, Force, Format, MicroBatch, Out, Precision, Seq, app
-from jettison.errors import Infeasible, JettisonError, ProofFailed
+from jettison.errors import JettisonError, ProofFailed
 from jettison.report.console import hint, progress, show
-from jettison.report.json_text import json_text
 
 if TYPE_CHECKING:
     from jettison.traces.timeline import MemoryTimeline
@@ -98,37 +97,47 @@ def verify(
 
         request, made = request_for(target, model=model, optimizer=optimizer, **flags)
         as_given = Given(step=step, against=against) if given or step or against else None
-        try:
-            proof = prove(
-                request,
-                plan=made,
-                budget=budget,
-                recompute=recompute,
-                given=as_given,
-                offload=offload,
-                host_budget=host_budget,
-                gpu=gpu,
-                values=values,
-                rounds=rounds,
-                look=None if timeline is None and snapshot is None else look,
-                progress=say,
-            )
-        except Infeasible as error:
-            if form == "json":
-                from jettison.report.plan import infeasible_document
-
-                print(json_text(infeasible_document(error)), end="")
-            raise
+        proof = prove(
+            request,
+            plan=made,
+            budget=budget,
+            recompute=recompute,
+            given=as_given,
+            offload=offload,
+            host_budget=host_budget,
+            gpu=gpu,
+            values=values,
+            rounds=rounds,
+            look=None if timeline is None and snapshot is None else look,
+            progress=say,
+        )
     from jettison.report.tables import proof_table
 
-    deliver(proof.document, lambda: proof_table(proof), form=form, out=out)
+    said = asked(
+        target=target,
+        model=model,
+        budget=budget,
+        recompute=recompute,
+        given=given,
+        step=step,
+        against=against,
+        values=values,
+        offload=offload,
+        host_budget=host_budget,
+        gpu=gpu,
+        optimizer=optimizer,
+        rounds=rounds,
+        **flags,
+    )
+    deliver(proof.document, lambda: proof_table(proof), form=form, out=out, request=said)
     if seen:
         from jettison.verbs.snapshots import write_timelines
 
         for line in write_timelines(target, seen, timeline=timeline, snapshot=snapshot):
             hint(line)
     if not proof.passed:
-        raise ProofFailed("not proven: " + "; ".join(proof.failures()))
+        with answered():
+            raise ProofFailed("not proven: " + "; ".join(proof.failures()))
 
 
 @app.command
@@ -180,4 +189,14 @@ def train(
             time.sleep(2)  # torchrun ends all ranks when the first one leaves: let the leading one speak
             sys.exit(error.exit_code)
     if leads:
-        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None)
+        said = asked(
+            recipe=recipe,
+            steps=steps,
+            resume=resume,
+            budget=budget,
+            plan=plan,
+            recompute=recompute,
+            gpu=gpu,
+            export=export,
+        )
+        deliver(result.document, lambda: "\n".join(result.lines()), form=form, out=None, request=said)

@@ -38,6 +38,9 @@ def group(layout: Layout, axis: str, node: int) -> RankGroup:
     inner = {"tp": 1, "cp": layout.tp, "ep": layout.tp, "shards": layout.tp, "dp": layout.tp * layout.cp}
     inner |= {"experts": layout.tp * layout.ep, "pp": layout.tp * layout.cp * layout.dp}
     sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp, "pp": layout.pp}
+    parts = layout.expert_tp if layout.splits_tp else layout.tp  # of "tp": an expert's width, and what is beyond it
+    sizes |= {"etp": parts, "tpx": layout.tp // parts}
+    inner |= {"etp": 1, "tpx": parts} | ({"ep": parts} if layout.splits_tp else {})
     sizes |= {"shards": layout.shards, "experts": layout.expert_shards}
     size = sizes[axis]
     return RankGroup(size, min(size, max(1, node // inner[axis])))

@@ -9,10 +9,12 @@ numbers of the model are left as they were.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +26,16 @@ from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.sharded import left_of_fsdp
 from jettison.capture.signature import as_signed, opaque_copy
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.dryrun.block import forward_alone, given_to_block
 from jettison.errors import TraceError
 from jettison.measure.memory import quiet_gc
 from jettison.measure.peak import allocation_deltas
 from jettison.progress import Progress
 from jettison.runtime.compiled import compiled, first_lines, one_graph
+from jettison.runtime.compiled_moves import looking, staying
 from jettison.solve.policy import CheckpointPolicy, KeepAll
-from jettison.solve.problem import RegionOption
+from jettison.solve.problem import RegionOption, Sent
 
 WARM_UPS = 2  # the first compiles, the second makes what libraries keep
 ROUNDS = 5
@@ -45,13 +48,17 @@ Run = Callable[[], None]
 
 
 class Levels(NamedTuple):
-    """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward."""
+    """Bytes of one call, as `dryrun.block.BlockLevels`, and seconds of its forward and backward.
+
+    ``saved``: by buffer of the program, tensors that could wait on the host, where that was asked for.
+    """
 
     resident_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     lasting_bytes: int
     seconds: float
+    saved: Mapping[int, Sent] = MappingProxyType({})
 
 
 def survey(trace: ModelTrace, cls: BlockClass, settings: CompileSettings) -> CompiledProgram:
@@ -85,18 +92,27 @@ _MEASURED: dict[Any, Levels] = {}
 
 
 def measure_choices(
-    trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress
+    trace: ModelTrace,
+    cls: BlockClass,
+    choices: Mapping[str, CheckpointPolicy],
+    progress: Progress,
+    *,
+    may_move: bool = False,
 ) -> dict[str, Levels]:
-    """Levels of every choice for a class of compiled blocks, by its key."""
+    """Levels of every choice for a class of compiled blocks, by its key.
+
+    Args:
+        may_move: what is saved is looked at as well, and passes hooks.
+    """
     assert cls.compiled is not None
     known = {
-        key: (cls.compiled.program.digest(), cls.compiled.settings, policy, _circumstances(trace, cls))
+        key: (cls.compiled.program.digest(), cls.compiled.settings, policy, may_move, _circumstances(trace, cls))
         for key, policy in choices.items()
     }
     missing = {key: policy for key, policy in choices.items() if known[key] not in _MEASURED}
     if missing:
         with _alone(trace):
-            found = _measured(trace, cls, missing, progress)
+            found = _measured(trace, cls, missing, progress, may_move)
         _MEASURED.update((known[key], levels) for key, levels in found.items())
     return {key: _MEASURED[known[key]] for key in choices}
 
@@ -107,22 +123,25 @@ def _circumstances(trace: ModelTrace, cls: BlockClass) -> Any:
 
 
 def _measured(
-    trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress
+    trace: ModelTrace, cls: BlockClass, choices: Mapping[str, CheckpointPolicy], progress: Progress, may_move: bool
 ) -> dict[str, Levels]:
     assert cls.compiled is not None
     block = _Block.of(trace, cls)
-    own = block.module.forward
-    forwards = {key: compiled(own, cls.compiled.settings, policy) for key, policy in choices.items()}
+    own, settings = block.module.forward, cls.compiled.settings
+    forwards = {key: compiled(own, settings, policy, says=may_move) for key, policy in choices.items()}
+    saved: dict[str, Mapping[int, Sent]] = {}
     bytes_of: dict[str, tuple[int, int, int, int]] = {}
     for number, (key, forward) in enumerate(forwards.items(), 1):
         progress(f"compiling blocks like {cls.example}: way {number} of {len(forwards)}")
         block.module.forward = forward
         for _ in range(WARM_UPS):
             block.run()
-        bytes_of[key] = block.levels()
+        saved[key] = block.saved() if may_move else {}
+        with staying() if may_move else contextlib.nullcontext():
+            bytes_of[key] = block.levels()
     progress(f"timing blocks like {cls.example}")
     seconds = _timed(block, forwards)
-    return {key: Levels(*bytes_of[key], seconds[key]) for key in forwards}
+    return {key: Levels(*bytes_of[key], seconds[key], saved[key]) for key in forwards}
 
 
 def _timed(block: _Block, forwards: Mapping[str, Any]) -> dict[str, float]:
@@ -158,6 +177,17 @@ class _Block:
         forward()
         backward()
         end()
+
+    def saved(self) -> dict[int, Sent]:
+        """What a forward saves that could wait on the host."""
+        leaves, spec = tree_flatten(opaque_copy(self.call))
+        given = given_to_block(leaves, self.shared)
+        held = (leaf for p, leaf in enumerate(given) if isinstance(leaf, Tensor) and (p in self.shared or leaf.is_leaf))
+        alive = [*self.module.parameters(), *self.module.buffers(), *held]
+        args, kwargs = tree_unflatten(given, spec)
+        with looking() as found, torch.enable_grad():
+            output = self.module.forward(*args, **kwargs)
+        return found.alone(alive, given, tree_leaves(output))
 
     def seconds(self) -> float:
         """Of a forward and a backward; on one thread the thread's own, which others on the machine do not lengthen."""

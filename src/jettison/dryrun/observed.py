@@ -8,17 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from jettison.capture.block_observer import holding_nothing, stand_in, undisturbed
 from jettison.capture.model_trace import BlockClass, ModelTrace
 from jettison.capture.signature import call_signature, opaque_copy
 from jettison.capture.streams import seed_streams
 from jettison.capture.stub import stub_outputs
-from jettison.capture.tensor_subclasses import has_gradients
-from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.tensor_subclasses import arrived, has_gradients
+from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.dryrun.block import BlockLevels, block_levels, chain_bytes
 from jettison.measure.memory import Workspace, quiet_gc
+from jettison.runtime.offload import Group, Moved, flat_bytes
 from jettison.runtime.planned import PlannedForward
 from jettison.solve.policy import Full, KeepAll
 from jettison.solve.problem import RegionOption
@@ -83,12 +84,17 @@ def _alike(leaf: Any) -> Any:
 
 
 class StandIn:
-    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate."""
+    """The forward of a block that cannot run on fake tensors: allocates what the block was seen to allocate, and sends
+    to the host what it will send.
+    """
 
-    def __init__(self, trace: ModelTrace, name: str, levels: RegionOption, module: nn.Module) -> None:
+    def __init__(self, trace: ModelTrace, planned: PlannedForward, levels: RegionOption) -> None:
+        name = planned.name
+        self.planned = planned
+        self.compiled = any(trace.classes[c.class_key].compiled for c in trace.calls if c.name == name)
         self.region = next(trace.classes[c.class_key].trace for c in trace.calls if c.name == name)
         self.shared = next(c.shared for c in trace.calls if c.name == name)
-        self.module = module
+        self.module = planned.module
         self.levels = levels
         self.device = trace.device_type
         self.lasting: Tensor | None = None
@@ -100,11 +106,36 @@ class StandIn:
         shared = tuple(leaves[p] for p in self.shared if isinstance(leaves[p], Tensor))
         self.lasting = self._blob(self.levels.lasting_bytes)  # in a cache, say, that the output of the model has
         held = self._blob(self.levels.resident_bytes - self.levels.lasting_bytes)
-        self._blob(self.levels.forward_peak_bytes - self.levels.resident_bytes - self.own[0])
-        return stub_outputs(self.region, leaves, probe=_Call(self, held), held=shared)
+        group = self.planned.begin_group(moves=False) if self.compiled else None
+        call = _Call(self, held, group)
+        made = [self._blob(sent.nbytes) for sent in self.levels.sent if sent.place is None]
+        there = self.levels.resident_bytes + sum(t.nbytes for t in made)
+        self._blob(self.levels.forward_peak_bytes - there - self.own[0])
+        output = stub_outputs(self.region, leaves, probe=call, held=shared)
+        if group is not None:
+            self._send(call, group, made, (leaves, tree_leaves(output)))
+            group.end()
+        return output
 
-    def backward(self, held: list[Tensor], trained: list[Tensor]) -> None:
-        """Of one call, which has held this since its forward.
+    def _send(self, call: _Call, group: Group, made: list[Tensor], ends: tuple[list[Any], list[Any]]) -> None:
+        """In their order: tensors of its own, arguments, results."""
+        for sent in self.levels.sent:
+            tensor = made.pop(0) if sent.place is None else ends[sent.place[0]][sent.place[1]]
+            if sent.place is None or not tensor.is_leaf:  # what somebody holds in any case stays
+                part = arrived(tensor)
+                call.moved.append(group.engine.send(flat_bytes(part, 0, part.untyped_storage().nbytes()), group))
+
+    def backward(self, call: _Call) -> None:
+        """Of one call."""
+        if call.group is not None:
+            call.group.asked()
+        came = [moved.open() for moved in call.moved]
+        call.moved.clear()
+        self._end(call.held, call.trained)
+        del came
+
+    def _end(self, held: list[Tensor], trained: list[Tensor]) -> None:
+        """What was held since the forward goes.
 
         Args:
             trained: parameters, as they were in the forward: under FSDP whole ones.
@@ -122,8 +153,9 @@ class StandIn:
 class _Call:
     """One call of a stand-in, between its forward and its backward."""
 
-    def __init__(self, of: StandIn, held: Tensor) -> None:
-        self.of, self.held = of, [held]
+    def __init__(self, of: StandIn, held: Tensor, group: Group | None) -> None:
+        self.of, self.held, self.group = of, [held], group
+        self.moved: list[Moved] = []
         self.trained = [p for p in of.module.parameters() if p.requires_grad]
 
     def forward(self, call: int) -> None:
@@ -131,7 +163,7 @@ class _Call:
 
     def backward(self, call: int) -> None:
         """See `StandIn.backward`."""
-        self.of.backward(self.held, self.trained)
+        self.of.backward(self)
 
 
 def stand_in_for_opaque(
@@ -145,5 +177,5 @@ def stand_in_for_opaque(
     stood_in = {c.name for c in trace.calls if trace.classes[c.class_key].stood_in}
     for region in regions:
         if region.name in stood_in and region.name in levels:
-            region.forward = StandIn(trace, region.name, levels[region.name], region.module)
+            region.forward = StandIn(trace, region, levels[region.name])
             region.put_way(replace(region.way, policy=KeepAll()))

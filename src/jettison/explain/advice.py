@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
 
+from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.run_request import Resolved
 from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Moe
 from jettison.spec.run import Mode, Run
+from jettison.units import format_bytes
 
 
 def advice(asked: Resolved) -> tuple[str, ...]:
     """Remarks about a run, the weightiest first; empty where there are none."""
     run = asked.run
-    found = [*_recompute(run), *_tensor_parallel(run)]
+    found = [*run.model.left_out, *_recompute(run), *_tensor_parallel(run)]
     layout, model = run.layout, run.model
     if run.seq > model.max_positions:
         found.append(f"--seq {run.seq} is more than the {model.max_positions} positions that {model.name} is made for")
@@ -28,6 +32,24 @@ def advice(asked: Resolved) -> tuple[str, ...]:
     if run.capacity_factor is not None and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
         found.append(f"--capacity-factor does nothing: {model.name} has no experts")
     return tuple(found)
+
+
+UNEVEN: Final = 1.25
+"""Times an even share: what is said beside the even figure. A choice, to show how much depends on it; not measured."""
+
+
+def routing(found: Forecast) -> Iterator[str]:
+    """What ranks that share experts hold is a range: how tokens are spread over them is not known beforehand."""
+    run = found.run
+    ranks = run.layout.ep
+    if ranks == 1 or run.imbalance > 1 or run.capacity_factor is not None:
+        return
+    uneven = min(UNEVEN, float(ranks))
+    peak = forecast_sizes(replace(run, imbalance=uneven)).peak_bytes
+    yield (
+        f"tokens are taken to be spread evenly over the ranks of --ep; one that is sent {uneven:g} times its share "
+        f"peaks at {format_bytes(peak)}, not {format_bytes(found.peak_bytes)} (--expert-imbalance {uneven:g})"
+    )
 
 
 def _recompute(run: Run) -> Iterator[str]:

@@ -61,7 +61,7 @@ def explain(found: Forecast, *, budget_bytes: int | None = None) -> Explanation:
         remarks=tuple(remarks(found, budget_bytes)),
         sentences=(
             cause(stage, parts),
-            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found))),
+            remedy(found, (*recompute, *parallel, *sharding), sum(recomputed_flops(found)), budget_bytes),
         ),
     )
 
@@ -77,18 +77,24 @@ def peak_parts(stage: Stage) -> tuple[Share, ...]:
     """
     timeline = list(moments(stage.load, first_step=False))
     position = timeline.index(stage.peak)
-    return _shares(
-        (name, list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes)
+    found = {
+        name: list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes
         for name, fields in _PARTS.items()
-    )
+    }
+    found["parameters"] -= stage.load.aside
+    found[ASIDE] += stage.load.aside
+    return _shares((name, nbytes) for name, nbytes in found.items() if nbytes or name != ASIDE)
 
 
+ASIDE: Final = "set aside, received and sent"
+"""Workspaces and the like, and what a pipeline's schedule holds beside micro-batches in flight."""
 _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "parameters": frozenset({"fixed"}),
-        "gradients": frozenset({"gradient", "pending"}),
+        "gradients": frozenset({"gradient", "pending", "copies"}),
         "optimizer state": frozenset({"state"}),
         "activations in flight": frozenset({"resident", "sent"}),
+        ASIDE: frozenset({"received", "around"}),
         "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
     }
 )
@@ -232,7 +238,7 @@ def _variant(change: str, found: Forecast, *, current: bool) -> Variant:
 
 def recomputed_flops(found: Forecast) -> Iterator[int]:
     """Of each region in one backward. In a segment all layers but the last run through to their outputs."""
-    dtype = found.run.precision.gradient
+    rule = found.run.gradient_rule
     size = found.run.recompute.number if found.run.recompute.mode is Mode.EVERY else 1
     for chunk in (chunk for stage in found.stages for chunk in stage.parts):
         layers = sum(part.is_layer for part in chunk)
@@ -240,4 +246,4 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
         for part in chunk:
             position += part.is_layer
             inside = part.is_layer and position % size and position < layers
-            yield part.region.flops if inside else passes_of(part, dtype).recompute_flops
+            yield part.region.flops if inside else passes_of(part, rule).recompute_flops

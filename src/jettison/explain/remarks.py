@@ -68,8 +68,23 @@ def cause(stage: Stage, parts: tuple[Share, ...]) -> str:
     )
 
 
-def remedy(found: Forecast, variants: tuple[Variant, ...], recompute_flops: int) -> str:
-    """Which of the changes that were tried helps most; the run itself computes so much again."""
+def remedy(
+    found: Forecast, variants: tuple[Variant, ...], recompute_flops: int, budget_bytes: int | None = None
+) -> str:
+    """Which of the changes that were tried is the cheapest that fits; without a budget, which helps most.
+
+    Args:
+        recompute_flops: of the run itself.
+    """
+    fitting = [v for v in variants if budget_bytes is not None and v.peak_bytes <= budget_bytes < found.peak_bytes]
+    if fitting:
+        cheapest = min(fitting, key=lambda variant: (variant.recompute_flops, -variant.peak_bytes))
+        more = cheapest.recompute_flops > recompute_flops
+        price = f"{format_percent(cheapest.of_forward)} of a forward" if more else "nothing more"
+        return (
+            f"Of the changes tried, {cheapest.change} is the cheapest that fits: {format_bytes(cheapest.peak_bytes)}, "
+            f"for {price} computed again."
+        )
     best = min(variants, key=lambda variant: (variant.peak_bytes, variant.recompute_flops))
     if best.peak_bytes >= found.peak_bytes:
         return f"None of the {len(variants)} changes tried lowers it."

@@ -166,9 +166,9 @@ def _kinds(found: Estimate) -> tuple[tuple[Class, float], ...]:
 
 
 def _options(found: Estimate) -> Iterator[Option]:
-    """None, selective, full and offloading, and the run as it is."""
+    """None, selective of both kinds, full and offloading, and the run as it is."""
     run = found.run
-    modes = [Recompute(mode=mode) for mode in (Mode.NONE, Mode.SELECTIVE, Mode.FULL)]
+    modes = [Recompute(mode=mode) for mode in (Mode.NONE, Mode.SELECTIVE, Mode.SELECTIVE_OP, Mode.FULL)]
     if found.hardware.host_bytes_per_second is not None:
         modes.append(Recompute(offload=True))
     current = run.recompute

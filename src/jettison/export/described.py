@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jettison.cost.execution import execution_of
 from jettison.cost.roofline import op_seconds
 from jettison.export.policy import Action, LayerPolicy
 from jettison.export.result import Cost
@@ -40,6 +41,7 @@ class DescribedPricer:
     def __init__(self, choice: AutoForecast) -> None:
         self.choice = choice
         self.run = replace(choice.forecast.run, recompute=Recompute(mode=Mode.AUTO))
+        self.execution = execution_of(self.run)
 
     def plan(self) -> Cost:
         """Under the plan itself, by the same sums."""
@@ -57,8 +59,35 @@ class DescribedPricer:
         """Of one policy a layer; ``code`` is for modules."""
         chosen = [Staying(policy.kept, policy.moved) for policy in policies]
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
-        found = forecast(self.run, chosen)
-        return self._cost(self.run, found, chosen, again, extra=self._beyond(policies), host_bytes=0)
+        moves = any(policy.moved for policy in policies)
+        run = replace(self.run, recompute=replace(self.run.recompute, offload=True)) if moves else self.run
+        found = forecast(run, chosen)
+        on_host = self._on_host(found, policies) if moves else 0
+        return self._cost(run, found, chosen, again, extra=self._beyond(policies), host_bytes=on_host)
+
+    def without_overlap(self) -> DescribedPricer:
+        """For who copies to and from the host while nothing is computed."""
+        other = DescribedPricer(self.choice)
+        other.execution = replace(self.execution, hides_offload=False)
+        return other
+
+    def last_of_chunks(self) -> frozenset[str]:
+        """Layers whose backward follows their forward: what they would send to the host is wanted at once."""
+        chunks = [[part.name for part in c if part.is_layer] for s in self.choice.forecast.stages for c in s.parts]
+        return frozenset(names[-1] for names in chunks if names)
+
+    @staticmethod
+    def _on_host(found: Forecast, policies: Sequence[LayerPolicy]) -> int:
+        """Of all micro-batches in flight, on the stage that has most."""
+        moved = {policy.layer: policy.program.kept_bytes(policy.moved) for policy in policies}
+        return max(
+            sum(
+                max(o.forward[chunk] + o.weight[chunk] for o in stage.load.occupancies) * moved.get(part.name, 0)
+                for chunk, parts in enumerate(stage.parts)
+                for part in parts
+            )
+            for stage in found.stages
+        )
 
     def cost_of_mode(self, recompute: Recompute, policies: Sequence[LayerPolicy]) -> Cost:
         """Of a mode that is more than a policy of each layer: segments."""
@@ -69,7 +98,7 @@ class DescribedPricer:
     def _cost(
         self, run: Run, found: Forecast, chosen: Chosen | None, again: Sequence[Op], *, extra: float, host_bytes: int
     ) -> Cost:
-        took = estimate(run, self.choice.hardware, chosen=chosen)
+        took = estimate(run, self.choice.hardware, execution=self.execution, chosen=chosen)
         rows = dict(found.layer_bytes())
         moved = {} if chosen is None else dict(zip(run.model.layer_names, chosen, strict=True))
         parts = {part.name: part for part in found.parts if part.is_layer}

@@ -7,7 +7,9 @@ A part that Megatron checkpoints holds what it is given, and what others save of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from jettison.export.policy import Action, LayerPolicy, kept_whole
@@ -19,6 +21,11 @@ CORE_ATTENTION: Final = "core_attn"
 WITHOUT_OUTPUT: Final = frozenset({"layernorm", "mla_up_proj", "moe_act"})
 """See NOTE [ Two kinds of parts ]."""
 MODULES: Final = (CORE_ATTENTION, "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe")
+OFFLOADED: Final = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+"""What fine-grained offloading knows: modules of which everything large goes to the host that they save."""
+SMALLEST_OFFLOADED: Final = 1024 * 1024
+"""Elements; smaller tensors stay (``min_offloaded_tensor_size``)."""
+_FIRST_OF_EXPERTS: Final = ("mlp.experts.gate_up", "mlp.experts.gate", "mlp.experts.up")
 _FUSED: Final = "scaled_dot_product"
 
 
@@ -32,7 +39,7 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
         case "layernorm":
             return _where(program, lambda op: op.path in ("attention_norm", "mlp_norm"))
         case "mla_up_proj":
-            if not any(op.path == "attention.key_value_down" for op in program.ops):
+            if not _is_latent(program):
                 return frozenset()
             up = ("attention.query", "attention.key_value")
             first = min(core, default=0)
@@ -43,6 +50,37 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
             return _where(program, lambda op: op.path.startswith("mlp.shared"))
         case _:
             return _where(program, lambda op: op.path == "mlp.experts" and op.name == "gated_activation")
+
+
+def saved_by(program: Program, module: str) -> frozenset[int]:
+    """Ops whose saved tensors fine-grained offloading sends to the host under a module's name."""
+    match module:
+        case "attn_norm":
+            return _where(program, lambda op: op.path == "attention_norm")
+        case "mlp_norm":
+            return _where(program, lambda op: op.path == "mlp_norm")
+        case "qkv_linear":
+            first, latent = min(_core(program), default=0), _is_latent(program)
+            return _where(program, lambda op: op.index < first and _makes_heads(op, latent))
+        case "attn_proj":
+            return _where(program, lambda op: op.path == "attention.out")
+        case "expert_fc1":
+            return _where(program, lambda op: op.path in _FIRST_OF_EXPERTS)
+        case _:
+            return parts_of(program, module)
+
+
+def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
+    """With what these modules save on the host: all that stays and is large, and that nobody else has saved."""
+    program, chosen = policy.program, tuple(modules)
+    sent = {(program.ops[o].path, program.ops[o].name) for module in chosen for o in saved_by(program, module)}
+    here = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in sent}
+    large = {slot.buffer for slot in program.slots if math.prod(slot.shape) >= SMALLEST_OFFLOADED}
+    moved = frozenset(b for b in policy.kept & large - here if not program.buffers[b].free)
+    if not moved:
+        return policy
+    words = f"{policy.words or policy.action} and {', '.join(chosen)} on the host"
+    return replace(policy, moved=moved, words=words)
 
 
 def is_fused(program: Program) -> bool:
@@ -88,6 +126,15 @@ def _core(program: Program) -> frozenset[int]:
         return frozenset()
     first, last = products[0], products[-1]
     return _where(program, lambda op: op.path == "attention" and first <= op.index <= last)
+
+
+def _is_latent(program: Program) -> bool:
+    return any(op.path == "attention.key_value_down" for op in program.ops)
+
+
+def _makes_heads(op: Op, latent: bool) -> bool:
+    """Multi-latent attention turns its heads inside of what makes them."""
+    return op.path.startswith("attention.") or (latent and op.path == "attention")
 
 
 def _in_mlp(op: Op) -> bool:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
+from jettison.errors import DoesNotFit
+from jettison.export.described import DescribedPricer
+from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_on_host, kept_whole
 from jettison.export.result import Cost, Pricer, require_fit
 from jettison.export.subject import Decision, Subject
 
 Priced = tuple[tuple[LayerPolicy, ...], Cost]
+Checkpoint = Callable[[Decision], LayerPolicy]
 Write = Callable[[Sequence[LayerPolicy]], str]
 """Policies as Python that defines ``apply(model)``."""
 
 
-def fewest_checkpoints(subject: Subject, pricer: Pricer, write: Write, *, target: str, could: str) -> Priced:
+def fewest_checkpoints(
+    subject: Subject, pricer: Pricer, write: Write, *, target: str, could: str, checkpoint: Checkpoint = checkpointed
+) -> Priced:
     """Whole layers as checkpoints: as the plan has it where it treats layers whole, else as few as fit its budget.
 
     Of layers that free as much the first go first: what a checkpoint makes again in backward then comes when the layers
     behind it are gone.
 
+    Args:
+        checkpoint: what becomes of a layer that is one.
+
     Raises:
         DoesNotFit: not even all of them fit.
     """
     if all(decision.plain or decision.whole for decision in subject.decisions):
-        asked = tuple(kept_whole(d) if d.plain else checkpointed(d) for d in subject.decisions)
+        asked = tuple(kept_whole(d) if d.plain else checkpoint(d) for d in subject.decisions)
         cost = pricer.cost(asked, write(asked))
         if cost.peak_bytes <= subject.budget_bytes:
             return asked, cost
@@ -31,9 +39,41 @@ def fewest_checkpoints(subject: Subject, pricer: Pricer, write: Write, *, target
 
     def made(count: int) -> tuple[LayerPolicy, ...]:
         chosen = set(order[:count])
-        return tuple(checkpointed(d) if i in chosen else kept_whole(d) for i, d in enumerate(subject.decisions))
+        return tuple(checkpoint(d) if i in chosen else kept_whole(d) for i, d in enumerate(subject.decisions))
 
     return least(made, len(order), subject, pricer, write, target=target, could=could)
+
+
+def with_host(subject: Subject, pricer: Pricer, choose: Callable[[Pricer, Checkpoint], Priced]) -> Priced:
+    """Checkpoints, with what they are given on the host where that is faster, or the only way to fit.
+
+    Considered where a described plan moves something. Copies are priced as what nothing is computed beside.
+
+    Args:
+        choose: for who prices, and for what becomes of a layer that is a checkpoint.
+
+    Raises:
+        DoesNotFit: neither fits.
+    """
+    if not isinstance(pricer, DescribedPricer) or not any(decision.moved for decision in subject.decisions):
+        return choose(pricer, checkpointed)
+    stay = pricer.last_of_chunks()
+    limit = pricer.choice.host_budget_bytes
+
+    def on_host(decision: Decision) -> LayerPolicy:
+        return checkpointed(decision) if decision.layer in stay else checkpointed_on_host(decision)
+
+    found, problem = [], None
+    for ours, checkpoint in ((pricer, checkpointed), (pricer.without_overlap(), on_host)):
+        try:
+            found.append(choose(ours, checkpoint))
+        except DoesNotFit as error:
+            problem = error
+    allowed = [one for one in found if limit is None or one[1].host_bytes <= limit]
+    if not allowed:
+        assert problem is not None  # what stays on the device is allowed
+        raise problem
+    return min(allowed, key=lambda one: (one[1].step_seconds or 0.0, one[1].host_bytes))
 
 
 def between(

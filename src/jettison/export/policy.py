@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jettison.export.subject import Decision
@@ -53,6 +53,8 @@ class LayerPolicy:
     again: tuple[int, ...] = ()
     saves: tuple[OpCall, ...] = ()
     words: str = ""  # a target's own
+    regions: tuple[str, ...] = ()  # modules of the layer that stay
+    beside_bytes: int = 0  # held although it is no buffer of the program
 
     @property
     def layer(self) -> str:
@@ -67,7 +69,7 @@ class LayerPolicy:
     @property
     def kept_bytes(self) -> int:
         """On the device, between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved)
+        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes
 
     @property
     def recompute_flops(self) -> int:
@@ -84,6 +86,14 @@ def checkpointed(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint of its own."""
     program = decision.program
     return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
+
+
+def checkpointed_on_host(decision: Decision) -> LayerPolicy:
+    """The layer is a checkpoint, and what it is given waits on the host."""
+    policy = checkpointed(decision)
+    buffers = policy.program.buffers
+    moved = frozenset(b for b in policy.kept if buffers[b].source is Source.INPUT and not buffers[b].free)
+    return replace(policy, moved=moved, words="full, its input on the host")
 
 
 def by_ops(decision: Decision) -> LayerPolicy:

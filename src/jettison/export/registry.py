@@ -8,12 +8,13 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.export.result import Exported, Pricer
 from jettison.export.subject import Subject
-from jettison.export.targets import brief, fsdp, megatron, plain_torch, torchtitan, transformers
+from jettison.export.targets import brief, fsdp, megatron, plain_torch, torch_remat, torchtitan, transformers
 
 Exporter = Callable[[Subject, Pricer], Exported]
 
 TARGETS: Final[dict[str, Exporter]] = {
     "torch": plain_torch.export,
+    "torch_remat": torch_remat.export,
     "transformers": transformers.export,
     "accelerate": fsdp.export_accelerate,
     "deepspeed": fsdp.export_deepspeed,

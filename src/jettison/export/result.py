@@ -113,6 +113,7 @@ class Exported:
                 for policy in self.policies
             ],
             "files": self.files,
+            "request": None,
         }
 
 
@@ -127,6 +128,14 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
             found.append(
                 f"{format_bytes(nbytes)} of {len(touched)} layers wait {where} in the plan; {target} is not told so"
             )
+    here = [policy for policy in policies if policy.moved and policy.moved != policy.decision.moved]
+    if here:
+        planned = sum(p.program.kept_bytes(p.decision.moved) for p in here)
+        ours = sum(p.program.kept_bytes(p.moved) for p in here)
+        found.append(
+            f"{format_bytes(ours)} of {len(here)} layers wait on the host, and in the plan {format_bytes(planned)} "
+            "of them, other tensors"
+        )
     if subject.segments:
         found.append(
             f"{len(subject.segments)} runs of layers share one input in the plan; here every layer holds its own"
@@ -137,13 +146,15 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
             "head, the loss)"
         )
     for (before, after, plan_bytes, ours), group in groupby(policies, key=_change):
-        names = [policy.layer for policy in group]
+        alike = list(group)
+        names = [policy.layer for policy in alike]
+        other = "tensors on the host" if any(p.moved != p.decision.moved for p in alike) else "ops run again"
         if plan_bytes != ours or before != after:
             word = "more" if ours > plan_bytes else "less"
             found.append(
                 f"{names[0]}{f' to {names[-1]} ({len(names)})' if len(names) > 1 else ''}: {before} in the plan, "
                 f"{after} here; keeps {format_bytes(abs(ours - plan_bytes))} {word} a layer"
-                f"{'' if ours != plan_bytes else ', with other ops run again'}"
+                f"{'' if ours != plan_bytes else f', with other {other}'}"
             )
     return tuple(found)
 
@@ -152,7 +163,7 @@ def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
     before = policy.decision.policy
     after = policy.words or str(policy.action)
     again = policy.program.recompute_set(policy.decision.kept)
-    same = policy.kept == policy.decision.kept and not policy.decision.moved and not policy.decision.packed
+    same = policy.kept == policy.decision.kept and policy.moved == policy.decision.moved and not policy.decision.packed
     if same and (set(again) <= set(policy.again) or not again):
         after = before  # the same buffers stay; what is run again beside is in the cost
     return before, after, policy.decision.kept_bytes, policy.kept_bytes

@@ -10,7 +10,7 @@ from jettison.formula.basic import add, batched_product, cast, copy, dropout, en
 from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import AttentionKernel, Device
+from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
 from jettison.spec.model import Attention, Norm, QkNorm
 
 HEADS, ROWS = 1, 2
@@ -55,7 +55,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     d, more = spec.head_dim, {"bias": spec.qkv_bias, "split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
     widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
-    if spec.fused_qkv:
+    if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", reference=reference, **more)  # type: ignore[arg-type]
         parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
@@ -105,9 +105,38 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     elif written := _falls_back(w, q, v):
         out = written_out(w, q, k, v, spec)
     else:
+        q, k, v, back = _as_kernels_take_them(w, q, k, v)
         out = flash(w, q, k, v, masked=masked, sinks=spec.sinks)
+        out = copy(w, out) if back else out
     copied = (not fused or written or joined) and out.local_shape[HEADS] > 1
     return copy(w, out, shape, places) if copied else w.tape.view(out, shape, places)
+
+
+def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value, bool]:
+    """Query, key and value in the layout of a fused kernel, and whether its output is copied back.
+
+    Parts of a joint product are taken as they are where heads of all three follow each other. Where keys have been
+    rotated and values have not, or a group of heads shares them, strides or offsets differ, and TransformerEngine makes
+    all three contiguous (``utils.py``, ``get_qkv_layout``): the joint product is let go of. The rest is
+
+    ``transformer_engine/pytorch/attention/dot_product_attention/``: in ``backends.py``, ``FlashAttention.forward``,
+    ``x.transpose(0, 1).contiguous()`` of each, and ``output.contiguous()``; in ``context_parallel.py``,
+    ``AttnFuncWithCPAndKVP2P.forward``, ``p2p_comm_buffers[0] = torch.cat((k.view(-1), v.view(-1)))``, of which the last
+    is saved, and in ``AttnFuncWithCPAndQKVOA2A.forward`` what ``flash_attn_a2a_communicate`` makes of q, k and v, and
+    of the output on the way back.
+    """
+    apart = k.storage != v.storage or q.local_shape[HEADS] != k.local_shape[HEADS]
+    if w.kernels.fused_projections and apart:
+        q, k, v = (x if x.storage == x.index else copy(w, x) for x in (q, k, v))
+    exchange = w.kernels.context_exchange if w.run.layout.cp > 1 else ContextExchange.RING
+    if exchange is ContextExchange.A2A:
+        return copy(w, q), copy(w, k), copy(w, v), True
+    back = w.kernels.copied_attention and w.run.micro_batch > 1  # of one sequence, b × s is s × b
+    if w.kernels.copied_attention:
+        q, k, v = (copy(w, x) if back or x.storage != x.index else x for x in (q, k, v))
+    if exchange is ContextExchange.P2P:
+        k, v = (copy(w, x) for x in (k, v))  # two halves of one buffer
+    return q, k, v, back
 
 
 def _has_mask_tensor(w: Writer, spec: Attention) -> bool:

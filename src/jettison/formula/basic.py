@@ -57,6 +57,7 @@ def linear(
     role: str = "linear input",
     reference: str = "",
     tied: bool = False,
+    head: bool = False,
 ) -> Value:
     """x @ W^T (+ bias). Backward needs x, for the weight's gradient.
 
@@ -64,10 +65,12 @@ def linear(
         split: "column" shards W's outputs over tp, "row" its inputs; the sum over ranks is the caller's (`leave`).
         tied: the weight is the embedding's.
         keeps: what is saved in x's place (its shard, which backward gathers again).
+        head: the head's product is torch's, whatever library has those of layers.
     """
     width = x.shape[-1]
     with w.tape.scope(name):
-        weights = [w.parameter("weight", features, width, split={"column": 0, "row": 1}.get(split or ""), tied=tied)]
+        dim = {"column": 0, "row": 1}.get(split or "")
+        weights = [w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)]
         weights += [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
         last = len(x.shape) - 1
         places = tuple(p for p in x.places if p[1] != last)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region
-from jettison.formula.tape import TapeOp
+from jettison.formula.tape import TapeOp, Weight
+from jettison.spec.precision import GradientRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,24 +42,23 @@ class Passes:
     output: int
 
 
-def replay(region: Region, kept: frozenset[int], gradient_dtype: str, *, accumulates: bool = False) -> Passes:
+def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumulates: bool = False) -> Passes:
     """Play a region through.
 
     Args:
         kept: buffers of `region.program` that stay between the passes.
-        gradient_dtype: of weight gradients.
+        rule: of weight gradients.
         accumulates: weight gradients are there already, and this backward adds to them.
     """
     program = region.program
     resident = program.kept_bytes(kept)
     again = program.recompute_set(kept)
-    backward = _Backward(region=region, kept=kept, again=frozenset(again), gradient_dtype=gradient_dtype)
-    backward.accumulates = accumulates
+    backward = _Backward(region=region, kept=kept, again=frozenset(again), rule=rule, accumulates=accumulates)
     return Passes(
         resident=resident,
         forward_peak=_forward_peak(region, kept),
         backward_peak=backward.run(),
-        gradient=weight_gradients(region, gradient_dtype),
+        gradient=weight_gradients(region, rule.kept),
         recompute_flops=sum(program.ops[o].flops for o in again),
         output=region.output.nbytes,
     )
@@ -91,10 +91,13 @@ def _forward_peak(region: Region, kept: frozenset[int]) -> int:
 class _Backward:
     """The replay of one backward. ``live`` is relative to what was resident when it began."""
 
-    def __init__(self, *, region: Region, kept: frozenset[int], again: frozenset[int], gradient_dtype: str) -> None:
+    def __init__(
+        self, *, region: Region, kept: frozenset[int], again: frozenset[int], rule: GradientRule, accumulates: bool
+    ) -> None:
         self.region, self.program, self.kept = region, region.program, kept
-        self.accumulates = False
-        self.weight_bytes = DTYPE_BYTES[gradient_dtype]
+        self.accumulates = accumulates
+        self.fused, self.dummies = rule.fused and accumulates, rule.dummies
+        self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
         self.live = self.peak = 0
         self.pending = set(again)
         self.computed: set[int] = set()
@@ -135,12 +138,15 @@ class _Backward:
         needed = self._saved(step)
         for b in sorted(needed):
             self._fetch(b)
+        if step.in_place:  # the gradient is written where a saved tensor was
+            for b in needed:
+                self._release(b)
         self._grow(step.workspace)
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
-        weights = sum(w.numel for w in step.weights) * self.weight_bytes
+        weights = sum(w.numel for w in step.weights if not self._added_within(w)) * self.weight_bytes
         self._grow(weights)
-        for b in needed:
+        for b in () if step.in_place else needed:
             self._release(b)
         for v in step.outputs:
             self._drop(v.storage)
@@ -149,6 +155,10 @@ class _Backward:
         self.live -= step.workspace
         if self.accumulates:
             self.live -= weights
+
+    def _added_within(self, weight: Weight) -> bool:
+        """Does the product that makes this gradient add it as well?"""
+        return self.fused and weight.product and (self.dummies or not weight.head)
 
     def _fetch(self, b: int) -> None:
         buffer = self.program.buffers[b]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
 from jettison.formula.basic import cast, enter, linear, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
@@ -32,12 +37,12 @@ def head(w: Writer, x: Value) -> Value:
         split="column",
         keeps=kept,
         tied=model.tied_embeddings,
+        head=True,
         reference=f"{EXTRA}, output layer: 2sbh",
     )
     if model.head.softcap:
         logits = _softcap(w, logits)
-    labels = _labels(w)
-    return _vocab_parallel(w, logits, labels) if w.kernels.loss is Loss.VOCAB_PARALLEL else _upcast(w, logits, labels)
+    return _LOSSES[w.kernels.loss](w, logits, _labels(w))
 
 
 def _labels(w: Writer) -> Value:
@@ -74,19 +79,102 @@ def _upcast(w: Writer, logits: Value, labels: Value) -> Value:
 
 
 def _vocab_parallel(w: Writer, logits: Value, labels: Value) -> Value:
-    """Megatron's loss over a sharded vocabulary: its fp32 softmax stays, 4sbv/t, and where the targets are."""
+    """Megatron's loss over a sharded vocabulary: its fp32 softmax stays, 4sbv/t, and where the targets are.
+
+    ``megatron/core/tensor_parallel/cross_entropy.py``: ``logits.float()``, then in place ``-=``,
+    ``torch.exp(..., out=)`` and ``div_``; ``prepare_gradient_calculation_operands`` takes the softmax for the gradient
+    and multiplies it in place. So one fp32 buffer from the cast to the gradient, beside the 16-bit logits or their
+    gradient: 6 bytes a logit at the most.
+    """
+    return _sharded(w, cast(w, logits, "float32"), labels, "vocab_parallel_cross_entropy")
+
+
+def _native(w: Writer, logits: Value, labels: Value) -> Value:
+    """Megatron's ``--cross-entropy-loss-fusion`` with the implementation "native", for the same mathematics.
+
+    ``megatron/core/fusions/fused_cross_entropy.py``: each piece is compiled, and a compiled piece returns new tensors:
+    the exponentials stand beside the fp32 logits, and the 16-bit logits are held by the caller: 10 bytes a logit. The
+    gradient is made in bf16 at once.
+    """
     wide = cast(w, logits, "float32")
-    probabilities = w.tape.empty(wide.shape, "float32", wide.places, grad=True)
+    exponentials = w.tape.op("fused_cross_entropy.exp", [wide, _unread(logits)])
+    return _sharded(w, exponentials, labels, "fused_vocab_parallel_cross_entropy")
+
+
+def _sharded(w: Writer, wide: Value, labels: Value, name: str) -> Value:
+    """The softmax is where ``wide`` is, and so is the gradient."""
     mask = w.tape.empty(labels.shape, "bool", labels.places)
     target = w.tape.empty(labels.shape, "int64", labels.places)
     loss = w.tape.empty((), "float32", grad=True)
     kept = [
-        saved(probabilities, "softmax output", f"{EXTRA}, fp32 logits of the loss: 4sbv"),
+        saved(wide, "softmax output", f"{EXTRA}, fp32 logits of the loss: 4sbv"),
         saved(mask, "target mask"),
         saved(target, "masked targets"),
     ]
-    w.tape.record("vocab_parallel_cross_entropy", [wide, labels], [loss, probabilities, mask, target], saves=kept)
+    w.tape.record(name, [wide, labels], [loss, mask, target], saves=kept, in_place=True)
     return loss
+
+
+def _te(w: Writer, logits: Value, labels: Value) -> Value:
+    """TransformerEngine's ``parallel_cross_entropy``, versions 2.0 to 2.14: 2 bytes a logit, before and after.
+
+    ``transformer_engine/pytorch/triton/cross_entropy.py``, ``cross_entropy_forward``: the kernel writes the gradient
+    over ``_input`` and returns it to be saved; backward scales it in place. (From 2.18 on the gradient has an fp32
+    tensor of its own.)
+    """
+    loss = w.tape.empty((), "float32", grad=True)
+    kept = [saved(logits, "gradient of the logits")]
+    w.tape.record("te_parallel_cross_entropy", [logits, labels], [loss], saves=kept, in_place=True)
+    return loss
+
+
+def _compiled(w: Writer, logits: Value, labels: Value) -> Value:
+    """torch's cross_entropy under torch.compile: no fp32 logits.
+
+    Inductor fuses the cast, the row's maximum and sum of exponentials into one reduction over the 16-bit logits; what
+    the partitioner keeps is the logits and two numbers a row, and backward writes a 16-bit gradient in one kernel.
+    Sharded logits are gathered first, as without it.
+    """
+    if w.tp > 1:
+        logits = w.tape.collective("all_gather_into_tensor", "tp", logits, w.inside(), backward="reduce_scatter_tensor")
+    rows = [w.tape.empty((*logits.shape[:-1], 1), "float32", labels.places) for _ in range(2)]
+    loss = w.tape.empty((), "float32", grad=True)
+    kept = [saved(logits, "logits"), saved(labels, "labels"), *(saved(row, "softmax statistics") for row in rows)]
+    w.tape.record("compiled_cross_entropy", [logits, labels], [loss, *rows], saves=kept)
+    return loss
+
+
+def _dtensor(w: Writer, logits: Value, labels: Value) -> Value:
+    """torch's ``loss_parallel`` over a vocabulary that DTensor shards: the log-softmax stays, 4sbv/t.
+
+    ``torch/distributed/tensor/parallel/loss.py``: forward makes ``shifted``, its exponentials and the log-softmax;
+    ``_nll_loss_and_log_softmax_backward`` has the log-softmax, ``grad_input``, ``torch.exp(x)`` and their sum at once:
+    four fp32 copies of a rank's logits.
+    """
+    wide = cast(w, logits, "float32")
+    rows = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
+    w.tape.record("loss_parallel.log_softmax", [wide], [rows], passes=True)
+    loss = w.tape.empty((), "float32", grad=True)
+    kept = [saved(rows, "log-softmax output", f"{EXTRA}: 4sbv"), saved(labels, "labels")]
+    w.tape.record("loss_parallel.nll_loss", [rows, labels], [loss], saves=kept, workspace=2 * rows.nbytes)
+    return loss
+
+
+def _unread(x: Value) -> Value:
+    """x where it is only held on to: no gradient comes from there."""
+    return replace(x, grad=False)
+
+
+_LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = MappingProxyType(
+    {
+        Loss.UPCAST: _upcast,
+        Loss.VOCAB_PARALLEL: _vocab_parallel,
+        Loss.NATIVE: _native,
+        Loss.TE: _te,
+        Loss.COMPILED: _compiled,
+        Loss.DTENSOR: _dtensor,
+    }
+)
 
 
 def _without_logits(w: Writer, x: Value) -> Value:

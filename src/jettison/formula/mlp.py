@@ -32,7 +32,7 @@ def _plain(w: Writer, x: Value, kept: Value, spec: Mlp) -> Value:
 
 def _gated(w: Writer, x: Value, kept: Value, spec: Mlp) -> Value:
     more = {"bias": spec.bias, "split": "column", "keeps": kept}
-    if spec.fused_gate_up:
+    if spec.fused_gate_up or w.kernels.fused_projections:
         joint = linear(w, x, 2 * spec.ffn, "gate_up", **more)  # type: ignore[arg-type]
         gate, up = (w.tape.view(joint, (*joint.shape[:-1], spec.ffn)) for _ in range(2))
     else:
@@ -59,6 +59,10 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
         return out
+    if kind is Activation.RELU_SQUARED:
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+        w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
+        return power(w, out, "activation output")
     return w.tape.op(KERNEL[kind], [x], saves=[saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")])
 
 

@@ -20,6 +20,10 @@ and gathers their rows over "tp" when they have arrived, where every rank has a 
 reduce-scattered before they travel back. That is Megatron-LM's all-to-all dispatcher, and the gathered rows stay for
 the first product. Without sequence parallelism every rank of "tp" routes all T tokens and sums are reduced at the end.
 
+With fewer ranks for an expert's width than "tp" has (Megatron's ``--expert-tensor-parallel-size``), "tp" is "etp" x
+"tpx": rows are gathered over "etp" alone, and "ep" takes its ranks from "tpx", too. `imbalance` is how many rows arrive
+at a rank, as a multiple of an even share.
+
 What a grouped product saves are its rows and where each expert's end. Its kernel rounds a row up to 16 bytes; widths
 are multiples of that in all published models, and rounding is left out.
 """
@@ -47,7 +51,7 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
         sharded = w.tp > 1 and w.run.layout.sp
         whole = x if sharded else enter(w, x)[0]
         size, hidden = whole.shape[0] * whole.shape[1], whole.shape[2]
-        tokens = w.tape.view(whole, (size, hidden), tuple((axis, 0) for axis, _ in whole.places))
+        tokens = w.tape.view(whole, (size, hidden), _token_places(w, whole))
         weights, choice = route(w, tokens, spec)
         with w.tape.scope("experts"):
             out = w.tape.view(_experts(w, tokens, weights, choice, spec), whole.shape, whole.places)
@@ -56,6 +60,14 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             shared = Mlp(ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated)
             out = add(w, out, mlp(w, x, shared, "shared"))
         return out
+
+
+def _token_places(w: Writer, whole: Value) -> Places:
+    """Tokens are sharded over all axes that shard the sequence; "tp" by its two parts where experts use one of them."""
+    axes = [axis for axis, _ in whole.places]
+    if w.run.layout.splits_tp and "tp" in axes:
+        axes = sorted([axis for axis in axes if axis != "tp"] + ["etp", "tpx"])
+    return tuple((axis, 0) for axis in axes)
 
 
 def rows_of(w: Writer, tokens: Value, spec: Moe) -> int:
@@ -109,15 +121,20 @@ def _sort(w: Writer, choice: Value, rows: int, places: Places, spec: Moe) -> _Or
     origin = index("aten.floor_divide.default", permutation, (rows,), "int64", places)
     ends = index("aten.cumsum.default", choice, (spec.experts,), "int32", (("ep", 0),) if ep > 1 else ())
     mixed = 1 < ep < spec.experts  # rows of several experts arrive from each rank
-    there = _gathered(places)
-    local = index("aten.sort.default", ends, (rows,), "int64", there) if mixed else None
-    expert = index("aten.repeat_interleave.self_Tensor", ends, (rows,), "int64", there) if spec.bias else None
+    there, arrived = _gathered(w, places), _arrived(w, rows)
+    local = index("aten.sort.default", ends, (arrived,), "int64", there) if mixed else None
+    expert = index("aten.repeat_interleave.self_Tensor", ends, (arrived,), "int64", there) if spec.bias else None
     return _Order(permutation=permutation, origin=origin, ends=ends, local=local, expert=expert)
 
 
-def _gathered(places: Places) -> Places:
+def _gathered(w: Writer, places: Places) -> Places:
     """Placement of rows where experts work on them."""
-    return tuple(p for p in places if p[0] != "tp")
+    return tuple(p for p in places if p[0] != w.expert_axis)
+
+
+def _arrived(w: Writer, rows: int) -> int:
+    """Rows of all ranks, were each sent as many as the busiest."""
+    return rows if w.run.imbalance == 1 else ceil(rows * w.run.imbalance)
 
 
 def _take(w: Writer, x: Value, index: Value) -> Value:
@@ -128,10 +145,15 @@ def _take(w: Writer, x: Value, index: Value) -> Value:
 
 def _send(w: Writer, x: Value, order: _Order) -> Value:
     """Rows to the ranks that have their experts."""
+    arrived = _arrived(w, x.shape[0])
     x = w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single")
-    if any(axis == "tp" for axis, _ in x.places):
-        whole = _gathered(x.places)
-        x = w.tape.collective("all_gather_into_tensor", "tp", x, whole, backward="reduce_scatter_tensor")
+    if arrived != x.shape[0]:
+        x = w.tape.op("all_to_all.rows", [x], (arrived, *x.shape[1:]))
+    axis = w.expert_axis
+    if any(each == axis for each, _ in x.places):
+        whole = _gathered(w, x.places)
+        x = w.tape.collective("all_gather_into_tensor", axis, x, whole, backward="reduce_scatter_tensor")
+        x = x if x.places == whole else w.tape.view(x, x.shape, whole)  # an axis of one rank
     return x if order.local is None else _take(w, x, order.local)
 
 
@@ -140,7 +162,10 @@ def _return(w: Writer, x: Value, order: _Order, places: Places) -> Value:
     if order.local is not None:
         x = w.tape.op("aten.index_put.default", [x, order.local], saves=[saved(order.local, ORDER)])
     if places != x.places:
-        x = w.tape.collective("reduce_scatter_tensor", "tp", x, places, backward="all_gather_into_tensor")
+        x = w.tape.collective("reduce_scatter_tensor", w.expert_axis, x, places, backward="all_gather_into_tensor")
+        x = x if x.places == places else w.tape.view(x, x.shape, places)
+    if x.shape[0] != order.permutation.shape[0]:
+        x = w.tape.op("all_to_all.rows", [x], (order.permutation.shape[0], *x.shape[1:]))
     return w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single")
 
 
@@ -148,10 +173,11 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
     """Every row times its expert's matrix (and its bias): N × features. ``split`` as in `linear`."""
     with w.tape.scope(name):
         shape = (spec.experts, features, x.shape[1])
-        weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True)
+        weight = w.parameter("weight", *shape, split={"column": 1, "row": 2}[split], expert=True, product=True)
         places = tuple(p for p in x.places if p[1] == 0)
-        if split == "column" and w.tp > 1:
-            places = tuple(sorted((*places, ("tp", 1))))
+        axis = w.expert_axis
+        if split == "column" and w.tape.mesh[axis] > 1:
+            places = tuple(sorted((*places, (axis, 1))))
         kept = x if w.run.precision.product is None else quantise(w, x)
         out = w.tape.op(
             "aten._grouped_mm.default",
@@ -218,4 +244,6 @@ def _combined(w: Writer, out: Value, scores: Value, order: _Order, tokens: Value
     if w.kernels.combine is Combine.ADDED:
         out = cast(w, multiply(w, cast(w, out, "float32"), scores, SCORES, "float32"), tokens.dtype)
     kept = [saved(order.origin, ORDER)]
+    if w.kernels.deterministic:  # megatron/core/transformer/moe/moe_utils.py, unpermute
+        kept.append(saved(out, "expert output"))
     return w.tape.op("aten.scatter_add.default", [out, order.origin], tokens.shape, places=tokens.places, saves=kept)

@@ -19,12 +19,16 @@ SCALE_BLOCK = 256
 class Static:
     """Bytes on one rank. ``gathered`` is what ZeRO 3 makes of a region's shards while the region runs.
 
+    ``master``: of the state, what is there before the first optimizer step: the copy that the optimizer updates.
+    ``copies``: of gradients, which the optimizer makes for its masters.
     ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight in fp32.
     """
 
     parameters: int = 0
     gradients: int = 0
     state: int = 0
+    master: int = 0
+    copies: int = 0
     gathered: int = 0
     reduced: int = 0
     largest: int = 0
@@ -37,6 +41,8 @@ class Static:
             parameters=count * self.parameters,
             gradients=count * self.gradients,
             state=count * self.state,
+            master=count * self.master,
+            copies=count * self.copies,
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
@@ -48,6 +54,8 @@ class Static:
             parameters=self.parameters + other.parameters,
             gradients=self.gradients + other.gradients,
             state=self.state + other.state,
+            master=self.master + other.master,
+            copies=self.copies + other.copies,
             gathered=self.gathered + other.gathered,
             reduced=self.reduced + other.reduced,
             largest=max(self.largest, other.largest),
@@ -62,7 +70,7 @@ def static(
     Args:
         in_layer: they belong to a transformer layer, which is what Muon asks about.
     """
-    parameters = gradients = state = gathered = reduced = largest = 0
+    parameters = gradients = state = master = copies = gathered = reduced = largest = 0
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
@@ -70,7 +78,8 @@ def static(
         parameters += at[2] * DTYPE_BYTES[precision.parameter]
         accumulated = DTYPE_BYTES[precision.accumulator] if precision.accumulator else 0
         gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
-        state += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        master += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        copies += at[0] * (DTYPE_BYTES[precision.optimizer_gradient] if precision.optimizer_gradient else 0)
         state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
         if layout.zero == 3 and ranks > 1:
             gathered += w.numel * DTYPE_BYTES[precision.compute]
@@ -78,7 +87,14 @@ def static(
             reduced += w.numel * DTYPE_BYTES[precision.gradient]
         largest = max(largest, at[0] * 4)
     return Static(
-        parameters=parameters, gradients=gradients, state=state, gathered=gathered, reduced=reduced, largest=largest
+        parameters=parameters,
+        gradients=gradients,
+        state=state + master,
+        master=master,
+        copies=copies,
+        gathered=gathered,
+        reduced=reduced,
+        largest=largest,
     )
 
 
@@ -90,7 +106,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
     moment = DTYPE_BYTES[precision.master or precision.parameter]
     matrix = len(weight.shape) >= 2
     match kind:
-        case Optimizer.ADAMW:
+        case Optimizer.ADAMW | Optimizer.ADAMW_FOREACH:
             return 2 * moment * elements
         case Optimizer.SGD | Optimizer.NONE:
             return 0

@@ -52,6 +52,9 @@ class Weight:
     """A parameter: its logical shape and how it is placed.
 
     ``expert``: ZeRO spreads it over the ranks of one expert only. ``tied``: another region's weight, read again.
+    ``product``: a matrix whose gradient can be added to a buffer within the product that makes it. ``head``: that
+    product is the head's, after which autograd is still given a gradient of that size: ``torch.empty`` in Megatron-LM's
+    ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept.
     """
 
     name: str
@@ -61,6 +64,8 @@ class Weight:
     numel: int  # on one rank
     expert: bool = False
     tied: bool = False
+    product: bool = False
+    head: bool = False
 
     @property
     def total(self) -> int:
@@ -98,6 +103,7 @@ class TapeOp:
     anchor: Anchor | None
     gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
     workspace: int  # bytes that only live while its backward runs
+    in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
 
     @property
     def differentiable(self) -> bool:
@@ -149,11 +155,14 @@ class Tape:
         *,
         expert: bool = False,
         tied: bool = False,
+        product: bool = False,
+        head: bool = False,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
-        made = Weight(full, tuple(shape), places, prod(local) * DTYPE_BYTES[dtype], prod(local), expert, tied)
+        nbytes = prod(local) * DTYPE_BYTES[dtype]
+        made = Weight(full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head)
         self.weights.append(made)
         return made
 
@@ -219,6 +228,7 @@ class Tape:
         anchor: Anchor | None = None,
         gradients: tuple[int, ...] | None = None,
         workspace: int = 0,
+        in_place: bool = False,
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
@@ -237,6 +247,7 @@ class Tape:
                 anchor,
                 gradients,
                 workspace,
+                in_place,
             )
         )
 

@@ -45,6 +45,11 @@ class Writer:
         return self.run.layout.tp
 
     @property
+    def expert_axis(self) -> str:
+        """Which mesh axis shards an expert's width."""
+        return "etp" if self.run.layout.splits_tp else "tp"
+
+    @property
     def seq_dim(self) -> int:
         """Which dim of an activation is the sequence."""
         return 1 if self.kernels.batch_first else 0
@@ -88,17 +93,28 @@ class Writer:
         return self._random
 
     def parameter(
-        self, name: str, *shape: int, split: int | None = None, expert: bool = False, tied: bool = False
+        self,
+        name: str,
+        *shape: int,
+        split: int | None = None,
+        expert: bool = False,
+        tied: bool = False,
+        product: bool = False,
+        head: bool = False,
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
+        ``product``: it is the matrix of a product; ``head``: of the head's.
         """
-        places = [("tp", split)] if split is not None and self.tp > 1 else []
+        axis = self.expert_axis if expert else "tp"
+        places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         dtype = self.run.precision.parameter
-        return self.tape.weight(name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied)
+        return self.tape.weight(
+            name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied, product=product, head=head
+        )
 
 
 def saved(value: Value, role: str, reference: str = "") -> Saved:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from jettison.planner.handle import Applied
+from jettison.units import Bytes
 
 
 class TrainerPlan(ABC):
@@ -16,7 +17,7 @@ class TrainerPlan(ABC):
     method: ClassVar[str]
     """Of the trainer: called with every batch, runs forward and backward."""
 
-    def __init__(self, trainer: Any, memory_budget: str | int, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, memory_budget: str | Bytes, options: dict[str, Any]) -> None:
         self.trainer, self.memory_budget, self.options = trainer, memory_budget, options
         self.applied: Applied | None = None
         self.own = getattr(trainer, self.method)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from jettison.errors import UnsupportedModule
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
+from jettison.units import Bytes
 
 
 class AutoCheckpoint(Callback):
@@ -28,7 +29,7 @@ class AutoCheckpoint(Callback):
         options: of `jettison.auto_checkpoint`: ``check``, ``shapes``, ``progress``, ...
     """
 
-    def __init__(self, memory_budget: str | int, **options: Any) -> None:
+    def __init__(self, memory_budget: str | Bytes, **options: Any) -> None:
         self.memory_budget, self.options = memory_budget, options
         self.applied: Applied | None = None
 

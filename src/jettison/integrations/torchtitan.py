@@ -25,7 +25,7 @@ from jettison.errors import UnsupportedModule
 from jettison.integrations.first_batch import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
-from jettison.units import format_bytes
+from jettison.units import Bytes, format_bytes
 
 
 class AutoCheckpoint(ActivationCheckpointing):
@@ -38,7 +38,7 @@ class AutoCheckpoint(ActivationCheckpointing):
     class Config(ActivationCheckpointing.Config):
         """What torchtitan's other policies have in theirs (``preserve_rng_state``, ...) means nothing here."""
 
-        budget: str | int
+        budget: str
         """As ``memory_budget`` of `jettison.auto_checkpoint`, on each rank."""
 
         check: str = "always"
@@ -91,7 +91,7 @@ class TorchtitanPlan(TrainerPlan):
         return applied
 
 
-def auto_checkpoint_trainer(trainer: Any, memory_budget: str | int, **options: Any) -> TrainerPlan:
+def auto_checkpoint_trainer(trainer: Any, memory_budget: str | Bytes, **options: Any) -> TrainerPlan:
     """Make a torchtitan `Trainer` train under ``memory_budget``: what `AutoCheckpoint` does, for one that is built.
 
     Args:

@@ -14,6 +14,7 @@ from jettison.errors import UnsupportedModule
 from jettison.integrations.first_batch import TrainerPlan, holding
 from jettison.planner.handle import Applied
 from jettison.planner.live import auto_checkpoint
+from jettison.units import Bytes
 
 _REFERENCES = ("ref_model", "reward_model", "value_model")
 """Attributes of TRL's trainers that hold models of their own."""
@@ -51,7 +52,7 @@ class TransformersPlan(TrainerPlan):
         )
 
 
-def auto_checkpoint_trainer(trainer: Any, memory_budget: str | int, **options: Any) -> TrainerPlan:
+def auto_checkpoint_trainer(trainer: Any, memory_budget: str | Bytes, **options: Any) -> TrainerPlan:
     """Make a `transformers.Trainer`, or one of TRL's, train under ``memory_budget``.
 
     Args:

@@ -12,8 +12,12 @@ the optimizer's, the bytes allocated are, at the worst moment of
 where q runs over the units of the chunk at work and `in flight` is what other micro-batches, and other chunks, hold.
 Gradients appear one by one in the first backward of a step (PyTorch, where zero_grad sets them to None), or live in
 buffers from the start (Megatron's and DDP's buckets). From the second micro-batch on all are there, and each new
-contribution lives beside them until it has been added. Before the first optimizer step ever there is no state: step 0
-is lower than step 1, and the same run may fit in the one and not in the other.
+contribution lives beside them until it has been added. Before the first optimizer step ever there is no state but the
+master copy of the parameters, which is made with the optimizer (`master`): step 0 is lower than step 1, and the same
+run may fit in the one and not in the other. What the first backward ever brings (`late`: the workspace of its thread's
+products) is not there before, either. A chunk that has nothing in flight may hold the last input that it was sent, and
+its gradient (`received`); of one that has, the last input is among what is in flight. While any is, there may be more
+beside them (`around`): what the schedule has just sent, and the batch itself.
 """
 
 from __future__ import annotations
@@ -74,6 +78,20 @@ class StageLoad:
     optimizer_transient: int = 0
     sent: int = 0
     twins: bool = False
+    master: int = 0  # of ``state``
+    copies: int = 0  # of gradients, from the optimizer until the next step
+    aside: int = 0  # of ``fixed``, what libraries set aside
+    late: int = 0  # of ``aside``
+    received: int = 0  # of each chunk from number ``receives`` on
+    receives: int = 0
+    around: int = 0
+
+    def idle(self, alive: Sequence[int]) -> int:
+        """What chunks without a micro-batch in flight hold of the last one; ``alive``: by chunk, those in flight."""
+        if not self.received:
+            return 0
+        own = len(self.chunks) // 2 if self.twins else len(self.chunks)
+        return self.received * sum(not any(alive[chunk::own]) for chunk in range(self.receives, own))
 
     @property
     def gradient_bytes(self) -> int:
@@ -136,19 +154,26 @@ def _rows(stage: StageLoad, first_step: bool, each: bool) -> Iterator[_Row]:
     upfront = stage.gradients is Gradients.UPFRONT
     forward = [pick(_forward(chunk, each)) for chunk in stage.chunks]
     all_gradients = stage.gradient_bytes
-    base = stage.fixed + (0 if first_step else stage.state) + (all_gradients if upfront else 0)
-    yield base, Phase.BEFORE, "", 0
-    for rows, entered in zip(forward, stage.entered, strict=True):
+    base = stage.fixed + (stage.master if first_step else stage.state) + (all_gradients if upfront else 0)
+    nothing = (0,) * len(stage.chunks)
+    between = stage.idle(nothing) if stage.received else 0
+    idle = 0 if first_step else between
+    late = stage.late if first_step else 0
+    yield base - late + idle, Phase.BEFORE, "", 0
+    for chunk, (rows, entered) in enumerate(zip(forward, stage.entered, strict=True)):
         if entered:
-            yield from _at(base, rows, 0)
+            alone = stage.idle((*nothing[:chunk], 1, *nothing[chunk + 1 :])) if idle else 0
+            yield from _at(base - late + alone, rows, 0)
     held = [stage.held(chunk) for chunk in range(len(stage.chunks))]
-    first = [pick(_backward(chunk, not upfront, each)) for chunk in stage.chunks]
-    yield from _backwards(stage, base, held, forward, first)
+    missing = late if stage.micro_batches == 1 else 0
+    first = [pick(_backward(chunk, not upfront, each, missing)) for chunk in stage.chunks]
+    yield from _backwards(stage, base, held, forward, first, missing)
     if stage.micro_batches > 1 and not upfront:
         adding = [pick(_backward(chunk, False, each)) for chunk in stage.chunks]
         yield from _backwards(stage, base + all_gradients, held, forward, adding)
-    yield stage.fixed + stage.state + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
-    yield stage.fixed + stage.state + (all_gradients if upfront else 0), Phase.AFTER, "", -1
+    there = stage.fixed + stage.state + stage.copies + between
+    yield there + all_gradients + stage.optimizer_transient, Phase.OPTIMIZER, "", -1
+    yield there + (all_gradients if upfront else 0), Phase.AFTER, "", -1
 
 
 def _highest(rows: Iterator[tuple[int, Phase, str]]) -> _Rows:
@@ -161,21 +186,30 @@ def _at(level: int, rows: _Rows, micro_batch: int) -> Iterator[_Row]:
 
 
 def _backwards(
-    stage: StageLoad, base: int, held: Sequence[int], forward: Sequence[_Rows], backward: Sequence[_Rows]
+    stage: StageLoad,
+    base: int,
+    held: Sequence[int],
+    forward: Sequence[_Rows],
+    backward: Sequence[_Rows],
+    missing: int = 0,
 ) -> Iterator[_Row]:
     """From each of the fullest states: the forwards that led to it, and the backward that starts from it.
 
     Args:
         held: bytes that one micro-batch's forward leaves behind, by chunk, as ``forward`` and ``backward`` are.
+        missing: bytes of ``base`` that no forward has yet.
     """
+    base += stage.around
     for occupancy in stage.occupancies:
         alive = list(map(add, occupancy.forward, occupancy.weight))
         level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent
+        if stage.received:
+            level += stage.idle(alive)
         step = occupancy.step
         number = 0 if step is None else step.micro_batch
         for rows, alive_here, nbytes in zip(forward, occupancy.forward, held, strict=True):
             if alive_here:
-                yield from _at(level - nbytes, rows, number)
+                yield from _at(level - nbytes - missing, rows, number)
         yield from _at(level, backward[0 if step is None else step.chunk], number)
 
 
@@ -189,17 +223,18 @@ def _forward(chunk: Sequence[Unit], each: bool) -> Iterator[tuple[int, Phase, st
         level += count * unit.resident
 
 
-def _backward(chunk: Sequence[Unit], fresh: bool, each: bool) -> Iterator[tuple[int, Phase, str]]:
+def _backward(chunk: Sequence[Unit], fresh: bool, each: bool, missing: int = 0) -> Iterator[tuple[int, Phase, str]]:
     """Of a chunk whose residents are there.
 
     Args:
         fresh: gradients appear now, one by one; otherwise they are there already.
         each: every unit's; otherwise, of units that are alike, the first's and the last's, which are extreme.
+        missing: bytes that are not there yet when the loss is differentiated.
     """
     level = 0
     for unit in reversed(chunk):
         count = len(unit.names)
-        rise = unit.backward_peak if fresh else unit.adding_peak
+        rise = (unit.backward_peak if fresh else unit.adding_peak) - (missing if unit.is_loss else 0)
         change = (unit.gradient if fresh else unit.pending) - unit.resident
         for i in range(count) if each else (0, count - 1):
             yield level + i * change + rise, Phase.BACKWARD, unit.names[count - 1 - i]

@@ -23,6 +23,7 @@ from jettison.capture.model_trace import LossFn, ModelTrace
 from jettison.capture.tracer import trace_model
 from jettison.errors import UsageError
 from jettison.models.huggingface import ConfigRequest, batch_for, build, read_config
+from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.presets import PRESETS
 
 OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
@@ -101,8 +102,8 @@ def load(request: ModelRequest, *, fake: bool) -> Loaded:
         UsageError: there is no such model, or a flag does not apply to it.
     """
     path = Path(request.model)
-    if path.exists():
-        return _from_config(request, path, fake=fake)
+    if path.exists() or is_hub_id(request.model):
+        return _from_config(request, path if path.exists() else hub_config(request.model), fake=fake)
     if request.model in PRESETS:
         raise UsageError(f"{request.model} is a preset, a description that no module is made from; expected {EXPECTED}")
     module, colon, factory = request.model.partition(":")

@@ -2,6 +2,6 @@
 
 from jettison.planner.apply import apply
 from jettison.planner.handle import Applied
-from jettison.planner.live import auto_checkpoint, plan, trace
+from jettison.planner.live import auto_checkpoint, plan, sweep, trace
 
-__all__ = ["Applied", "apply", "auto_checkpoint", "plan", "trace"]
+__all__ = ["Applied", "apply", "auto_checkpoint", "plan", "sweep", "trace"]

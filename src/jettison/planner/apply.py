@@ -13,7 +13,7 @@ from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
 from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
-from jettison.parse_units import parse_bytes
+from jettison.parse_units import parse_budget
 from jettison.planner.compile_blocks import compile_settings
 from jettison.planner.handle import Applied
 from jettison.planner.planner import Candidate, Planner, fingerprint, module_policy
@@ -25,8 +25,9 @@ from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll, attention_core, policy_named
+from jettison.units import Bytes
 
-Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"]
+Policy = str | CheckpointPolicy | Mapping[str, "str | CheckpointPolicy"] | Sequence["str | CheckpointPolicy"]
 
 
 def likeness(traced: ModelTrace) -> str:
@@ -116,7 +117,7 @@ def apply(
     check: str | Check = Check.ALWAYS,
     compile: str | None = None,
     group: Group | None = None,
-    host_budget: str | int | None = None,
+    host_budget: str | Bytes | None = None,
 ) -> Applied:
     """Apply a plan, or a policy of your own.
 
@@ -126,8 +127,8 @@ def apply(
     Args:
         policy: ``none``, ``selective`` (attention core), ``selective-op`` (matmul outputs kept), ``full``,
             ``every:K``, ``offload`` (what autograd saves waits on the host), ``full-offload`` (so do the inputs that
-            ``full`` keeps), ``pack`` (masks wait as bits, indices in few bytes), a `CheckpointPolicy`, or a mapping
-            from block name to one of these (blocks left out keep everything).
+            ``full`` keeps), ``pack`` (masks wait as bits, indices in few bytes), a `CheckpointPolicy`; a list of
+            these, one for each block in order; or a mapping from block name to one (blocks left out keep everything).
         plan: what `plan` made for this very model and batch.
         batch: one training batch; needed for ``plan``, and to record ahead of the first step.
         check: how closely every tensor that is computed again is held against what forward had: ``always`` (some
@@ -148,7 +149,7 @@ def apply(
     if (policy is None) == (plan is None):
         raise UsageError("give either policy= or plan=, not both and not neither")
     how = check_of(check)
-    host_bytes = None if host_budget is None else parse_bytes(host_budget)
+    host_bytes = None if host_budget is None else parse_budget(host_budget)
     check_model(model)
     if batch is None:
         raise UsageError("apply() needs batch=: one training batch, to record what the model saves")
@@ -230,6 +231,13 @@ def policies_of(policy: Policy, names: list[str]) -> tuple[dict[str, CheckpointP
                 f"policy names {unknown[0]!r}, which is not a block; the blocks are {', '.join(names[:8])}"
             )
         return {name: _policy_of(policy.get(name, "none")) for name in names}, []
+    if isinstance(policy, Sequence) and not isinstance(policy, str):
+        if len(policy) != len(names):
+            raise UsageError(
+                f"got a list of {len(policy)} policies; expected one for each of the {len(names)} blocks, "
+                f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+            )
+        return {name: _policy_of(word) for name, word in zip(names, policy, strict=True)}, []
     if isinstance(policy, str) and policy.startswith("every:"):
         step = _every(policy)
         return dict.fromkeys(names, policy_named("full")), [names[i : i + step] for i in range(0, len(names), step)]
@@ -242,9 +250,15 @@ def _refuse_op_words(policy: Policy) -> None:
     Raises:
         UsageError: it is one of these.
     """
-    for word in policy.values() if isinstance(policy, Mapping) else (policy,):
+    for word in _words(policy):
         if isinstance(word, str) and (word == "selective" or word.startswith("every:")):
             raise UsageError(f"got {word!r} for compiled blocks; expected none, selective-op, full, or a memory budget")
+
+
+def _words(policy: Policy) -> list[str | CheckpointPolicy]:
+    if isinstance(policy, Mapping):
+        return list(policy.values())
+    return list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
 
 
 def _warn_pointless(traced: ModelTrace, policies: Mapping[str, CheckpointPolicy], word: object) -> None:
@@ -272,4 +286,8 @@ def _every(policy: str) -> int:
 
 
 def _policy_of(word: str | CheckpointPolicy) -> CheckpointPolicy:
-    return policy_named(word) if isinstance(word, str) else word
+    if isinstance(word, str):
+        return policy_named(word)
+    if not hasattr(word, "kept"):
+        raise UsageError(f"got {word!r} as a block's policy; expected a word such as 'full', or a CheckpointPolicy")
+    return word

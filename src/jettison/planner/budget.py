@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from jettison.errors import UsageError
 from jettison.measure.memory import static_tensors, unique_bytes
-from jettison.parse_units import parse_bytes
+from jettison.parse_units import parse_budget
 from jettison.predict.allowance import FRAGMENTS
 from jettison.runtime.host_memory import left_on_host
-from jettison.units import format_bytes, format_percent
+from jettison.units import Bytes, format_bytes, format_percent
 
 HOST_MARGIN: Final = Fraction(1, 20)
 """Of a host's memory, which other processes use too: judgement."""
@@ -38,7 +38,7 @@ class Budget:
 
 
 def budget_of(
-    asked: str | int, models: Sequence[nn.Module], batch: Any = (), optimizer: torch.optim.Optimizer | None = None
+    asked: str | Bytes, models: Sequence[nn.Module], batch: Any = (), optimizer: torch.optim.Optimizer | None = None
 ) -> Budget:
     """What was asked for, in bytes.
 
@@ -51,7 +51,7 @@ def budget_of(
     """
     share = _SHARE.fullmatch(asked) if isinstance(asked, str) else None
     if asked != "auto" and share is None:
-        return Budget(nbytes=parse_bytes(asked))
+        return Budget(nbytes=parse_budget(asked))
     tensors = [t for model in models for t in static_tensors(model)] + list(_others(batch, optimizer))
     device = next((t.device for t in tensors if t.device.type == "cuda"), None)
     if device is not None:

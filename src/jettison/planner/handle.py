@@ -12,10 +12,11 @@ from jettison.capture.model_trace import as_batch
 from jettison.planner.batches import BatchPlans, ShapeReport
 from jettison.planner.budget import Budget
 from jettison.planner.guard import Attempt, attempts
+from jettison.planner.handle_report import HandleReport
 from jettison.planner.peak_watch import PLANNING, CudaMeter, MemoryReport, Meter, PeakWatch, phase_hooks
 from jettison.runtime.offload import OffloadEngine
 from jettison.runtime.planned import PlannedForward
-from jettison.runtime.report import Live, RegionReport
+from jettison.runtime.report import Live
 from jettison.solve.plan import Plan
 
 
@@ -45,9 +46,9 @@ class Applied:
             hook.remove()
         self.hooks.clear()
 
-    def report(self) -> list[RegionReport]:
-        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks."""
-        return [region.report() for region in self.regions]
+    def report(self) -> HandleReport:
+        """What every region did so far: slots kept, dropped, recomputed ops, fallbacks. Prints as a table."""
+        return HandleReport(tuple(region.report() for region in self.regions))
 
     def expect(self, batch: Any) -> None:
         """The next step is on this batch. Where no plan covers it, one is made now; without effect on ranks that share

@@ -17,7 +17,7 @@ from jettison.dryrun.user_step import Step
 from jettison.errors import Infeasible, UsageError
 from jettison.measure.device import elsewhere_bytes
 from jettison.parallel.agree import Agreement, Group, groups_for
-from jettison.parse_units import parse_bytes
+from jettison.parse_units import parse_budget
 from jettison.planner.apply import agreed, apply_candidate, apply_from_another_rank, expect_loop, likeness
 from jettison.planner.batches import BatchPlans
 from jettison.planner.budget import budget_of, of_reserved
@@ -35,6 +35,7 @@ from jettison.runtime.offload_setup import place_of
 from jettison.runtime.witness import Check, check_of
 from jettison.solve.plan import Plan
 from jettison.spec.hardware import Hardware
+from jettison.units import Bytes
 
 
 def trace(
@@ -65,19 +66,19 @@ def trace(
 
 def plan(
     traced: ModelTrace,
-    memory_budget: str | int,
+    memory_budget: str | Bytes,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
     hardware: Hardware | str | None = None,
     gradients_held: bool = False,
     offload: bool = False,
-    host_budget: str | int | None = None,
+    host_budget: str | Bytes | None = None,
 ) -> Plan:
     """The fastest plan that keeps a step of the traced model under ``memory_budget`` (peak of allocated bytes).
 
     Args:
-        memory_budget: ``"8GiB"`` (a unit is required) or a number of bytes.
+        memory_budget: ``"8GiB"``: a unit is required; a number in Python is ``jettison.Bytes(n)``.
         optimizer: over the fake copy's parameters; its state and its step count towards the peak.
         measure: price ops by running them here; else by FLOPs and bytes, and what kernels allocate inside is not
             counted.
@@ -105,14 +106,14 @@ def plan(
 
 def sweep(
     traced: ModelTrace,
-    memory_budgets: Iterable[str | int],
+    memory_budgets: Iterable[str | Bytes],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     measure: bool = True,
     hardware: Hardware | str | None = None,
     gradients_held: bool = False,
     offload: bool = False,
-    host_budget: str | int | None = None,
+    host_budget: str | Bytes | None = None,
     progress: Progress = silent,
 ) -> list[Plan | Infeasible]:
     """A plan for each of several budgets, in their order: what a step costs in seconds by what it may take in bytes.
@@ -123,7 +124,7 @@ def sweep(
     Raises:
         UsageError: a budget cannot be read, or there is none.
     """
-    budgets = [parse_bytes(budget) for budget in memory_budgets]
+    budgets = [parse_budget(budget) for budget in memory_budgets]
     if not budgets:
         raise UsageError("got no memory budgets; expected at least one, as in sweep(traced, ['8GiB', '6GiB'])")
     beside = elsewhere_bytes(traced.real, traced.batch, optimizer) if traced.real is not None else 0
@@ -154,7 +155,7 @@ plan.sweep = sweep  # type: ignore[attr-defined]
 def auto_checkpoint(
     model: nn.Module | Scheduled,
     batch: Any,
-    memory_budget: str | int,
+    memory_budget: str | Bytes,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFn | None = None,
@@ -168,7 +169,7 @@ def auto_checkpoint(
     reserved: bool = False,
     compile: str | None = None,
     offload: bool = False,
-    host_budget: str | int | None = None,
+    host_budget: str | Bytes | None = None,
     hardware: Hardware | str | None = None,
     group: Group | None = None,
     progress: Progress = silent,

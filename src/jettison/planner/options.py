@@ -25,6 +25,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
 from jettison.measure.tape import Tape
 from jettison.planner.host import Host, movable, with_moves
+from jettison.planner.host_compiled import option_at, with_moves_of_compiled
 from jettison.planner.points import compiled_points, exactly, policy_of, with_packs
 from jettison.progress import Progress
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
@@ -118,6 +119,16 @@ class _Builder:
     _observations: dict[str, tuple[RegionOption, ...]] = field(default_factory=dict, init=False)
     _measured: dict[str, Mapping[str, Levels]] = field(default_factory=dict, init=False)
 
+    def levels(self, key: str) -> Mapping[str, Levels]:
+        """Of a class of compiled blocks, by point."""
+        if key not in self._measured:
+            cls = self.trace.classes[key]
+            assert cls.compiled is not None
+            ways = {p.key: policy_of(cls, p) for p in compiled_points(cls.compiled, self.hardware)}
+            may_move = self.host is not None
+            self._measured[key] = measure_choices(self.trace, cls, ways, self.progress, may_move=may_move)
+        return self._measured[key]
+
     def seen(self, key: str) -> tuple[RegionOption, ...]:
         """Ways to treat a block that no dry run can follow: one without a program kept whole or checkpointed whole, a
         compiled one by its points.
@@ -125,9 +136,10 @@ class _Builder:
         if key not in self._observations:
             cls = self.trace.classes[key]
             if cls.compiled is not None:
-                ways = {key: policy_of(cls, point) for key, point in self.points_of(cls).items()}
-                self._measured[key] = measure_choices(self.trace, cls, ways, self.progress)
-                self._observations[key] = options_of_levels(self._measured[key])
+                kept = {option.key: option for option in options_of_levels(self.levels(key))}
+                saved = {k: levels.saved for k, levels in self.levels(key).items()}
+                points = self.points_of(cls).values()
+                self._observations[key] = tuple(option_at(p, kept, saved, cls.program) for p in points)
             else:
                 self._observations[key] = self.pricing.known(lambda w: observe_block(self.trace, cls, w))
         return self._observations[key]
@@ -135,7 +147,11 @@ class _Builder:
     def points_of(self, cls: BlockClass) -> dict[str, FrontierPoint]:
         """What a block that no dry run can follow is treated like."""
         if cls.compiled is not None:
-            return {p.key: p for p in compiled_points(cls.compiled, self.hardware)}
+            found: Iterable[FrontierPoint] = compiled_points(cls.compiled, self.hardware)
+            if self.host is not None and movable(self.trace, cls.key):
+                saved = {k: levels.saved for k, levels in self.levels(cls.key).items()}
+                found = with_moves_of_compiled(self.trace, cls.key, found, saved, self._kinks(cls.key))
+            return {p.key: p for p in found}
         return {o.key: _whole(o) for o in self.seen(cls.key)}
 
     def options(self, plain: Callable[[], StepPeaks]) -> Options:
@@ -326,8 +342,9 @@ class _Builder:
         """Of a block's forward; of a compiled one, a third of what its forward and backward took at its fastest."""
         if not cls.stood_in:
             return self._forward_seconds(cls.trace)
-        ways = self.seen(cls.key)
-        return ways[1].seconds if cls.compiled is None else min(seconds_of_levels(self._measured[cls.key]).values()) / 3
+        if cls.compiled is not None:
+            return min(seconds_of_levels(self.levels(cls.key)).values()) / 3
+        return self.seen(cls.key)[1].seconds
 
     def _forward_seconds(self, trace: RegionTrace) -> float:
         """Of the ops that a forward runs: what moves a random state by itself only a recipe does."""

@@ -40,6 +40,8 @@ def policy_kept(
         return policy_named(option)
     if cls.compiled is not None and option == NONE_KEY:
         return KeepAll()  # which is what Inductor takes it to be
+    if cls.compiled is not None:  # its code is the same wherever what it saves waits
+        return replace(exactly(cls.program, kept), moved=moved)
     return exactly(cls.program, kept, moved, narrowed)
 
 

@@ -5,19 +5,22 @@ What fits is decided stage by stage: NOTE [ A stage as a step problem ] in `pred
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
-from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.forecast import Forecast, Stage, forecast, forecast_sizes
+from jettison.predict.peak import peak_bytes
 from jettison.predict.stage_choice import Answer, StageChoice
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import StageRegion, Staying, kept_by
 from jettison.predict.time import recomputing
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Mode, Run
+from jettison.spec.run import Mode, Recompute, Run
 from jettison.units import format_bytes
 
 
@@ -56,6 +59,8 @@ class AutoForecast:
 
 Stages = dict[tuple[object, ...], StageChoice]
 """What stages can do, by `_key`: the same at every budget."""
+StageAnswer = tuple[int, Answer | None]
+"""The fewest bytes that a stage is known to fit, and its answer."""
 
 
 def choose(
@@ -65,6 +70,7 @@ def choose(
     *,
     host_budget_bytes: int | None = None,
     stages: Stages | None = None,
+    solved: Mapping[int, StageAnswer] = MappingProxyType({}),
 ) -> AutoForecast:
     """The fastest choice of every stage that keeps each rank at or below ``budget_bytes``.
 
@@ -74,6 +80,7 @@ def choose(
         hardware: whose prices decide.
         host_budget_bytes: of one rank, for what is offloaded; left out, what the hardware's file says.
         stages: where the same run was asked for at other budgets, on the same hardware: what was found out for them.
+        solved: what `solve_stage` said of stages, by their number.
 
     Raises:
         Infeasible: some stage fits no choice; the error carries a budget that all stages fit.
@@ -82,10 +89,10 @@ def choose(
     timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
     offload = run.recompute.offload
     host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
-    plain = forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
+    plain = _undecided(run)
     shared: Stages = {} if stages is None else stages
     chosen: dict[str, Staying | None] = {}
-    known: dict[tuple[object, ...], tuple[int, Answer | None]] = {}
+    known = {_key(plain.stages[index]): answer for index, answer in solved.items()}
     answers = []
     smallest = 0
     for stage in plain.stages:
@@ -103,7 +110,8 @@ def choose(
         names = [part.name for chunk in stage.parts for part in chunk]
         chosen.update(zip(names, answer.staying, strict=True))
     if len(answers) < len(plain.stages):
-        raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=_reason(offload, host))
+        reason = " ".join((_reason(offload, host), *_lower(run, smallest)))
+        raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=reason)
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     most = max(answers, key=lambda answer: answer.added_seconds)
     return AutoForecast(
@@ -120,11 +128,51 @@ def choose(
     )
 
 
+def distinct_stages(run: Run) -> list[int]:
+    """Stages that have to be solved: no earlier one is alike."""
+    first: dict[tuple[object, ...], int] = {}
+    for stage in _undecided(run).stages:
+        first.setdefault(_key(stage), stage.index)
+    return list(first.values())
+
+
+def solve_stage(
+    run: Run, index: int, budget_bytes: int, hardware: Hardware, *, host_budget_bytes: int | None = None
+) -> StageAnswer:
+    """One stage of `choose`, which several processes can so share."""
+    plain = _undecided(run)
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    host = hardware.host_memory_bytes if host_budget_bytes is None else host_budget_bytes
+    stage = StageChoice(run=plain.run, stage=plain.stages[index], timing=timing, host_budget_bytes=host)
+    return stage.solve(budget_bytes)
+
+
+@lru_cache(maxsize=4)
+def _undecided(run: Run) -> Forecast:
+    return forecast(replace(run, recompute=replace(run.recompute, mode=Mode.AUTO)))
+
+
 def _reason(offload: bool, host: int | None) -> str:
     if not offload:
         return "Every layer computes all that it can again."
     room = "" if host is None else f", which has {format_bytes(host)} for it"
     return f"Every layer computes all that it can again, or sends it to the host{room}."
+
+
+def _lower(run: Run, smallest: int) -> Iterator[str]:
+    """What takes less than any choice by layers: segments of several, which hold fewer inputs."""
+    if run.recompute.whole:
+        return
+    found: dict[str, int] = {}
+    for word in ("every:2", "sqrt"):
+        segments = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
+        found[word] = peak_bytes(forecast_sizes(replace(run, recompute=segments)))
+    word = min(found, key=lambda each: found[each])
+    if found[word] < smallest:
+        yield (
+            f"Segments of layers are not among its choices and take less: --recompute {word} peaks at "
+            f"{format_bytes(found[word])}."
+        )
 
 
 def _plain_seconds(timing: Timing, stage: Stage) -> float:
@@ -139,7 +187,9 @@ def _plain_seconds(timing: Timing, stage: Stage) -> float:
 def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
-    return groups, tuple((o.forward, o.weight) for o in stage.load.occupancies), stage.load.fixed, stage.load.sent
+    load = stage.load
+    beside = load.fixed, load.sent, load.received, load.receives, load.around
+    return groups, tuple((o.forward, o.weight) for o in load.occupancies), beside
 
 
 def layer_policies(answer: AutoForecast) -> Iterator[tuple[str, str]]:

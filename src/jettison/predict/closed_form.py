@@ -124,6 +124,7 @@ def scene_of(model: ModelSpec, choices: Choices, sizes: Mapping[str, int]) -> Sc
         dropout=0.1 if choices.dropout and (sites.attention or sites.residual) else 0.0,
         capacity_factor=None,
         padding=False,
+        imbalance=1.0,
     )
 
 

@@ -16,6 +16,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
+from jettison.predict.set_aside import loader_mask, set_aside
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
@@ -202,6 +203,9 @@ def _stage(
         known[alike] = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
     total: Static = known[alike]
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
+    before, late = set_aside(run, chunks)
+    aside = before + late
+    mask = loader_mask(run) if run.loader_masks and index in (0, layout.pp - 1) else 0
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
         occupancies=stage_occupancies(
@@ -213,12 +217,19 @@ def _stage(
             whole=run.recompute.whole,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole,
+        fixed=total.parameters + whole + aside,
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
         sent=_output_bytes(run, chunks[0]) if layout.keeps_stage_outputs and index < layout.pp - 1 else 0,
         twins=bool(twins),
+        master=total.master,
+        copies=total.copies,
+        aside=aside,
+        late=late,
+        received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
+        receives=1 if index == 0 else 0,
+        around=mask + _around(run, index),
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
 
@@ -228,11 +239,39 @@ def _output_bytes(run: Run, chunk: Chunk) -> int:
     return (chunk[-1].part.region if chunk else embedding_region(run.scene)).output.nbytes
 
 
+def _received(run: Run) -> int:
+    """The residual stream that a chunk is sent, and its gradient.
+
+    ``megatron/core/transformer/transformer_block.py``: ``set_input_tensor`` leaves the received tensor at the module,
+    and ``megatron/core/pipeline_parallel/schedules.py`` has its gradient retained there, until the next one comes.
+    """
+    return 2 * embedding_region(run.scene).output.nbytes
+
+
+def _around(run: Run, index: int) -> int:
+    """What a schedule's own variables hold of the passes before, from the second micro-batch on.
+
+    ``megatron/core/pipeline_parallel/schedules.py``: ``input_tensor_grad``, which was sent back, until the next
+    backward has returned one; with virtual stages ``output_tensor`` of the forward before a backward, too, since both
+    are sent when both have run.
+    """
+    layout = run.layout
+    if not layout.keeps_received or layout.pp == 1 or run.micro_batches == 1:
+        return 0
+    each = _received(run) // 2
+    if layout.virtual_stages > 1:
+        return 2 * each
+    return each if index else 0
+
+
 def _transient(run: Run, total: Static) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
     On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
-    which training on accelerators uses, need none.
+    which training on accelerators uses, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``,
+    ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
     """
+    if run.optimizer is Optimizer.ADAMW_FOREACH:
+        return (total.state - total.master) // 2
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
     return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0

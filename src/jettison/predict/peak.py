@@ -74,12 +74,20 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     everything = sum(known[id(chunk)].gradients for chunk in own)
     always = load.fixed + load.state
     base = always + (everything if upfront else 0)
-    states = _fullest(Same(load.occupancies), pattern)
+    receives = load.receives if load.received else -1
+    states = _fullest(Same(load.occupancies), pattern, load.twins, receives)
     entering = max(known[id(c)].forward for c, entered in zip(load.chunks, load.entered, strict=True) if entered)
-    highest = max(base + entering, always + everything + load.optimizer_transient)
+    between = load.idle((0,) * len(load.chunks))
+    highest = max(
+        base + entering, base + between, always + between + load.copies + everything + load.optimizer_transient
+    )
+    for number, entered in enumerate(load.entered if load.received else ()):
+        if entered:
+            alone = load.idle(tuple(int(other == number) for other in range(len(load.chunks))))
+            highest = max(highest, base + alone + known[id(load.chunks[number])].forward)
     adds = load.micro_batches > 1 and not upfront
     for state in states:
-        level = base + load.sent * state.total
+        level = base + load.sent * state.total + load.received * state.idle + load.around
         level += sum(n * rise.held for n, rise in zip(state.alive, rises, strict=True))
         before = [rises[kind].forward - rises[kind].held for kind in state.entering]
         work = rises[state.at_work]
@@ -91,11 +99,15 @@ def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _State:
-    """An occupancy by kinds of chunks: those alive of each, the kind at work, kinds whose forward led to it."""
+    """An occupancy by kinds of chunks: those alive of each, the kind at work, kinds whose forward led to it.
+
+    ``idle``: chunks that hold what they were sent last, for lack of anything in flight.
+    """
 
     alive: tuple[int, ...]
     at_work: int
     entering: frozenset[int]
+    idle: int
 
     @property
     def total(self) -> int:
@@ -103,14 +115,20 @@ class _State:
 
     def covers(self, other: _State) -> bool:
         """Is nothing of the other one higher, whatever chunks hold?"""
-        within = self.at_work == other.at_work and self.entering >= other.entering
+        within = self.at_work == other.at_work and self.entering >= other.entering and self.idle >= other.idle
         return within and all(a >= b for a, b in zip(self.alive, other.alive, strict=True))
 
 
 @lru_cache(maxsize=65536)
-def _fullest(occupancies: Same[tuple[Occupancy, ...]], pattern: tuple[int, ...]) -> tuple[_State, ...]:
-    """The states worth pricing of a stage whose chunks are of these kinds: where they are few, what none covers."""
-    states = list(dict.fromkeys(_state(each, pattern) for each in occupancies.it))
+def _fullest(
+    occupancies: Same[tuple[Occupancy, ...]], pattern: tuple[int, ...], twins: bool, receives: int
+) -> tuple[_State, ...]:
+    """The states worth pricing of a stage whose chunks are of these kinds: where they are few, what none covers.
+
+    Args:
+        receives: the first chunk that holds what it was sent; -1: none does.
+    """
+    states = list(dict.fromkeys(_state(each, pattern, twins, receives) for each in occupancies.it))
     if max(pattern) >= FEW_KINDS:  # a planner's, which come once
         return tuple(states)
     kept: list[_State] = []
@@ -120,14 +138,18 @@ def _fullest(occupancies: Same[tuple[Occupancy, ...]], pattern: tuple[int, ...])
     return tuple(kept)
 
 
-def _state(occupancy: Occupancy, pattern: tuple[int, ...]) -> _State:
+def _state(occupancy: Occupancy, pattern: tuple[int, ...], twins: bool, receives: int) -> _State:
     alive = [0] * (1 + max(pattern))
-    for kind, n in zip(pattern, map(add, occupancy.forward, occupancy.weight), strict=True):
+    counts = list(map(add, occupancy.forward, occupancy.weight))
+    for kind, n in zip(pattern, counts, strict=True):
         alive[kind] += n
+    own = len(counts) // 2 if twins else len(counts)
+    receiving = range(receives, own) if receives >= 0 else ()
     return _State(
         alive=tuple(alive),
         at_work=pattern[0 if occupancy.step is None else occupancy.step.chunk],
         entering=frozenset(kind for kind, n in zip(pattern, occupancy.forward, strict=True) if n),
+        idle=sum(not any(counts[chunk::own]) for chunk in receiving),
     )
 
 

@@ -7,7 +7,8 @@ by its regions' seconds, and has the bytes of its worst moment throughout. The s
 `ledger.timeline`, with one difference: where gradients appear one by one, each is there from the first backward of its
 own unit on, and not all of them from the second micro-batch on. So the highest bytes are the ledger's peak, to the
 byte, where gradients live in buffers or the fullest state comes a second time (1F1B with more micro-batches than
-stages), and at most that otherwise.
+stages), and at most that otherwise. What chunks without a micro-batch hold of the last one (`StageLoad.received`)
+is not played.
 
 What a layer sends to the host leaves when it has run, beside the next unit's forward, and comes back beside the next
 unit's backward. What copies take longer than that is in the pass already; a copy is shown from where it may begin, for
@@ -342,7 +343,7 @@ def _stage(
 ) -> PlayedStage:
     load: StageLoad = stage.load
     upfront = load.gradients is Gradients.UPFRONT
-    held = host = 0
+    held, host = load.around, 0
     gradients = load.gradient_bytes if upfront else 0
     begun: set[int] = set()
     passes = []

@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from jettison.errors import UsageError
+from jettison.parse_units import Length
 from jettison.spec.conventions import kernels_for
+from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
-from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
+from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import optimizer, precision
+from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.run import MOST, Gradients, Recompute, Run
 from jettison.spec.stage_layers import stage_layers
+from jettison.spec.workspaces import workspaces
 
 PAPER: Final = "paper"
 """The family of arXiv 2205.05198's GPTs."""
@@ -38,21 +42,32 @@ class CommonRequest:
     """What one run and all candidates of a search are asked for alike; None is the default, see NOTE [ Defaults ].
 
     Args:
-        seq: Tokens in a sequence: as many as the model has positions, at most 4096.
-        attention: eager, flash or sdpa.
+        seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
+        attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
-        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast or fp8.
-        optimizer: adamw, sgd, sgd-momentum, adam8bit, adafactor, muon or none.
+        precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
+        optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
+            adafactor, muon or none.
         kernels: megatron, pytorch or huggingface: whose code runs.
-        loss: upcast, vocab-parallel, fused or chunked.
+        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused or chunked.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
+        expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
+        dispatcher: How tokens reach their experts: alltoall or allgather.
+        deterministic: Megatron's deterministic mode: what experts return is kept, too.
+        sequential_experts: One expert after the other, instead of grouped products.
         tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them, or upfront, in buffers.
+        accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
+        workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
+        keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
+        loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
+        context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
-    seq: int | None = None
+    seq: int | Length | None = None
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
@@ -60,10 +75,20 @@ class CommonRequest:
     kernels: str | None = None
     loss: str | None = None
     capacity_factor: float | None = None
+    expert_imbalance: float | None = None
+    dispatcher: str | None = None
+    sequential_experts: bool | None = None
+    deterministic: bool | None = None
     tp_comm_overlap: bool | None = None
     gathered_inputs: bool | None = None
     keep_stage_outputs: bool | None = None
     gradients: str | None = None
+    accumulation: str | None = None
+    workspaces: str | None = None
+    keep_received: bool | None = None
+    loader_masks: bool | None = None
+    context_exchange: str | None = None
+    like: str | None = None
 
     def given(self) -> tuple[str, ...]:
         """Names of the fields that were."""
@@ -86,6 +111,8 @@ class RunRequest(CommonRequest):
         cp: Ranks of context parallelism: 1.
         dp: Data-parallel replicas: 1.
         ep: Ranks of expert parallelism, out of dp x cp: 1.
+        expert_tp: Ranks that share an expert's width, fewer than --tp; --ep then takes the others: as --tp.
+        zero_replicas: Groups of ranks that each hold all of what ZeRO shards, as HSDP has them: 1.
         zero: 1 shards optimizer state, 2 gradients too, 3 parameters too: 0.
         recompute: none, selective, selective-op[-alternate], full, every:K, block:N, interval:K, sqrt or auto.
         offload: Send what stays of each layer to the host until its backward.
@@ -105,11 +132,13 @@ class RunRequest(CommonRequest):
     cp: int | None = None
     dp: int | None = None
     ep: int | None = None
+    expert_tp: int | None = None
     zero: int | None = None
+    zero_replicas: int | None = None
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
-    positions: int | None = None
+    positions: int | Length | None = None
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})
@@ -118,10 +147,14 @@ TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "opti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """A run, and which of its fields nobody asked for."""
+    """A run, and which of its fields nobody asked for.
+
+    ``like``: of these, what a framework's rule said: its name, and flags as they would be typed.
+    """
 
     run: Run
     assumed: frozenset[str]
+    like: str = ""
 
 
 def is_live(model: str) -> bool:
@@ -159,7 +192,7 @@ def flag_of(field: str) -> str:
 
 
 def model_spec(model: str, *, live: bool = False) -> ModelSpec:
-    """The model that a preset's name, a config.json or its folder stands for.
+    """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for.
 
     Args:
         live: whoever asks would also have taken ``module:factory``.
@@ -169,6 +202,8 @@ def model_spec(model: str, *, live: bool = False) -> ModelSpec:
     """
     if model not in PRESETS:
         path = Path(model)
+        if is_hub_id(model):
+            return replace(read_config(hub_config(model)), name=model)
         if path.exists() or path.suffix == ".json" or len(path.parts) > 1:
             return read_config(path)
         if live:
@@ -177,11 +212,13 @@ def model_spec(model: str, *, live: bool = False) -> ModelSpec:
 
 
 def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
-    """Fill in the defaults.
+    """Fill in the defaults, and before them what a framework's rule says.
 
     Raises:
         UsageError: a word that is not known, or a run that is none.
     """
+    if request.like is not None:
+        return _resolve_like(model, request, request.like)
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     if request.positions is not None:
@@ -208,9 +245,37 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
         dropout=_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
+        imbalance=_or(request.expert_imbalance, 1.0),
         tp_comm_overlap=_or(request.tp_comm_overlap, False),
+        adding=Adding.WHOLE if request.accumulation is None else _word(Adding, request.accumulation, "accumulation"),
+        workspaces=workspaces(_or(request.workspaces, "none")),
+        loader_masks=_or(request.loader_masks, False),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
+
+
+def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
+    """The run of a described model: what `forecast` and `estimate` work on.
+
+    Args:
+        model: a preset's name, a ``config.json`` or its folder, a Hugging Face id, or what `preset` or `read_config`
+            gave.
+        request: how it is to be trained, as on the command line; what is left out gets its default.
+
+    Raises:
+        UsageError: no such model, a word that is not known, or a run that is none.
+    """
+    spec = model_spec(model) if isinstance(model, str) else model
+    return resolve(spec, RunRequest() if request is None else request).run
+
+
+def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
+    said = {
+        field: value for field, value in rule(name, tp=_or(request.tp, 1)).items() if getattr(request, field) is None
+    }
+    found = resolve(model, replace(request, like=None, **said))
+    shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
+    return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
 
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
@@ -230,14 +295,17 @@ def _layout(request: RunRequest, depth: int) -> Layout:
         sp=_or(request.sp, tp > 1),
         cp=_or(request.cp, 1),
         ep=_or(request.ep, 1),
+        expert_tp=_or(request.expert_tp, 0),
         pp=pp,
         virtual_stages=virtual,
         stage_layers=uneven,
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else _word(Schedule, request.schedule, "schedule"),
         dp=_or(request.dp, 1),
         zero=_or(request.zero, 0),
+        zero_replicas=_or(request.zero_replicas, 1),
         gathered_inputs=_or(request.gathered_inputs, False),
         keeps_stage_outputs=_or(request.keep_stage_outputs, False),
+        keeps_received=_or(request.keep_received, False),
     )
 
 
@@ -245,6 +313,14 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     paper = model.family == PAPER
     kernels = kernels_for(model, _or(request.kernels, "megatron" if paper else "pytorch"))
     kernels = kernels.with_attention(_or(request.attention, "eager") if paper else request.attention)
+    if request.dispatcher is not None:
+        kernels = replace(kernels, dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher"))
+    for name in ("sequential_experts", "deterministic"):
+        if getattr(request, name) is not None:
+            kernels = replace(kernels, **{name: getattr(request, name)})
+    if request.context_exchange is not None:
+        exchange = _word(ContextExchange, request.context_exchange, "context-exchange")
+        kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
     return replace(kernels, loss=_word(Loss, request.loss, "loss"))

@@ -146,7 +146,8 @@ class Timing:
 
     def _item(self, part: StageRegion, count: int, again: frozenset[int]) -> Item:
         run = self.run
-        found = _one(
+        found = _several(
+            count,
             self.prices(part.layer),
             part.region,
             again,
@@ -157,7 +158,7 @@ class Timing:
             part.is_layer,
         )
         moved = moved_bytes(run, part)
-        return replace(found, count=count, offloaded=host_seconds(moved, self.hardware) if moved else 0.0)
+        return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
 
     def _again(self, part: StageRegion) -> frozenset[int]:
         """Steps that a region's backward runs again."""
@@ -335,6 +336,22 @@ def _prices(
     hardware: Hardware, execution: Execution, precision: Precision, layout: Layout, visible: float
 ) -> PriceModel:
     return PriceModel(hardware=hardware, execution=execution, precision=precision, layout=layout, visible=visible)
+
+
+@lru_cache(maxsize=65536)
+def _several(
+    count: int,
+    prices: PriceModel,
+    region: Region,
+    again: frozenset[int],
+    planned: bool,
+    adds: bool,
+    sharding: Layout,
+    optimizer: Optimizer,
+    in_layer: bool,
+) -> Item:
+    """So many of `_one`."""
+    return replace(_one(prices, region, again, planned, adds, sharding, optimizer, in_layer), count=count)
 
 
 @lru_cache(maxsize=65536)

@@ -17,6 +17,7 @@ from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.spec.precision import GradientRule
 from jettison.spec.run import Mode, Run
 
 
@@ -30,8 +31,8 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
 
 
 def _unit(run: Run, group: RegionGroup) -> Unit:
-    part, dtype = group.part, run.precision.gradient
-    passes, adding = passes_of(part, dtype), passes_of(part, dtype, accumulates=True)
+    part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
+    passes, adding = passes_of(part, rule), passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
@@ -67,10 +68,10 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
 
 
 def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> Unit:
-    dtype = run.precision.gradient
-    full = [passes_of(part, dtype) for part in parts]
-    plain = [_named(part.region, NONE, dtype, False) for part in parts]
-    adding = [_named(part.region, NONE, dtype, True) for part in parts]
+    rule = run.gradient_rule
+    full = [passes_of(part, rule) for part in parts]
+    plain = [_named(part.region, NONE, rule, False) for part in parts]
+    adding = [_named(part.region, NONE, rule, True) for part in parts]
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
@@ -164,18 +165,18 @@ def moved_bytes(run: Run, part: StageRegion) -> int:
     return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
 
 
-def passes_of(part: StageRegion, gradient_dtype: str, *, accumulates: bool = False) -> Passes:
+def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = False) -> Passes:
     """A region's replay under its policy."""
     if part.chosen is None:
-        return _named(part.region, part.policy, gradient_dtype, accumulates)
-    return chosen_passes(part.region, part.chosen.buffers, gradient_dtype, accumulates)
+        return _named(part.region, part.policy, rule, accumulates)
+    return chosen_passes(part.region, part.chosen.buffers, rule, accumulates)
 
 
 @lru_cache(maxsize=65536)
-def _named(region: Region, policy: str, gradient_dtype: str, accumulates: bool) -> Passes:
-    return replay(region, kept_by(region, policy), gradient_dtype, accumulates=accumulates)
+def _named(region: Region, policy: str, rule: GradientRule, accumulates: bool) -> Passes:
+    return replay(region, kept_by(region, policy), rule, accumulates=accumulates)
 
 
 @lru_cache(maxsize=4096)
-def chosen_passes(region: Region, kept: frozenset[int], gradient_dtype: str, accumulates: bool) -> Passes:
-    return replay(region, kept, gradient_dtype, accumulates=accumulates)
+def chosen_passes(region: Region, kept: frozenset[int], rule: GradientRule, accumulates: bool) -> Passes:
+    return replay(region, kept, rule, accumulates=accumulates)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import titled
 from jettison.units import format_bytes, format_percent
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # they are asked for rarely
     from jettison.predict.largest import Edge, FitAnswer
 
 
-def fit_table(answer: FitAnswer) -> Table:
+def fit_table(answer: FitAnswer) -> FittedTable:
     """One thing changed at a time: the last value that fits, and its neighbour that does not."""
     title = f"What fits {format_bytes(answer.budget_bytes)}, one thing changed at a time"
     table = titled(title, ("change",), ("fits", "peak", "does not fit", "its peak"))

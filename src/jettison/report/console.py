@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,13 +11,30 @@ from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 
-PLAIN_WIDTH = 140  # of a table in a file or a pipe
+PLAIN_WIDTH = 140  # of a table in a file or a pipe, where COLUMNS does not say otherwise
+LEAST_WIDTH = 40  # below it nothing can be read
+
+
+class _Piped(Console):
+    """Leaves it to the command line what happens when a reader has gone; rich itself would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def show(document: RenderableType) -> None:
     """Print a table, or a line, on stdout."""
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    Console(file=sys.stdout, width=width, highlight=False, markup=False).print(document)
+    _Piped(file=sys.stdout, width=shown_width(), highlight=False, markup=False).print(document)
+
+
+def shown_width() -> int:
+    """Characters of a line on stdout: what COLUMNS says, else what the terminal has."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdecimal() and int(said) > 0:
+        return max(int(said), LEAST_WIDTH)
+    if sys.stdout.isatty():
+        return max(shutil.get_terminal_size((80, 25)).columns, LEAST_WIDTH)
+    return PLAIN_WIDTH
 
 
 def hint(text: str) -> None:

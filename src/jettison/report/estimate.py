@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from jettison.cost.flops import Counting
@@ -16,9 +15,12 @@ from jettison.predict.forecast import Forecast
 from jettison.predict.run_request import Resolved
 from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
+from jettison.report.fitted import FittedTable
 from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text
 from jettison.report.parts import exact, facts_table, titled
-from jettison.units import format_bytes, format_flops, format_percent, format_seconds
+from jettison.report.schemas import shaped
+from jettison.report.summary import request_document
+from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:  # asked for rarely
     from jettison.explain.trilemma import Offload, Option, Trade, Trilemma
@@ -46,6 +48,7 @@ class EstimateReport:
     @property
     def warnings(self) -> Iterator[str]:
         """What a reader should know before believing it."""
+        yield from self.found.run.model.left_out
         if not self.fits:
             yield (
                 f"this run does not fit {self.found.hardware.name}: its peak of {format_bytes(self.memory.peak_bytes)} "
@@ -53,6 +56,8 @@ class EstimateReport:
             )
         if self.found.hardware.reached_source.startswith("estimated"):
             yield f"how much of its peaks {self.found.hardware.name} reaches is estimated, not measured"
+        if self.found.hardware.note:
+            yield f"{self.found.hardware.name}: {self.found.hardware.note}"
 
     def document(self) -> dict[str, Any]:
         """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
@@ -60,6 +65,7 @@ class EstimateReport:
         document: dict[str, Any] = {
             "schema": SCHEMA,
             "model": self.model,
+            "request": request_document(self.asked),
             "gpu": found.hardware.name,
             "gpus": run.layout.world,
             "recompute": str(run.recompute),
@@ -83,7 +89,7 @@ class EstimateReport:
         }
         if self.trilemma is not None:
             document |= _explanation(self.trilemma)
-        return document
+        return shaped(document)
 
     def table(self) -> RenderableType:
         """For people."""
@@ -151,7 +157,7 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "peak", f"{exact(report.memory.peak_bytes)}: {verdict} in {format_bytes(report.available_bytes)}"
 
 
-def _parts_table(found: Estimate) -> Table:
+def _parts_table(found: Estimate) -> FittedTable:
     of = f" of stage {found.busiest}" if len(found.stages) > 1 else ""
     table = titled(f"Where the time{of} goes", ("part",), ("seconds", "share"))
     for name in PARTS:
@@ -162,7 +168,7 @@ def _parts_table(found: Estimate) -> Table:
     return table
 
 
-def _stages_table(found: Estimate) -> Table:
+def _stages_table(found: Estimate) -> FittedTable:
     right = ("forward", "backward", "of it again", "busy", "bubble", "optimizer")
     table = titled("Pipeline stages: one micro-batch, and a whole step", ("stage",), right)
     rows = [(_cells(found, i), i) for i in range(len(found.stages))]
@@ -195,7 +201,7 @@ def _explanation_tables(trilemma: Trilemma) -> Iterator[RenderableType]:
     yield Group(*(Text(line) for line in trilemma.sentences))
 
 
-def _options_table(options: tuple[Option, ...]) -> Table:
+def _options_table(options: tuple[Option, ...]) -> FittedTable:
     table = titled("Ways to keep activations", ("recompute",), ("step", "against none", "MFU", "peak", "fits"))
     plain = next(option.step_seconds for option in options if option.recompute == "none")
     for option in options:
@@ -203,7 +209,7 @@ def _options_table(options: tuple[Option, ...]) -> Table:
         table.add_row(
             name,
             format_seconds(option.step_seconds),
-            f"{option.step_seconds / plain - 1:+.1%}",
+            format_change(option.step_seconds / plain - 1),
             format_percent(option.mfu),
             format_bytes(option.peak_bytes),
             "yes" if option.fits else "no",
@@ -212,7 +218,7 @@ def _options_table(options: tuple[Option, ...]) -> Table:
     return table
 
 
-def _ways_table(offload: Offload) -> Table:
+def _ways_table(offload: Offload) -> FittedTable:
     """A whole layer over each link."""
     even = f"{offload.break_even_bytes_per_second / 1e9:,.0f} GB/s"
     title = (
@@ -232,7 +238,7 @@ def _ways_table(offload: Offload) -> Table:
     return table
 
 
-def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> Table:
+def _trades_table(trades: tuple[Trade, ...], *, moved: bool) -> FittedTable:
     """Args: moved: there is a host to move it to."""
     if not moved:
         table = titled("What a layer saves", ("tensor", "read by"), ("bytes", "computed again"))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final
 
+from jettison.processors import deaf_to_interrupts
 from jettison.report.explorer_models import Subject, subjects
 
 Builder = Callable[[Sequence[Subject]], Any]
@@ -41,7 +42,8 @@ def built(builders: Mapping[str, Builder], models: Sequence[str], *, jobs: int =
     found: dict[str, Any] = {}
     workers = min(jobs, len(sent), MOST_PROCESSES) - 1
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = {name: pool.submit(_build, builders[name], tuple(models)) for name in sent}
+        with deaf_to_interrupts():
+            waiting = {name: pool.submit(_build, builders[name], tuple(models)) for name in sent}
         for name in reversed(sent):
             if waiting[name].cancel():  # nobody has begun with it
                 found[name] = builders[name](about)

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.units import format_bytes, format_flops, format_seconds
 
@@ -32,7 +32,7 @@ def export_table(found: Exported) -> RenderableType:
     return Group(*parts)
 
 
-def _costs(found: Exported) -> Table:
+def _costs(found: Exported) -> FittedTable:
     table = titled("What a step costs", ("",), ("plan", found.target, *(one.words for one in found.alternatives)))
     costs = [found.plan_cost, found.cost, *(one.cost for one in found.alternatives)]
     rows: tuple[tuple[str, Callable[[Cost], str]], ...] = (
@@ -51,7 +51,7 @@ def _costs(found: Exported) -> Table:
     return table
 
 
-def _layers(found: Exported) -> Table:
+def _layers(found: Exported) -> FittedTable:
     table = titled("What each layer does", ("layer", "plan", "exported"), ("kept in the plan", "kept"))
 
     def key(policy: LayerPolicy) -> tuple[str, str, int, int]:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from jettison.diagnose.finding import Finding
 from jettison.report.parts import facts_table
+from jettison.report.schemas import shaped
 
 NONE: Final = "nothing to mend was found"
 
@@ -33,7 +34,8 @@ class FindingsReport:
 
     def document(self) -> dict[str, Any]:
         """The JSON document."""
-        return {"schema": self.schema, **self.more, "findings": [finding.document() for finding in self.findings]}
+        found = [finding.document() for finding in self.findings]
+        return shaped({"schema": self.schema, **self.more, "findings": found})
 
     def table(self) -> RenderableType:
         """For a terminal."""

@@ -7,11 +7,11 @@ from dataclasses import astuple
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from jettison.ledger.compare import describe
 from jettison.predict.run_request import Resolved
 from jettison.report.answers import explanation_table, fit_table
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.summary import Comparison, LayerRow, LedgerReport, PhaseRow, StageBytes
 from jettison.spec.layout import Layout
@@ -81,6 +81,8 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "layout", layout_text(asked.run.layout)
         yield "batch", batch_text(asked)
         yield "training", _training(asked)
+        if asked.like:
+            yield "like", asked.like
         yield "recompute", _recompute(report, asked)
     if len(report.stages) == 1:
         yield "parameters", format_bytes(worst.parameter_bytes)
@@ -126,7 +128,9 @@ def layout_text(layout: Layout) -> str:
         virtual = f", {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else ""
         text += f", schedule {layout.schedule}{virtual}"
     text += f", ep {layout.ep}" if layout.ep > 1 else ""
-    return text + (f", ZeRO {layout.zero}" if layout.zero else "")
+    text += f", expert tp {layout.expert_tp}" if layout.splits_tp else ""
+    groups = f" in {layout.zero_replicas} groups" if layout.zero_replicas > 1 else ""
+    return text + (f", ZeRO {layout.zero}{groups}" if layout.zero else "")
 
 
 def batch_text(asked: Resolved) -> str:
@@ -151,7 +155,7 @@ def _training(asked: Resolved) -> str:
     return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
 
 
-def _layers_table(report: LedgerReport) -> Table:
+def _layers_table(report: LedgerReport) -> FittedTable:
     policies = len({row.policy for row in report.layers}) > 1
     left = ("layer", "recompute") if policies else ("layer",)
     table = titled("Saved for backward by one micro-batch on one rank", left, ("bytes", "tensors", "share"))
@@ -170,7 +174,7 @@ def _layers_table(report: LedgerReport) -> Table:
     return table
 
 
-def _roles_table(report: LedgerReport) -> Table:
+def _roles_table(report: LedgerReport) -> FittedTable:
     table = titled("By role, all layers together", ("role",), ("bytes", "storages", "share"))
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
@@ -189,7 +193,7 @@ def _roles_table(report: LedgerReport) -> Table:
     return table
 
 
-def _stages_table(report: LedgerReport) -> Table:
+def _stages_table(report: LedgerReport) -> FittedTable:
     right = ("in flight", "activations", "parameters", "gradients", "optimizer", "step 0", "peak")
     table = titled("Pipeline stages, on each rank", ("stage", "layers"), right)
     table.add_column("peak is in")
@@ -222,7 +226,7 @@ def _stage_cells(group: list[StageBytes]) -> tuple[str, ...]:
     return (number, layers, str(first.in_flight), *map(format_bytes, (*held, *peaks)), first.peak_phase)
 
 
-def _phases_table(report: LedgerReport) -> Table:
+def _phases_table(report: LedgerReport) -> FittedTable:
     """Each phase at its worst."""
     of = f" of stage {report.worst.stage}" if len(report.stages) > 1 else ""
     known = any(phase.first_step_peak_bytes is not None for phase in report.phases)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from jettison.report.fitted import FittedTable
 from jettison.units import format_bytes
 
 MOST_RUNS = 4
@@ -18,19 +18,16 @@ MOST_RUNS = 4
 def facts_table(rows: list[tuple[str, str]]) -> Table:
     """Names and values, without a frame."""
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name, style="dim"), value)
     return table
 
 
-def titled(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+def titled(title: str, left: Sequence[str], right: Sequence[str]) -> FittedTable:
     """A table with columns of text and then of figures."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    return FittedTable(title, left, right)
 
 
 def exact(nbytes: int) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from jettison.errors import Infeasible
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
+from jettison.report.schemas import shaped
 from jettison.units import format_bytes, format_count, format_flops, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -27,15 +28,22 @@ MOST_FLIPS = 2
 """Of each next GiB, in the table."""
 
 
-def infeasible_document(error: Infeasible) -> dict[str, Any]:
-    """In the place of a plan."""
-    return {
-        "schema": SCHEMA,
-        "feasible": False,
-        "budget_bytes": error.budget_bytes,
-        "minimum_budget_bytes": error.minimum_budget_bytes,
-        "reason": error.reason,
-    }
+def infeasible_document(error: Infeasible, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """In the place of a plan.
+
+    Args:
+        request: what was asked, by field.
+    """
+    return shaped(
+        {
+            "schema": SCHEMA,
+            "feasible": False,
+            "budget_bytes": error.budget_bytes,
+            "minimum_budget_bytes": error.minimum_budget_bytes,
+            "reason": error.reason,
+            "request": None if request is None else dict(request),
+        }
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +76,10 @@ class ForecastPlan:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices."""
+        live = ("digest", "option", "kept", "offloaded", "packed", "price")  # what of a layer only a live plan says
         layers = [{name: getattr(layer, name) for name in LayerChoice.__slots__} for layer in self.layers]
         text = json.dumps([self.model, layers], sort_keys=True, separators=(",", ":"))
-        return {
+        document = {
             "schema": SCHEMA,
             "made_from": DESCRIBED,
             "feasible": True,
@@ -93,12 +102,14 @@ class ForecastPlan:
                 {"stage": stage.index, "peak_bytes": stage.peak.nbytes, "in_flight": stage.in_flight}
                 for stage in self.choice.forecast.stages
             ],
-            "layers": layers,
+            "layers": [layer | dict.fromkeys(live) for layer in layers],
             "reasons": [{"layer": name, **asdict(reason)} for name, reason in self.reasons.items()],
             "made_by": self.made_by,
-            **({} if self.what_if is None else {"what_if": [_next(row) for row in self.what_if]}),
+            "request": self.made_by,
+            "what_if": None if self.what_if is None else [_next(row) for row in self.what_if],
             "hash": hashlib.sha256(text.encode()).hexdigest(),
         }
+        return shaped(document)
 
     def table(self) -> RenderableType:
         """Facts, and neighbours that do the same as one row."""
@@ -127,7 +138,7 @@ class ForecastPlan:
         waited = f"{format_seconds(choice.stalled_seconds)} of that is waiting for copies"
         return f"{format_bytes(choice.host_bytes)}{limit} on the host; {waited}, in a micro-batch"
 
-    def _layers_table(self) -> Table:
+    def _layers_table(self) -> FittedTable:
         figures = ("stage", "kept", "on the host", "recomputed")
         table = titled("What each layer does with one micro-batch", ("layer", "policy", "why"), figures)
 
@@ -164,7 +175,7 @@ def _next(row: NextGiB) -> dict[str, Any]:
     }
 
 
-def _what_if_table(rows: Sequence[NextGiB]) -> Table:
+def _what_if_table(rows: Sequence[NextGiB]) -> FittedTable:
     table = titled("What each next GiB would change", ("budget", "tensors that change their place"), ("a step saves",))
     for row in rows:
         words = [

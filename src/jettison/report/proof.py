@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from jettison.errors import UsageError
 from jettison.ledger.levels import StepLevels
+from jettison.report.schemas import shaped
 from jettison.solve.plan import PlanTensor
 from jettison.units import format_bytes
 
@@ -131,7 +132,8 @@ class Proof:
         totals = {
             name: sum(entry[name] for entry in layers) for name in ("plain_bytes", "predicted_bytes", "observed_bytes")
         }
-        return {"schema": SCHEMA, "passed": self.passed, **asdict(self), "layers": layers, "saved": totals}
+        known = {"schema": SCHEMA, "passed": self.passed, **asdict(self), "layers": layers, "saved": totals}
+        return shaped(known)
 
     def to_json(self) -> str:
         """The document as JSON text; `from_json` reads it back."""

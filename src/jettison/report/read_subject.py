@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Final, TypeVar
@@ -53,7 +53,7 @@ def read_subject(path: Path) -> Subject:
         return _clean(described_subject(described, name))
     plan = _read(lambda: Plan.from_json(text), name)
     about = _read(lambda: _about().validate_json(text), name)
-    return _clean(plan_subject(plan, name, about.environment))
+    return _clean(plan_subject(plan, name, about.environment or {}))
 
 
 def _read(read: Callable[[], Read], name: str) -> Read:
@@ -90,7 +90,7 @@ def _plans_beside(log: Path) -> tuple[Plan, ...]:
 class _About:
     """What a live plan's document says beside the plan."""
 
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] | None = None
 
 
 @cache

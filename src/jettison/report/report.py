@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jettison.errors import UsageError
 from jettison.report.page import page
+from jettison.report.schemas import shaped
 from jettison.report.subject import Subject
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.report/1``."""
-        return {"schema": SCHEMA, "subjects": [subject.data() for subject in self.subjects]}
+        return shaped({"schema": SCHEMA, "subjects": [subject.data() for subject in self.subjects]})
 
     def table(self) -> RenderableType:
         """For people at a terminal."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.subject import Fate, Grid, LayerBytes, Subject
 from jettison.report.tables import ROOT_NAME
@@ -25,7 +25,7 @@ def report_table(subjects: Sequence[Subject]) -> RenderableType:
     for number, subject in enumerate(subjects):
         parts += [*_of_one(subject, _mark(subjects, number))]
     parts.append(_environment(subjects))
-    return Group(*(part for part in parts if not (isinstance(part, Table) and not part.row_count)))
+    return Group(*(part for part in parts if not (isinstance(part, FittedTable) and not part.row_count)))
 
 
 def _mark(subjects: Sequence[Subject], number: int) -> str:
@@ -37,7 +37,7 @@ def _said(subject: Subject) -> Iterable[Text]:
     return [Text(sentence, style=style if number == 0 else "") for number, sentence in enumerate(subject.sentences)]
 
 
-def _amounts(subjects: Sequence[Subject]) -> Table:
+def _amounts(subjects: Sequence[Subject]) -> FittedTable:
     found = [{amount.what: amount.nbytes for amount in subject.amounts} for subject in subjects]
     names = dict.fromkeys(name for one in found for name in one)
     table = titled("Budget and peaks", ("",), (*_heads(subjects),))
@@ -64,7 +64,7 @@ def _bytes(value: int | None, *, whole: bool = False) -> str:
     return exact(value) if whole else format_bytes(value)
 
 
-def _phases(subjects: Sequence[Subject]) -> Table:
+def _phases(subjects: Sequence[Subject]) -> FittedTable:
     mark = ("document",) if len(subjects) > 1 else ()
     table = titled("Peak by phase", ("phase", *mark), ("predicted", "measured", "plain autograd"))
     for number, subject in enumerate(subjects):
@@ -89,7 +89,7 @@ def _of_one(subject: Subject, mark: str) -> Iterable[RenderableType]:
         yield Text("")
 
 
-def _layers(layers: Sequence[LayerBytes], mark: str) -> Table:
+def _layers(layers: Sequence[LayerBytes], mark: str) -> FittedTable:
     """Columns for what is known of any layer; neighbours that are alike are one row."""
     columns = {
         "plain": lambda row: _bytes(row.plain_bytes),
@@ -105,7 +105,7 @@ def _layers(layers: Sequence[LayerBytes], mark: str) -> Table:
     return table
 
 
-def _grid(grid: Grid, mark: str) -> Table:
+def _grid(grid: Grid, mark: str) -> FittedTable:
     """Tensors by what happens to them: layers in short."""
     if grid.title == ROOT_NAME:
         table = titled(f"{mark}Saved tensors of {grid.title}", ("tensor", "happens"), ("bytes",))
@@ -123,7 +123,7 @@ def _grid(grid: Grid, mark: str) -> Table:
     return table
 
 
-def _environment(subjects: Sequence[Subject]) -> Table:
+def _environment(subjects: Sequence[Subject]) -> FittedTable:
     found = [dict(subject.environment) for subject in subjects]
     table = titled("Environment", ("", *(("value",) if len(subjects) == 1 else ("A", "B"))), ())
     for name in dict.fromkeys(name for one in found for name in one):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from jettison.report.fitted import FittedTable
 from jettison.report.parts import facts_table, titled
+from jettison.report.schemas import shaped
 from jettison.search.branch_and_bound import REACH
 from jettison.search.figures import Found, Seconds
 from jettison.search.search import Answer, More, NothingFits
@@ -36,18 +37,21 @@ class SearchReport:
 
     Args:
         seconds: that the search took.
+        request: what was asked, by field.
     """
 
     model: str
     hardware: Hardware
     answer: Answer
     seconds: float
+    request: dict[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.search/1``; candidates are ranked, the fastest first."""
         answer = self.answer
-        return {
+        found = {
             **_asked(self.model, self.hardware, answer),
+            "request": self.request,
             "feasible": True,
             "candidates": [_candidate(found) for found in answer.ranked],
             "front": [_candidate(found) for found in answer.front],
@@ -60,6 +64,7 @@ class SearchReport:
             "evaluated": answer.evaluated,
             "seconds": self.seconds,
         }
+        return shaped(found)
 
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
@@ -76,15 +81,19 @@ class SearchReport:
         ]
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
+        if self.hardware.note:
+            facts.append(("note", self.hardware.note))
         count = len(answer.ranked)
         ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked)
         front = _table("Less memory costs time", _thinned(answer.front))
         return Group(facts_table(facts), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
 
 
-def nothing_document(model: str, gpus: int, gpu: str, error: NothingFits) -> dict[str, Any]:
+def nothing_document(
+    model: str, gpus: int, gpu: str, error: NothingFits, request: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Where nothing fits: the closest candidate and the bytes that it lacks."""
-    return {
+    found = {
         "schema": SCHEMA,
         "model": model,
         "gpus": gpus,
@@ -93,7 +102,9 @@ def nothing_document(model: str, gpus: int, gpu: str, error: NothingFits) -> dic
         "candidates": [],
         "closest": _candidate(error.closest),
         "lacks_bytes": error.closest.lacks,
+        "request": dict(request or {}),
     }
+    return shaped(found)
 
 
 def rivals(answer: Answer) -> Iterator[Found]:
@@ -186,7 +197,7 @@ def _mesh(found: Found) -> tuple[int, ...]:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, rows: Sequence[Found]) -> Table:
+def _table(title: str, rows: Sequence[Found]) -> FittedTable:
     """Axes that are 1 throughout have no column."""
     layouts = [found.candidate.setup.layout for found in rows]
     axes = [
@@ -263,12 +274,16 @@ def _asked(model: str, device: Hardware, answer: Answer) -> dict[str, Any]:
 
 def _candidate(found: Found) -> dict[str, Any]:
     setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
-    plan: dict[str, Any] = {"recompute": str(recompute), "offload": recompute.offload}
-    if recompute.whole:
-        plan["whole_micro_batches"] = figures.whole
-    if figures.policies:
-        plan |= {"budget_bytes": found.candidate.budget_bytes, "stages": list(figures.policies)}
-    document = {
+    chosen = bool(figures.policies)
+    plan: dict[str, Any] = {
+        "recompute": str(recompute),
+        "offload": recompute.offload,
+        "whole_micro_batches": figures.whole if recompute.whole else None,
+        "budget_bytes": found.candidate.budget_bytes if chosen else None,
+        "stages": list(figures.policies) if chosen else None,
+    }
+    seconds = figures.seconds
+    return {
         "layout": _layout(setup.layout),
         "micro_batch": setup.micro_batch,
         "micro_batches": setup.micro_batches,
@@ -277,24 +292,18 @@ def _candidate(found: Found) -> dict[str, Any]:
         "available_bytes": found.limit_bytes,
         "fits": found.fits,
         "flags": found.candidate.flags,
-    }
-    if recompute.offload:
-        document["host_bytes"] = figures.host_bytes
-    seconds = figures.seconds
-    if seconds is None:
-        return document
-    return document | {
-        "step_seconds": seconds.step,
-        "mfu": seconds.mfu,
-        "tokens_per_second_per_gpu": seconds.tokens_per_second_per_gpu,
-        "breakdown": {f"{name}_seconds": took for name, took in seconds.parts.items()},
+        "host_bytes": figures.host_bytes if recompute.offload else None,
+        "step_seconds": None if seconds is None else seconds.step,
+        "mfu": None if seconds is None else seconds.mfu,
+        "tokens_per_second_per_gpu": None if seconds is None else seconds.tokens_per_second_per_gpu,
+        "breakdown": None if seconds is None else {f"{name}_seconds": took for name, took in seconds.parts.items()},
     }
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
     names = ("tp", "sp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "world")
-    uneven = {"stage_layers": list(layout.stage_layers)} if layout.stage_layers else {}
-    return {name: getattr(layout, name) for name in names} | {"schedule": str(layout.schedule)} | uneven
+    uneven = list(layout.stage_layers) if layout.stage_layers else None
+    return {name: getattr(layout, name) for name in names} | {"schedule": str(layout.schedule), "stage_layers": uneven}
 
 
 def _loss(best: Found, other: Found) -> dict[str, Any]:

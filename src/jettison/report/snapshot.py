@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from jettison.report.packed_timeline import packed_timeline
 from jettison.report.page import page
 from jettison.report.parts import exact, facts_table, titled
+from jettison.report.schemas import shaped
 from jettison.traces.difference import Difference, compare_timelines
 from jettison.traces.snapshot import DeviceSnapshot, Snapshot
 from jettison.traces.timeline import MemoryTimeline, by_module_and_role, by_role
@@ -49,7 +50,7 @@ class SnapshotReport:
         if self.other is not None and difference is not None:
             found["other"] = {"name": self.other.name, "devices": [_device(device) for device in self.other.devices]}
             found["changes"] = [_change_fields(difference, at) for at in range(len(difference.changes))]
-        return found
+        return shaped(found)
 
     def table(self) -> RenderableType:
         """For a terminal."""

@@ -14,6 +14,7 @@ from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 from jettison.predict.allowance import Allowance
 from jettison.predict.limit import Limit
 from jettison.predict.run_request import Resolved
+from jettison.report.schemas import shaped
 
 if TYPE_CHECKING:
     from jettison.explain.figures import Explanation
@@ -102,6 +103,8 @@ class LedgerReport:
         limit: what the peak is held against.
         choice: a planner's, where recompute was left to it.
         comparison: with another ledger's document.
+        request: what was asked of a live model.
+        with_entries: the document has every saved tensor.
     """
 
     model: str
@@ -120,6 +123,8 @@ class LedgerReport:
     fit: FitAnswer | None = None
     explanation: Explanation | None = None
     comparison: Comparison | None = None
+    request: Mapping[str, Any] = field(default_factory=dict)
+    with_entries: bool = True
 
     @property
     def worst(self) -> StageBytes:
@@ -163,11 +168,14 @@ class LedgerReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.ledger/1``, with the keys about the step in front of the entries."""
+        return shaped(self._document())
+
+    def _document(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "model": self.model,
             "recompute": self.recompute,
-            **({"request": request_document(self.asked)} if self.asked else {}),
+            "request": request_document(self.asked) if self.asked else dict(self.request),
             "parameters": self.parameters,
             "layers": [_stated(row) for row in self.layers],
             "stages": [_stated(stage) for stage in self.stages],
@@ -181,7 +189,7 @@ class LedgerReport:
             **({"explain": self.explanation.document()} if self.explanation else {}),
             **({"compare": self.comparison.document()} if self.comparison else {}),
             "warnings": list(self.warnings),
-            "entries": [self._entry(entry) for entry in self.ledger],
+            "entries": [self._entry(entry) for entry in self.ledger] if self.with_entries else None,
         }
 
     def csv(self) -> str:
@@ -209,7 +217,7 @@ class LedgerReport:
         stated = {"minimum_budget_bytes": choice.minimum_budget_bytes, "recompute_seconds": choice.seconds}
         if choice.forecast.run.recompute.offload:
             stated |= {"stalled_seconds": choice.stalled_seconds, "host_bytes": choice.host_bytes}
-        return {"auto": stated | {"gap": choice.gap}}
+        return {"auto": {"stalled_seconds": None, "host_bytes": None} | stated | {"gap": choice.gap}}
 
     def _entry(self, entry: SavedTensor) -> dict[str, Any]:
         return {name: _plain(getattr(entry, name)) for name in ENTRY_FIELDS} | {
@@ -241,6 +249,11 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "gradients": str(run.gradients),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,
+        "accumulation": str(run.adding),
+        "workspaces": run.workspaces.name,
+        "loader_masks": run.loader_masks,
+        "context_exchange": str(run.kernels.context_exchange),
+        "like": asked.like,
         "assumed": sorted(asked.assumed),
     }
 
@@ -250,8 +263,8 @@ def _allowance(stated: Allowance) -> dict[str, int]:
 
 
 def _stated(row: LayerRow | StageBytes | PhaseRow) -> dict[str, Any]:
-    """Its fields, without those that say nothing."""
-    return {name: value for name, value in asdict(row).items() if value is not None and value != ""}
+    """Its fields; those that say nothing are null."""
+    return {name: None if value == "" else value for name, value in asdict(row).items()}
 
 
 def _plain(value: object) -> object:

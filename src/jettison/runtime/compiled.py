@@ -1,8 +1,8 @@
 """A region that runs compiled: Inductor's code for the module's own forward, split as the plan says.
 
-Its saved tensors pass no hooks and have no witness: what is computed again is part of the compiled backward, which
-reads what the compiled forward has left, as without a plan. Only where all of it is to wait on the host does it pass
-hooks. Shapes are compiled one by one (``dynamic=False``): what was measured is what runs.
+Its saved tensors have no witness: what is computed again is part of the compiled backward, which reads what the
+compiled forward has left, as without a plan. They pass hooks only where something is to wait on the host. Shapes are
+compiled one by one (``dynamic=False``): what was measured is what runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from jettison.capture.isolation import without_our_hooks
 from jettison.errors import TraceError, UnsupportedModule, UsageError
 from jettison.ledger.program import Program
 from jettison.runtime.callers import is_transforming
+from jettison.runtime.compiled_moves import noting, run_sending
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.recordings import Prepared
 from jettison.runtime.report import RegionReport
 from jettison.runtime.without_recipe import run_moving
 from jettison.runtime.witness import Check
-from jettison.solve.policy import CheckpointPolicy, KeepAll, Offload, can_move, offloaded_by, packed_by
+from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll, Offload, can_move, offloaded_by, packed_by
 
 RUNS_COMPILED = "it runs compiled"
 MOST_VARIANTS = 256  # of one option: shapes, and layers that differ in what Python reads; as many as dynamo has
@@ -39,24 +41,29 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _KNOWN = frozenset(inspect.signature(torch.compile).parameters)
 
 
-def compiled(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
+def compiled(
+    forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy, *, says: bool = False
+) -> Callable[..., Any]:
     """The forward, compiled as one graph, saving what the policy says; with ``none``, as without a plan.
 
     Instances of a class share what is compiled, but for those with hooks inside: dynamo takes them in and does not
     look whether they are there.
+
+    Args:
+        says: what runs says how it was split, to who is `listening`.
     """
     shared = getattr(forward, "__func__", None)
     if shared is None or any(hook_tables(forward.__self__)):  # type: ignore[attr-defined]
-        return _made(forward, settings, policy)
+        return _made(forward, settings, policy, says)
     known = _SHARED.setdefault(shared, {})
-    key = (repr(settings), policy)
+    key = (repr(settings), policy, says)
     if key not in known:
-        known[key] = _made(shared, settings, policy)
+        known[key] = _made(shared, settings, policy, says)
     return functools.partial(known[key], forward.__self__)  # type: ignore[attr-defined]
 
 
 _SHARED: Any = weakref.WeakKeyDictionary()
-"""By function: by settings and policy what it was compiled to."""
+"""By function: by settings, policy and whether it says how it was split, what it was compiled to."""
 
 
 def hook_tables(module: object) -> list[dict[int, Any]]:
@@ -65,7 +72,11 @@ def hook_tables(module: object) -> list[dict[int, Any]]:
     return [vars(each)[kind] for each in inside for kind in _HOOKS]
 
 
-def _made(forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy) -> Callable[..., Any]:
+def _made(
+    forward: Callable[..., Any], settings: CompileSettings, policy: CheckpointPolicy, says: bool
+) -> Callable[..., Any]:
+    if says:
+        return one_graph(forward, backend=noting(settings, policy))
     options = dict(settings.options)
     if policy.word != "none":
         from jettison.runtime.partition import Partition
@@ -183,20 +194,20 @@ class CompiledRegion(PlannedForward):
         self.own_call: Any = module._compiled_call_impl
         module._compiled_call_impl = None
         self.recordings.never = RUNS_COMPILED
-        self.made: dict[CheckpointPolicy, Callable[..., Any]] = {}
+        self.made: dict[tuple[CheckpointPolicy, bool], Callable[..., Any]] = {}
         self.ran: set[Any] = set()  # signatures, by way
         self.hook_tables = hook_tables(module)
         self.hooks: list[int] = []  # there are inside
 
-    def _compiled(self, policy: CheckpointPolicy) -> Callable[..., Any]:
+    def _compiled(self, policy: CheckpointPolicy, *, says: bool = False) -> Callable[..., Any]:
         """Made when it is first called, and anew when there are other hooks inside."""
         hooks = [id(hook) for table in self.hook_tables for hook in table.values()] if any(self.hook_tables) else []
         if hooks != self.hooks:
             self.made.clear()
             self.hooks = hooks
-        if policy not in self.made:
-            self.made[policy] = compiled(self.own(), self.compiled.settings, policy)
-        return self.made[policy]
+        if (policy, says) not in self.made:
+            self.made[policy, says] = compiled(self.own(), self.compiled.settings, policy, says=says)
+        return self.made[policy, says]
 
     def plainly_compiled(self, alike: nn.Module) -> Callable[..., Any]:
         """The forward of a copy of the module, compiled in the same way and without a plan."""
@@ -209,7 +220,7 @@ class CompiledRegion(PlannedForward):
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under somebody else's hooks: they get what the compiled forward saves."""
-        return self._compiled(keeping(self.way.policy))(*args, **kwargs)
+        return self._compiled(keeping(self.way.policy, self.compiled))(*args, **kwargs)
 
     def _run(
         self, prepared: Prepared, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,11 +241,13 @@ class CompiledRegion(PlannedForward):
 
     def _run_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         policy = self.way.policy
-        run = self._compiled(keeping(policy))
+        all_moves = isinstance(policy, Offload)
+        some_may_move = self.offload is not None and not all_moves
+        run = self._compiled(keeping(policy, self.compiled), says=some_may_move)
         try:
             if isinstance(policy, Offload):
                 return run_moving(self, policy, run, args, kwargs)
-            return run(*args, **kwargs)
+            return run_sending(self, run, args, kwargs) if some_may_move else run(*args, **kwargs)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             raise TraceError(
                 f"{self.name} cannot be compiled as it is now ({first_lines(error)}). It is not run op by op instead, "
@@ -285,7 +298,7 @@ class CompiledRegion(PlannedForward):
 
     def report(self) -> RegionReport:
         """What the plan has it keep; its slots are Inductor's, and have no names."""
-        program, policy = self.compiled.program, keeping(self.way.policy)
+        program, policy = self.compiled.program, keeping(self.way.policy, self.compiled)
         kept = self.compiled.default if policy.word == "none" else policy.kept(program)
         again = program.recompute_set(kept) if policy.word != "none" else ()
         moved = self._moved(kept)
@@ -310,26 +323,28 @@ class CompiledRegion(PlannedForward):
     def _moved(self, kept: frozenset[int]) -> frozenset[int]:
         """What of that goes to the host, if nobody else holds it."""
         policy, program = self.way.policy, self.compiled.program
-        if not isinstance(policy, Offload) or self.way.stays == 1:
+        if self.way.stays == 1:
             return frozenset()
+        if not isinstance(policy, Offload):
+            return offloaded_by(policy, program) & kept
         return frozenset(b for b in kept if can_move(program, b) and program.buffers[b].nbytes >= policy.smallest_bytes)
 
 
-def keeping(policy: CheckpointPolicy) -> CheckpointPolicy:
-    """What is to be left for backward, wherever it then waits."""
-    return policy.keeps if isinstance(policy, Offload) else policy
+def keeping(policy: CheckpointPolicy, of: CompiledProgram) -> CheckpointPolicy:
+    """What is to be left for backward, wherever it then waits: blocks that differ in that alone share their code."""
+    if isinstance(policy, Offload):
+        return policy.keeps
+    if isinstance(policy, Exactly) and policy.moved:
+        own_choice = policy.digest == of.program.digest() and policy.buffers == of.default
+        return KeepAll() if own_choice else replace(policy, moved=frozenset())
+    return policy
 
 
-def refuse_what_cannot_move(name: str, policy: CheckpointPolicy, program: Program) -> None:
-    """All that a compiled block saves can go to the host, but none of it by name.
+def refuse_packing(name: str, policy: CheckpointPolicy, program: Program) -> None:
+    """What compiled blocks save can wait on the host, but not in fewer bytes.
 
     Raises:
-        UsageError: the policy moves some of it.
+        UsageError: the policy packs some of it.
     """
-    if not isinstance(policy, Offload) and offloaded_by(policy, program):
-        raise UsageError(
-            f"{name} runs compiled, and its policy moves single tensors of it to the host; expected one that moves "
-            'all of what it keeps ("offload", "full-offload"), or none'
-        )
     if packed_by(policy, program):
         raise UsageError(f"{name} runs compiled, and its policy packs what it keeps; expected one that does not")

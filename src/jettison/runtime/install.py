@@ -11,7 +11,7 @@ from torch import nn
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import Place, TensorRef
 from jettison.errors import JettisonError
-from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_what_cannot_move
+from jettison.runtime.compiled import RUNS_COMPILED, CompiledRegion, refuse_packing
 from jettison.runtime.device import rounding_of
 from jettison.runtime.offload_setup import engine_for, host_layout, imagined_engine, place_of
 from jettison.runtime.planned import PlannedForward
@@ -51,7 +51,7 @@ def install(
 
     for name, policy in policies.items():
         if (made := compiled.get(name)) is not None:
-            refuse_what_cannot_move(name, policy, made.program)
+            refuse_packing(name, policy, made.program)
 
     def region_of(name: str, policy: CheckpointPolicy) -> PlannedForward:
         made, module = compiled.get(name), model.get_submodule(name)

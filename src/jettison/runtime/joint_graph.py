@@ -39,10 +39,10 @@ class JointProgram:
     makers: tuple[fx.Node, ...]
     buffer_of: Mapping[fx.Node, int]
 
-    def kept_by(self, saved: Sequence[str]) -> frozenset[int]:
-        """Buffers behind nodes of these names."""
+    def buffers_behind(self, names: Sequence[str]) -> tuple[int | None, ...]:
+        """Of nodes of these names, in order; None for what is no tensor of the forward."""
         by_name = {node.name: b for node, b in self.buffer_of.items()}
-        return frozenset(by_name[name] for name in saved if name in by_name)
+        return tuple(map(by_name.get, names))
 
 
 def joint_program(graph: fx.Graph, num_fwd_outputs: int, static_inputs: Sequence[int]) -> JointProgram:

@@ -90,11 +90,15 @@ class OffloadHooks:
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
         """Autograd saves a tensor."""
+        return self.sent(tensor)
+
+    def sent(self, tensor: Tensor) -> Any:
+        """On its way, if it may go."""
         if self.group is None:
             return Held(tensor)
         if wrapping(tensor) is None and is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            return _Wrapped(tensor, {name: self.pack(getattr(tensor, name)) for name in names}, context)
+            return _Wrapped(tensor, {name: self.sent(getattr(tensor, name)) for name in names}, context)
         if not is_dense(tensor) or storage_of(tensor) in self.lives or tensor.is_inference():
             return Held(tensor)
         part = arrived(tensor)
@@ -102,10 +106,11 @@ class OffloadHooks:
         nbytes = reach * part.element_size()
         if nbytes < self.smallest_bytes or part.device != self.group.engine.place:
             return Held(tensor)
-        begin = part.storage_offset() * part.element_size()
+        begin, nbytes = self.range_of(part, nbytes)
         key = (part.untyped_storage()._cdata, part._version, begin, nbytes)
         shared = self.boxes.get(key)
         ref = TensorRef.of(0, tensor)
+        ref = replace(ref, offset=part.storage_offset() - begin // part.element_size())
         if shared is None:
             seen = TensorRef.of(0, part)
             box = Transit(Move(seen=seen, begin=begin, nbytes=nbytes), self.group)
@@ -114,6 +119,10 @@ class OffloadHooks:
         shared.count += 1
         shared.left += 1
         return _Sent(ref, shared, self.group)
+
+    def range_of(self, part: Tensor, reach_bytes: int) -> tuple[int, int]:
+        """What of its storage goes for a tensor: where that begins, and bytes."""
+        return part.storage_offset() * part.element_size(), reach_bytes
 
     def close(self) -> None:
         """The call is over: what it has sent belongs to the graph alone."""
@@ -134,9 +143,9 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _seen(flat: Tensor, ref: TensorRef) -> Tensor:
-    """The tensor, at the start of flat bytes."""
+    """The tensor, its offset counted from where flat bytes begin."""
     with torch.no_grad():
-        found = typed(flat, replace(ref, offset=0))
+        found = typed(flat, ref)
         if ref.conj:
             found = found.conj()
         if ref.neg:

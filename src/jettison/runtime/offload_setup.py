@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.tensor_subclasses import plain
+from jettison.ledger.program import Program
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.device import Imagined
 from jettison.runtime.host_pool import HostPool, Layout, Lifetime, laid_out
 from jettison.runtime.offload import OffloadEngine
+from jettison.solve.policy import CheckpointPolicy, Offload, offloaded_by
 
 if TYPE_CHECKING:
     from jettison.runtime.planned import PlannedForward
@@ -66,11 +68,22 @@ def host_layout(
     sizes: list[int] = []
     last = len(traced.calls) - 1
     for number, call in enumerate(traced.calls):
-        if number != last:
+        if number == last:
+            continue
+        made = traced.classes[call.class_key].compiled
+        if made is not None:
+            moved = sorted(_moved_by_name(regions[call.name].way.policy, made.program))
+            sizes += [made.program.buffers[b].nbytes for b in moved]
+        else:
             sizes += _moved_bytes(regions[call.name], call.signature)
     sizes += _moved_bytes(regions[""], traced.root_signature)
     end = 2 * len(sizes)
     return laid_out([Lifetime(nbytes=size, begins=i, ends=end - i) for i, size in enumerate(sizes)], rounded)
+
+
+def _moved_by_name(policy: CheckpointPolicy, program: Program) -> frozenset[int]:
+    """Not what goes as it comes by, whose sizes show then."""
+    return frozenset() if isinstance(policy, Offload) else offloaded_by(policy, program)
 
 
 def _moved_bytes(region: PlannedForward, signature: Any) -> list[int]:

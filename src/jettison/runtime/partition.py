@@ -36,10 +36,15 @@ _OWN_CODE = hashlib.sha256(
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One graph that was split: its forward, and the buffers that its backward was left with."""
+    """One graph that was split: its forward, and the buffers that its backward was left with.
+
+    Args:
+        saved: what the compiled forward gives autograd to save, in that order, by buffer; None: none of the program's.
+    """
 
     program: Program
     kept: frozenset[int]
+    saved: tuple[int | None, ...]
 
 
 _SEEN: ContextVar[list[Split] | None] = ContextVar("splits that somebody watches", default=None)
@@ -86,7 +91,9 @@ class Partition(CustomPartitionerFn):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         seen = _SEEN.get()
         if seen is not None:
-            seen.append(Split(program=joint.program, kept=joint.kept_by(_saved(forward, kwargs["num_fwd_outputs"]))))
+            saved = joint.buffers_behind(_saved(forward, kwargs["num_fwd_outputs"]))
+            kept = frozenset(b for b in saved if b is not None)
+            seen.append(Split(program=joint.program, kept=kept, saved=saved))
         return forward, backward
 
     def _undisturbed(self) -> AbstractContextManager[None]:

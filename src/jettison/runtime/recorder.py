@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jettison.capture.op_traits import writes
@@ -258,7 +259,9 @@ class Recorder:
 
 
 class _Watch(TorchDispatchMode):
-    """See `Recorder.watching`."""
+    """See `Recorder.watching`. An operator of higher order (compiled code has them for random states) is one op."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -268,9 +271,11 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if desugars(types):
             return NotImplemented
-        if infers_shapes() or func.is_view:
+        whole = isinstance(func, HigherOrderOperator)
+        if infers_shapes() or (not whole and func.is_view):
             return func(*args, **kwargs)
-        given, written = _tensors(op_leaves(args, kwargs)), _tensors(writes(func, args, kwargs))
+        given = _tensors(op_leaves(args, kwargs))
+        written = [] if whole else _tensors(writes(func, args, kwargs))
         self.recorder.touches(given, written)
         out = func(*args, **kwargs)
         written += _tensors(op_leaves(out))

@@ -274,7 +274,7 @@ def _layer_bytes(run: Run, there: bool) -> LayerBytes:
 
 def _passes(run: Run, part: StageRegion, there: bool) -> Passes:
     """Where gradients are there, a backward adds to them: one that follows others, or has a buffer for them."""
-    return passes_of(part, run.precision.gradient, accumulates=there)
+    return passes_of(part, run.gradient_rule, accumulates=there)
 
 
 def least_seconds(plain: Estimate) -> float:

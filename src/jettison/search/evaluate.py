@@ -6,12 +6,10 @@ file as it comes, and read from there.
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import multiprocessing
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Lock
 from types import TracebackType
@@ -19,7 +17,14 @@ from typing import Final, TypeVar
 
 from jettison import __version__
 from jettison.errors import Infeasible
-from jettison.predict.auto_recompute import AutoForecast, choose, layer_policies
+from jettison.predict.auto_recompute import (
+    AutoForecast,
+    StageAnswer,
+    choose,
+    distinct_stages,
+    layer_policies,
+    solve_stage,
+)
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
@@ -29,15 +34,16 @@ from jettison.search.figures import Figures, Seconds
 from jettison.search.journal import Journal
 from jettison.search.planner_time_bound import planner_seconds
 from jettison.search.space import Candidate, Setup, setup_run
+from jettison.search.workers import COLLECTED, Workers
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.run import Mode, Recompute, Run
 
-CHUNKS: Final = 4
-"""Parts, for each worker, that a round of work is cut into."""
 NOTED: Final = 16
 """Candidates that are worked out in this process before they are written down."""
 PLANNER: Final = Recompute(mode=Mode.AUTO)
+CERTAIN: Final = 1024
+"""Setups that keep workers busy, whatever they have in common."""
 WORTH_STARTING: Final = 48
 """A round with less to do is done here while no worker has been started."""
 
@@ -90,25 +96,27 @@ class Bench:
         self._whole: dict[tuple[object, ...], float] = {}
         self._statics: dict[tuple[object, ...], int] = {}
         self._bounds: dict[tuple[object, ...], Bounds] = {}
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: Workers[Question] | None = None
+        self._collected = gc.get_threshold()
         self._lock = Lock()  # of what is known, written down and started
 
     def __enter__(self) -> Bench:
+        self._collected = gc.get_threshold()
+        gc.set_threshold(COLLECTED)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        gc.set_threshold(*self._collected)
         if self._pool is None:
             return
-        if error is not None:  # nobody waits for what they are at
-            for worker in list((self._pool._processes or {}).values()):
-                worker.terminate()
-        # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.end(now=error is not None)
 
     def rough(self, setups: Sequence[Setup]) -> list[tuple[float, int]]:
         """Seconds and bytes of any plan of each setup, in a hurry: no less than the sharp ones."""
+        if self.jobs > 1 and len(setups) >= CERTAIN:
+            self._workers()  # they import while this process looks what there is to do
         scenes = dict(zip(map(_scene, setups), setups, strict=True))
         missing = {scene: setup for scene, setup in scenes.items() if scene not in self._whole}
         self._whole.update(zip(missing, self._map(_whole, list(missing.values()), key=_scene), strict=True))
@@ -157,8 +165,23 @@ class Bench:
                 if self._journal is not None:
                     self._journal.write(fresh)
 
-        self._map(_work, list(missing.values()), key=lambda task: _scene(task.candidate.setup), note=note)
+        asked = list(zip(missing.values(), self._solved(list(missing.values())), strict=True))
+        self._map(_work, asked, key=lambda one: _scene(one[0].candidate.setup), note=note)
         return [self._known[key] for key in keys]
+
+    def _solved(self, tasks: Sequence[Task]) -> list[dict[int, StageAnswer]]:
+        """Of each planner's candidate its stages, shared by all processes; of others, and with one process, none."""
+        found: list[dict[int, StageAnswer]] = [{} for _ in tasks]
+        if self.jobs == 1:
+            return found
+        template = self.question.template
+        planned = [at for at, task in enumerate(tasks) if _is_planned(task.candidate)]
+        parts = [(at, index) for at in planned for index in distinct_stages(tasks[at].candidate.run(template))]
+        stages = [(tasks[at].candidate, index) for at, index in parts]
+        answers = self._map(_solve_stage, stages, key=lambda one: (*_scene(one[0].setup), one[1]))
+        for (at, index), answer in zip(parts, answers, strict=True):
+            found[at][index] = answer
+        return found
 
     def _key(self, candidate: Candidate) -> str:
         return hashlib.sha256(f"{self._context} {candidate.text}".encode()).hexdigest()[:24]
@@ -183,26 +206,15 @@ class Bench:
                 note(part)
                 found |= part
             return list(found.values())
-        pool = self._workers()
-        order = sorted(range(len(items)), key=lambda i: key(items[i]))
-        size = -(-len(items) // (self.jobs * CHUNKS)) or 1
-        chunks = [order[i : i + size] for i in range(0, len(order), size)]
-        results = pool.map(_several, ((work, [items[i] for i in chunk]) for chunk in chunks))
-        for chunk, result in zip(chunks, results, strict=True):
-            part = dict(zip(chunk, result, strict=True))
+        for part in self._workers().map(work, items, key):
             note(part)
             found |= part
         return [found[i] for i in range(len(items))]
 
-    def _workers(self) -> ProcessPoolExecutor:
+    def _workers(self) -> Workers[Question]:
         with self._lock:
             if self._pool is None:
-                self._pool = ProcessPoolExecutor(
-                    self.jobs,
-                    mp_context=multiprocessing.get_context("spawn"),
-                    initializer=_start,
-                    initargs=(self.question,),
-                )
+                self._pool = Workers(self.question, self.jobs)
             return self._pool
 
 
@@ -227,20 +239,6 @@ def _answers(known: Figures | None, task: Task) -> bool:
 
 # in a worker ----------------------------------------------------------------------------------------------------------
 
-_question: Question | None = None
-
-
-def _start(question: Question) -> None:
-    global _question
-    _question = question
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks stops, and lets this one go
-
-
-def _several(asked: tuple[Callable[[Question, _T], _R], list[_T]]) -> list[_R]:
-    work, items = asked
-    assert _question is not None
-    return [work(_question, item) for item in items]
-
 
 def _whole(question: Question, setup: Setup) -> float:
     return whole_seconds(setup_run(setup, question.template), question.hardware)
@@ -261,13 +259,26 @@ def _planner_bound(question: Question, asked: tuple[Setup, int, Recompute]) -> f
     return planner_seconds(plain, timed, limit_bytes)
 
 
-def _work(question: Question, task: Task) -> Figures:
+def _is_planned(candidate: Candidate) -> bool:
+    """Does a planner choose for it?"""
+    return candidate.budget_bytes is not None and not candidate.recompute.whole
+
+
+def _solve_stage(question: Question, asked: tuple[Candidate, int]) -> StageAnswer:
+    candidate, index = asked
+    assert candidate.budget_bytes is not None
+    return solve_stage(candidate.run(question.template), index, candidate.budget_bytes, question.hardware)
+
+
+def _work(question: Question, asked: tuple[Task, Mapping[int, StageAnswer]]) -> Figures:
+    """Args: asked: a candidate, and of its stages those that have been solved."""
+    task, solved = asked
     candidate = task.candidate
     run = candidate.run(question.template)
     if candidate.recompute.whole:
         run = settled(run, candidate.budget_bytes)
     elif candidate.budget_bytes is not None:
-        return _planned(run, question.hardware, candidate.budget_bytes)
+        return _planned(run, question.hardware, candidate.budget_bytes, solved)
     found = forecast_sizes(run)
     peak = peak_bytes(found)
     fits = task.limit_bytes is None or peak <= task.limit_bytes
@@ -285,11 +296,11 @@ def _timed(found: Forecast, hardware: Hardware) -> Estimate:
     return estimate(found.run, hardware, outlined=[stage.groups for stage in found.stages])
 
 
-def _planned(run: Run, hardware: Hardware, budget_bytes: int) -> Figures:
+def _planned(run: Run, hardware: Hardware, budget_bytes: int, solved: Mapping[int, StageAnswer]) -> Figures:
     """The planner's choice; where there is none, bytes that it could have done with."""
     static = static_bytes(forecast_sizes(run))
     try:
-        choice = choose(run, budget_bytes, hardware)
+        choice = choose(run, budget_bytes, hardware, solved=solved)
     except Infeasible as error:
         return Figures(peak_bytes=error.minimum_budget_bytes, static_bytes=static)
     kept = {part.name: part.chosen for part in choice.forecast.parts}

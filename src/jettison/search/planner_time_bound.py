@@ -41,6 +41,7 @@ from jettison.predict.timeline_units import chosen_passes
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
+from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients
 
 Segments = tuple[tuple[int, float], ...]
@@ -183,7 +184,7 @@ def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bo
         if group.part.is_layer:
             # of a chunk's last region nothing waits to be reduced, see `timeline_units`
             beside = level + gathered + (max(s.reduced for s in statics) if group is not groups[-1] else 0)
-            ways = _ways(timing.prices(group.part.layer), group.part.region, timing.run.precision.gradient, there)
+            ways = _ways(timing.prices(group.part.layer), group.part.region, timing.run.gradient_rule, there)
             return lowest, tuple((beside + rise, released, seconds) for rise, released, seconds in ways)
         lowest = max(lowest, level + (unit.adding_peak if there else unit.backward_peak))
         level += len(group.names) * ((unit.pending if there else unit.gradient) - unit.resident)
@@ -191,12 +192,12 @@ def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bo
 
 
 @lru_cache(maxsize=1024)
-def _ways(prices: PriceModel, region: Region, gradient_dtype: str, there: bool) -> tuple[Way, ...]:
+def _ways(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -> tuple[Way, ...]:
     """What a planner chooses from, without the transients of ZeRO."""
-    everything = chosen_passes(region, kept_by(region, NONE), gradient_dtype, False).resident
+    everything = chosen_passes(region, kept_by(region, NONE), rule, False).resident
     found = []
     for point in layer_points(prices, region):
-        passes = chosen_passes(region, point.stays, gradient_dtype, there)
+        passes = chosen_passes(region, point.stays, rule, there)
         found.append((passes.backward_peak, everything - passes.resident, point.seconds))
     return tuple(found)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.parse_units import Length  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.hardware import Hardware
@@ -64,7 +65,8 @@ class SearchRequest(CommonRequest):
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         template = resolve(model, RunRequest(**common)).run
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
-        zero = numbers.pop("zero") or (0, 1, 2, 3)
+        ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
+        zero = numbers.pop("zero") or ((ruled,) if ruled else (0, 1, 2, 3))
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         axes = Axes(

@@ -53,9 +53,11 @@ def _plan(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progress)
     try:
         report = plan(model, RunRequest(**run), **_with("budget", flags), progress=say)
     except Infeasible as error:
-        return Answer(text=json_text(infeasible_document(error)), exit_code=error.exit_code)
+        said = {"model": model, **flags, **run}
+        return Answer(text=json_text(infeasible_document(error, said)), exit_code=error.exit_code)
     document = report.document()
-    document["made_by"] = document["made_by"] | {"model": model}  # where an upload lies here is nobody's concern
+    for key in ("made_by", "request"):
+        document[key] = document[key] | {"model": model}  # where an upload lies here is nobody's concern
     return Answer(text=json_text(document), exit_code=0)
 
 
@@ -91,7 +93,10 @@ def _search(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progres
         report = search(model, SearchRequest(**run), **flags, jobs=1, progress=say)
     except NothingFits as error:
         return Answer(
-            text=json_text(nothing_document(model, flags["gpus"], flags["gpu"], error)), exit_code=error.exit_code
+            text=json_text(
+                nothing_document(model, flags["gpus"], flags["gpu"], error, {"model": model, **flags, **run})
+            ),
+            exit_code=error.exit_code,
         )
     return Answer(text=json_text(report.document()), exit_code=0)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,17 @@ class Multipliers:
 
     device: Sequence[float] | Floats
     host: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """A solved linear relaxation: its duals, and how much of each move its vertex takes, in their order.
+
+    ``shares`` are empty where HiGHS is not installed or finds none.
+    """
+
+    multipliers: Multipliers
+    shares: Sequence[float] | Floats = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +133,19 @@ def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
 
 def best_multipliers(budgeted: BudgetedWalk) -> Multipliers:
     """The duals of the linear relaxation; zeros where the solver finds none, which is a valid choice, too."""
+    return relaxation(budgeted).multipliers
+
+
+def relaxation(budgeted: BudgetedWalk) -> Relaxation:
+    """The linear relaxation, solved."""
     try:
         import highspy
         import numpy as np
     except ImportError:
-        return Multipliers(device=ascend(budgeted))
+        return Relaxation(multipliers=Multipliers(device=ascend(budgeted)))
     walk = budgeted.walk
     if walk.count == 0:
-        return Multipliers(device=np.zeros(1))
+        return Relaxation(multipliers=Multipliers(device=np.zeros(1)))
     highs = _quiet(highspy)
     # these programs are small, and looking for what can be left out of them takes longer than it saves
     for option, value in (("threads", 1), ("random_seed", 0), ("presolve", "off")):
@@ -139,25 +156,33 @@ def best_multipliers(budgeted: BudgetedWalk) -> Multipliers:
     highs.passModel(_relaxation(highspy, budgeted, seconds_scale, byte_scale))
     highs.run()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        return Multipliers(device=np.zeros(walk.count + 1))
-    duals = np.asarray(highs.getSolution().row_dual, dtype=np.float64)[2 * walk.count :]
+        return Relaxation(multipliers=Multipliers(device=np.zeros(walk.count + 1)))
+    solution = highs.getSolution()
+    duals = np.asarray(solution.row_dual, dtype=np.float64)[2 * walk.count :]
     prices = np.maximum(0.0, -duals) * (byte_scale / seconds_scale)
     host = float(prices[-1]) if walk.host_budget_bytes is not None else 0.0
-    return Multipliers(device=prices[: walk.count + 1], host=host)
+    shares = np.asarray(solution.col_value, dtype=np.float64)[: sum(map(len, budgeted.moves))]
+    return Relaxation(multipliers=Multipliers(device=prices[: walk.count + 1], host=host), shares=shares)
 
 
 def _quiet(highspy: Any) -> Any:
-    """A solver that prints nothing: highspy 1.16 registers its callbacks, and with that prints its banner on stdout,
-    while it is being constructed, where no option can have been set yet."""
+    """A solver that prints nothing."""
+    solver = _quiet_kind(highspy)()
+    solver.silent()
+    return solver
+
+
+@lru_cache(maxsize=1)
+def _quiet_kind(highspy: Any) -> Any:
+    """highspy 1.16 registers its callbacks, and with that prints its banner on stdout, while a solver is being
+    constructed, where no option can have been set yet."""
 
     class Quiet(highspy.Highs):
         def enableCallbacks(self) -> None:
             self.silent()
             super().enableCallbacks()
 
-    solver = Quiet()
-    solver.silent()
-    return solver
+    return Quiet
 
 
 def _relaxation(highspy: Any, budgeted: BudgetedWalk, seconds_scale: float, byte_scale: float) -> Any:

@@ -3,30 +3,37 @@
 What is minimised is what recompute and waiting for copies add to a step, in seconds; what is bounded is every level of
 NOTE [ The step's levels ], and the host's bytes. For each root option: the duals of a linear relaxation (HiGHS) give a
 bound from every position on (bound.py), a beam of labels gives a good plan, and labels thinned with a known loss
-(label_setting.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, plans that pay for its
-bytes come in between (host_price.py), made better by exchanges (exchange.py). Root options whose bound is no better
-than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
+(label_setting.py) prove it, mostly with nothing thinned at all. Where the host's budget matters, good plans are found
+around the relaxation's vertex first (rounding.py), and labels go on among the moves that a better one may take
+(fixing.py); where there are none, with plans that pay for the host's bytes (host_price.py). Root options whose bound is
+no better than the best plan are left out. Every answer is replayed by `evaluate` before it is returned.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from jettison.errors import Infeasible
-from jettison.solve.bound import Bound, BudgetedWalk, best_multipliers, relax
+from jettison.solve.bound import Bound, BudgetedWalk, relax, relaxation
 from jettison.solve.exchange import exchanged
+from jettison.solve.fixing import Fixing
 from jettison.solve.host_price import paying_for_host
 from jettison.solve.label_setting import Path, fastest_path
 from jettison.solve.levels import Choice, Levels, evaluate
 from jettison.solve.moves import PICOSECONDS, Walk, least_of, walks
 from jettison.solve.problem import StepProblem
+from jettison.solve.rounding import rounded
+
+if TYPE_CHECKING:
+    from jettison.solve.bound import Floats
 
 DEFAULT_GAP = 0.005
 BEAM_WIDTH = 128
+NARROW_WIDTH = 64  # behind plans from a rounded relaxation
 PROOF_WIDTHS = (2_048, 16_384)  # labels a position; the second is tried where the first leaves too wide a gap
 LARGE = 1_000  # moves; more of them under a host budget are only searched further where the gap is too wide
 
@@ -135,6 +142,7 @@ class _Candidate:
     budgeted: BudgetedWalk
     bound: Bound
     proven: float  # picoseconds that no plan with this root goes below
+    fixing: Fixing | None = None  # under a host budget
 
     @property
     def walk(self) -> Walk:
@@ -185,39 +193,63 @@ def _search(
 
 
 def _candidates(all_walks: tuple[Walk, ...], budget_bytes: int, best: _Best) -> Iterator[_Candidate]:
-    """Root options that may hold the best plan, most promising first; each one's beam is offered to ``best``."""
+    """Root options that may hold the best plan, most promising first; what is found of each is offered to ``best``."""
     needs = [(least, walk) for walk in all_walks if (least := walk.minimum_budget_bytes) is not None]
     fitting = [(least, BudgetedWalk.of(walk, budget_bytes)) for least, walk in needs if least <= budget_bytes]
     _, roomiest = min(fitting, key=lambda pair: pair[0])
-    multipliers = best_multipliers(roomiest)  # valid for the other root options, too, if not the best for them
-    bounded = [(relax(b, multipliers), b) for _, b in fitting]
+    solved = relaxation(roomiest)  # its multipliers are valid for the other root options, too, if not the best for them
+    bounded = [(relax(b, solved.multipliers), b) for _, b in fitting]
     for bound, budgeted in sorted(bounded, key=lambda pair: pair[0].picoseconds):
         if best.beats(bound.picoseconds):
             return
+        own = solved
         if budgeted is not roomiest:
-            bound = max(bound, relax(budgeted, best_multipliers(budgeted)), key=lambda b: b.picoseconds)
+            own = relaxation(budgeted)
+            bound = max(bound, relax(budgeted, own.multipliers), key=lambda b: b.picoseconds)
         if not best.beats(bound.picoseconds):
-            found = fastest_path(budgeted, bound, width=BEAM_WIDTH, beam=True)
-            best.offer(budgeted.walk, found.path)
-            for path in paying_for_host(budgeted, bound):
-                best.offer(budgeted.walk, path)
-                best.offer(budgeted.walk, _exchanged(budgeted, path))
-                if best.beats(bound.picoseconds):
-                    break
-            reached = found.dropped if found.path is None else min(found.dropped, found.path.picoseconds)
-            yield _Candidate(budgeted=budgeted, bound=bound, proven=max(bound.picoseconds, reached))
+            fixing = Fixing.of(budgeted, bound) if budgeted.walk.host_budget_bytes is not None else None
+            candidate = _Candidate(budgeted=budgeted, bound=bound, proven=bound.picoseconds, fixing=fixing)
+            if fixing is None or not _rounded(candidate, fixing, own.shares, best):
+                _first_plans(candidate, best)
+            yield candidate
+
+
+def _first_plans(candidate: _Candidate, best: _Best) -> None:
+    """Offer what labels find, and plans that pay for the host's bytes."""
+    found = fastest_path(candidate.budgeted, candidate.bound, width=BEAM_WIDTH, beam=True)
+    best.offer(candidate.walk, found.path)
+    for path in paying_for_host(candidate.budgeted, candidate.bound):
+        best.offer(candidate.walk, path)
+        best.offer(candidate.walk, _exchanged(candidate.budgeted, path))
+        if best.beats(candidate.proven):
+            break
+    reached = found.dropped if found.path is None else min(found.dropped, found.path.picoseconds)
+    candidate.proven = max(candidate.proven, reached)
+
+
+def _rounded(candidate: _Candidate, fixing: Fixing, shares: Sequence[float] | Floats, best: _Best) -> bool:
+    """Offer plans around the relaxation's vertex, and what labels find that is better; False where there are none."""
+    found = False
+    for path in rounded(fixing, candidate.bound, shares):
+        best.offer(candidate.walk, path)
+        found = True
+    if found and not best.beats(candidate.proven):
+        _prove(candidate, best, NARROW_WIDTH, beam=True)
+    return found
 
 
 def _exchanged(budgeted: BudgetedWalk, path: Path) -> Path:
     """A path made better, with its seconds."""
-    moves = exchanged(budgeted, path.moves)
-    waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
-    return Path(moves=moves, picoseconds=budgeted.walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
+    return Path.along(budgeted.walk, exchanged(budgeted, path.moves))
 
 
-def _prove(candidate: _Candidate, best: _Best, width: int) -> None:
+def _prove(candidate: _Candidate, best: _Best, width: int, *, beam: bool = False) -> None:
     """Search the candidate for something better than the best plan, and note what that proves."""
-    found = fastest_path(candidate.budgeted, candidate.bound, width=width, below=best.picoseconds)
+    below = best.picoseconds
+    budgeted = candidate.budgeted if candidate.fixing is None else candidate.fixing.below(below)
+    found = fastest_path(budgeted, candidate.bound, width=width, below=below, beam=beam)
     best.offer(candidate.walk, found.path)
+    if found.path is not None and candidate.fixing is not None:
+        best.offer(candidate.walk, _exchanged(budgeted, found.path))
     if best.picoseconds is not None:
         candidate.proven = max(candidate.proven, min(best.picoseconds - found.loss, found.dropped))

@@ -2,8 +2,8 @@
 
 Under a host budget labels are many, and what is left of them misses plans in which one region gives bytes of the device
 or of the host to another. Given a plan that fits, each region is asked for its best change, alone or together with a
-change of a later one that is not its neighbour, that fits both budgets and saves seconds; until none does. Nothing is
-proven by it.
+change of a later one that is not its neighbour, that fits both budgets and saves seconds; until none does. A plan that
+breaks a budget is mended first, by the cheapest of all such changes after which it fits. Nothing is proven by it.
 
 With s_r the room that is left at position r (NOTE [ The step is a path ] in `moves`), a change at i of the bytes that
 stay by d, of the need by e and of what is sent by f fits where s_i >= e, s_{i+1} >= d + f, and s_q >= d for all q
@@ -39,15 +39,22 @@ _AMPLE = 1 << 60
 
 def exchanged(budgeted: BudgetedWalk, path: Sequence[Move]) -> tuple[Move, ...]:
     """The moves of a path that fits both budgets, or better ones. Paths with segments come back as they are."""
-    if any(m.segment for m in path):
-        return tuple(path)
     if np is None:
         return tuple(path)
+    if any(m.segment for m in path):
+        return tuple(path)
     alternatives = _Alternatives.of(budgeted, path)
-    for _ in range(SWEEPS):
-        if not sum(alternatives.improve(region) for region in range(len(path))):
-            break
-    return tuple(alternatives.moves[at] for at in alternatives.chosen)
+    alternatives.sweep()
+    return alternatives.path
+
+
+def mended(budgeted: BudgetedWalk, path: Sequence[Move]) -> tuple[Move, ...] | None:
+    """The same of a path without segments that may break budgets; None where no exchange makes it fit."""
+    alternatives = _Alternatives.of(budgeted, path)
+    if not alternatives.fits and not alternatives.mend():
+        return None
+    alternatives.sweep()
+    return alternatives.path
 
 
 @dataclass(kw_only=True)
@@ -64,6 +71,10 @@ class _Changes:
     picoseconds: Integers
 
 
+_Change = tuple[int, list[int]]
+"""Picoseconds that it adds, and which alternatives are taken."""
+
+
 @dataclass(kw_only=True)
 class _Alternatives:
     """The moves of all regions, one after another; ``first`` of each region, and which are ``chosen``."""
@@ -72,13 +83,28 @@ class _Alternatives:
     moves: tuple[Move, ...]
     first: Integers
     chosen: list[int]
+    last: tuple[list[int], _Changes] | None = None  # what was chosen when changes were worked out, and these
 
     @classmethod
     def of(cls, budgeted: BudgetedWalk, path: Sequence[Move]) -> _Alternatives:
-        single = [[m for m in moves if not m.segment] for moves in budgeted.walk.moves]
+        single = [[m for m in moves if not m.segment] for moves in budgeted.moves]
+        for moves, taken in zip(single, path, strict=True):
+            if taken not in moves:
+                moves.append(taken)
         first = np.cumsum([0, *map(len, single)])
         chosen = [int(first[r]) + [m.key for m in single[r]].index(taken.key) for r, taken in enumerate(path)]
         return cls(budgeted=budgeted, moves=tuple(m for moves in single for m in moves), first=first, chosen=chosen)
+
+    @property
+    def path(self) -> tuple[Move, ...]:
+        """What is chosen."""
+        return tuple(self.moves[at] for at in self.chosen)
+
+    @property
+    def fits(self) -> bool:
+        """Does it, both budgets?"""
+        changes = self.known
+        return int(changes.behind[0]) >= 0 and changes.host_left >= 0
 
     @cached_property
     def figures(self) -> tuple[Integers, ...]:
@@ -112,25 +138,60 @@ class _Alternatives:
             picoseconds=spent - spent[at][region],
         )
 
+    def sweep(self) -> None:
+        """Improve regions until none can be, or `SWEEPS` times."""
+        for _ in range(SWEEPS):
+            if not sum(self.improve(region) for region in range(len(self.chosen))):
+                break
+
     def improve(self, i: int) -> bool:
         """Take region i's best change, alone or with one of a region behind its neighbour, if any saves seconds."""
-        c = self.changes()
+        best = self._best_change(i, self.known)
+        if best is None or best[0] >= 0:
+            return False
+        self._take(best)
+        return True
+
+    def mend(self) -> bool:
+        """Take the cheapest change of any region, or any two, after which the plan fits; False where none does."""
+        known, found = self.known, []
+        for i in range(len(self.chosen)):
+            found.append(self._best_change(i, known))
+            if known.slack[i] < 0:  # no change of later regions makes up for it
+                break
+        fitting = [change for change in found if change is not None]
+        if not fitting:
+            return False
+        self._take(min(fitting, key=lambda change: change[0]))
+        return True
+
+    @property
+    def known(self) -> _Changes:
+        """`changes`, worked out once for what is chosen."""
+        if self.last is None or self.last[0] != self.chosen:
+            self.last = list(self.chosen), self.changes()
+        return self.last[1]
+
+    def _take(self, change: _Change) -> None:
+        for at in change[1]:
+            self.chosen[int(self.figures[0][at])] = at
+
+    def _best_change(self, i: int, c: _Changes) -> _Change | None:
+        """Of region i, alone or with a later one that is not its neighbour: the cheapest after which the plan fits."""
         own = np.arange(self.first[i], self.first[i + 1])
         own = own[(c.need[own] <= c.slack[i]) & (c.resident[own] + c.sent[own] <= c.slack[i + 1])]
-        alone = own[(c.resident[own] <= c.behind[i + 2]) & (c.host[own] <= c.host_left) & (c.picoseconds[own] < 0)]
-        best, saved = [], 0
+        alone = own[(c.resident[own] <= c.behind[i + 2]) & (c.host[own] <= c.host_left)]
+        best = None
         if len(alone):
             at = alone[np.argmin(c.picoseconds[alone])]
-            best, saved = [int(at)], int(c.picoseconds[at])
+            best = int(c.picoseconds[at]), [int(at)]
         pair = self._pair(i, own, c)
-        if pair is not None and pair[0] < saved:
-            best = list(pair[1:])
-        for at in best:
-            self.chosen[int(self.figures[0][at])] = at
-        return bool(best)
+        if pair is not None and (best is None or pair[0] < best[0]):
+            best = pair
+        return best
 
-    def _pair(self, i: int, own: Integers, c: _Changes) -> tuple[int, int, int] | None:
-        """The picoseconds that the best change of region i and a later one saves, and which two."""
+    def _pair(self, i: int, own: Integers, c: _Changes) -> _Change | None:
+        """The best change of region i and a later one."""
         others = np.arange(self.first[min(i + 2, len(self.chosen))], self.first[-1])
         if not len(own) or not len(others):
             return None
@@ -140,6 +201,7 @@ class _Alternatives:
         room = np.minimum(room, c.slack[j + 1] - c.resident[others] - c.sent[others])
         room = np.minimum(room, c.behind[j + 2] - c.resident[others])
         fits = (c.resident[own][:, None] <= room) & (c.host[own][:, None] + c.host[others] <= c.host_left)
-        saved = np.where(fits, c.picoseconds[own][:, None] + c.picoseconds[others], 0)
-        at = int(saved.argmin())
-        return int(saved.flat[at]), int(own[at // len(others)]), int(others[at % len(others)])
+        added = np.where(fits, c.picoseconds[own][:, None] + c.picoseconds[others], _AMPLE)
+        at = int(added.argmin())
+        best = int(added.flat[at])
+        return (best, [int(own[at // len(others)]), int(others[at % len(others)])]) if best < _AMPLE else None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 try:
@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 
 LISTED = 2_048
 """Labels a position where there is no numpy."""
-COMPARED = 2_048
+COMPARED = 8_192
 """Labels a position that are compared pair by pair, under a host budget; so many at a time as the next says."""
 BLOCK = 256
+STRONG = 1_024
+"""Of those that nothing beats, each is compared with so many: those with the best bounds."""
 CELLS = 24
 """Of what labels hold, from the least to the most, here and on the host."""
 
@@ -52,6 +54,12 @@ class Path:
 
     moves: tuple[Move, ...]
     picoseconds: int
+
+    @classmethod
+    def along(cls, walk: Walk, moves: tuple[Move, ...]) -> Path:
+        """With what the moves of a walk cost."""
+        waits = sum(after.waits(before.copying) for before, after in pairwise(moves))
+        return cls(moves=moves, picoseconds=walk.root_picoseconds + waits + sum(m.picoseconds for m in moves))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +121,7 @@ def fastest_path(
         here = _extend(budgeted, labels, arriving[r], bound, r, below)
         if not _plain(walk, r):
             here, gone = _affordable(here, budgeted, bound, r)
-            here, crowded = _undominated(here, walk, bound, r)
+            here, crowded = _undominated(here, walk, bound, r, min(COMPARED, 8 * width) if beam else COMPARED)
             dropped = min(dropped, gone, crowded)
         if len(here.prefix) > width:
             if beam or walk.offloads:
@@ -259,19 +267,19 @@ def _affordable(labels: _Labels, budgeted: BudgetedWalk, bound: Bound, r: int) -
     return labels.take(fits), float(gone.min(initial=np.inf))
 
 
-def _undominated(labels: _Labels, walk: Walk, bound: Bound, r: int) -> tuple[_Labels, float]:
+def _undominated(labels: _Labels, walk: Walk, bound: Bound, r: int, most: int) -> tuple[_Labels, float]:
     """Sorted by prefix; each one faster than all before it with no more on its way and no more on the host.
 
-    Under a host budget each is compared with each; of more than `COMPARED` some go before, and the least bound of them
-    is told.
+    Under a host budget they are compared in pairs; of more than ``most`` some go before, and the least bound of them is
+    told.
     """
     gone = float("inf")
     if walk.host_budget_bytes is not None:
-        if len(labels.prefix) > COMPARED:
-            labels, gone = _closest(labels, bound, r, COMPARED)
+        if len(labels.prefix) > most:
+            labels, gone = _closest(labels, bound, r, most)
         order = np.lexsort((labels.host, labels.sent, labels.picoseconds, labels.prefix))
         ordered = labels.take(order)
-        return ordered.take(~_beaten(ordered)), gone
+        return ordered.take(~_beaten(ordered, _lower_bounds(ordered, bound, r))), gone
     if len(walk.sent[r]) == 1:
         return _front(labels), gone
     every = _undominated_by_class(labels, len(walk.sent[r]))
@@ -315,13 +323,19 @@ def _faster(prefix: Integers, picoseconds: Integers) -> Integers:
     return kept
 
 
-def _beaten(labels: _Labels) -> NDArray[np.bool_]:
-    """Of labels in lexicographic order, which another one before them beats or equals in everything."""
+def _beaten(labels: _Labels, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Of labels in lexicographic order, which another one before them beats or equals in everything.
+
+    Of more than `STRONG` that nothing beats, only these are asked: then some that are beaten stay.
+    """
     count = len(labels.prefix)
     beaten = np.zeros(count, dtype=np.bool_)
     for start in range(0, count, BLOCK):
         own = np.arange(start, min(start + BLOCK, count))
-        others = np.concatenate([np.nonzero(~beaten[:start])[0], own])
+        before = np.nonzero(~beaten[:start])[0]
+        if len(before) > STRONG:
+            before = before[np.argpartition(bounds[before], STRONG)[:STRONG]]
+        others = np.concatenate([before, own])
         better = labels.picoseconds[others, None] <= labels.picoseconds[own]
         for field in (labels.sent, labels.host):
             better &= field[others, None] <= field[own]

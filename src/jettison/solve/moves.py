@@ -205,10 +205,12 @@ def _floors(
             for budget, taken in found[m.stop][sent[m.stop].index(m.sent_bytes)]
             if host is None or m.host_bytes + taken <= host
         ]
-        found[r] = tuple(
+        alike = all(sent[r][-1] + need <= rest for need, rest, _ in after)  # then what is on its way adds nothing
+        each = [
             _few([(max(size + need, rest), taken) for need, rest, taken in after], host is not None, most)
-            for size in sent[r]
-        )
+            for size in (sent[r][:1] if alike else sent[r])
+        ]
+        found[r] = tuple(each * len(sent[r]) if alike else each)
     return tuple(found)
 
 

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 SCHEMA: Literal["jettison.plan/1"] = "jettison.plan/1"
+KEYS = (
+    "schema", "made_from", "feasible", "model", "budget_bytes", "minimum_budget_bytes", "reason", "predicted", "solver",
+    "layers", "root", "segments", "torch_version", "gradients_held", "offload", "host_budget_bytes",
+    "whole_micro_batches", "hardware", "stages", "reasons", "what_if", "tensors", "levels", "made_by", "request",
+    "environment", "hash",
+)  # fmt: skip
+"""Of the document, whoever made the plan: a described run's (`report.plan`) has the same ones; each has its nulls."""
 ROOT_LAYER = ""
 
 
@@ -196,7 +203,12 @@ class Plan:
 
     def document(self) -> dict[str, Any]:
         """The plan as what JSON is made of."""
-        return {"schema": SCHEMA, "feasible": True, **asdict(self), "hash": self.hash}
+        fields = asdict(self)
+        for entry in (*fields["layers"], fields["root"]):
+            entry["stage"] = None
+        fields["predicted"]["stalled_seconds"] = None
+        known = {"schema": SCHEMA, "made_from": "trace", "feasible": True, **fields, "hash": self.hash}
+        return {key: known.get(key) for key in KEYS}
 
     def to_json(self) -> str:
         """The document as JSON text; `from_json` reads it back."""

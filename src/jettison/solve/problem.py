@@ -46,10 +46,21 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """One tensor that goes to the host, and which argument or result of its region it is, if any: whether a result, and
+    its place among them.
+    """
+
+    nbytes: int
+    place: tuple[bool, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RegionOption:
     """One way to treat one region. ``key`` names it within its class; seconds are recompute added to a step.
 
-    ``offloaded_bytes`` are of one micro-batch; ``resident_bytes`` are without them, both peaks are with them.
+    ``offloaded_bytes`` are of one micro-batch; ``resident_bytes`` are without them, both peaks are with them. ``sent``:
+    these bytes tensor by tensor, in the order in which they go, where a stand-in has to send them.
     """
 
     key: str
@@ -59,6 +70,7 @@ class RegionOption:
     seconds: float
     offloaded_bytes: int = 0
     lasting_bytes: int = 0  # of the resident ones, those that its backward does not free
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

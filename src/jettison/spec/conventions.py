@@ -23,6 +23,9 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "gemma3_text": lambda k: replace(k, rotary_by_window=True, bidirectional_masks=True),
         "phi3": lambda k: replace(k, joined_rotary=True),
         "olmo2": lambda k: replace(k, wide_norm=True, wide_rotary=True),
+        "olmo3": lambda k: replace(k, wide_norm=True, wide_rotary=True, rotary_by_window=True),
+        "olmoe": lambda k: replace(k, weights_float32=False),
+        "stablelm": lambda k: replace(k, joined_rotary=True),
         "bert": lambda k: replace(
             k, scores_float32=False, stored_positions=True, shifted_labels=False, loss_float32=False
         ),

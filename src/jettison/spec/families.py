@@ -48,12 +48,14 @@ class Family:
         spelling: how this family writes a key, where it does not write it as most do; the first is preferred.
         qkv_bias: fixed in code, as are the other choices here; where the configuration decides, ``attention_bias``
             or ``mlp_bias`` is among the defaults.
+        refused: keys that may not be set: what the code does then is not described.
         rotary_keys: top-level keys that say which share of a head is rotated.
     """
 
     norm: Norm
     defaults: Mapping[str, Any]
     required: tuple[str, ...] = (*SIZES, "intermediate_size")
+    refused: tuple[str, ...] = ()
     spelling: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     arrangement: Arrangement = Arrangement.PRE
     activation: Activation | None = None
@@ -68,6 +70,7 @@ class Family:
     rotary_key: str | None = None
     latent: bool = False
     sinks: bool = False
+    plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None
     embedding_scale: bool = False
     masked_language_model: bool = False
@@ -342,6 +345,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
         "silu": Activation.SILU,
         "swish": Activation.SILU,
         "relu": Activation.RELU,
+        "relu2": Activation.RELU_SQUARED,
     }
 )
 """By the word that a configuration uses."""

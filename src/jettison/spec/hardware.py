@@ -15,6 +15,7 @@ The files that ship are in `hardware_data`; a path to a file of the same form do
     [microseconds]                  # what comes on top of each: see `Delays`
     [edges]                         # fp32 = [52, 80, 57]: see `Edges`; left out, tiles over multiprocessors
     reached_source, delays_source = "…"
+    note = "…"                      # what to say to whoever asks for times on it
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _TEXTS: Final = (
     "usable_source",
     "reached_source",
     "delays_source",
+    "note",
 )
 _COUNTS: Final = ("units", "node")
 _RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
@@ -167,6 +169,7 @@ class Hardware:
     edges: EdgesOf = EdgesOf()
     reached_source: str = ""
     delays_source: str = ""
+    note: str = ""
 
     def __hash__(self) -> int:
         """Cheap: devices are keys of caches, and most differ in these."""
@@ -270,6 +273,7 @@ def _read(path: Path) -> Hardware:
         edges=_edges(who, table.get("edges", {})),
         reached_source=texts.get("reached_source", ""),
         delays_source=texts.get("delays_source", ""),
+        note=texts.get("note", ""),
     )
 
 

@@ -1,13 +1,14 @@
 """From a Hugging Face ``config.json`` to a `ModelSpec`: the text model alone, without torch or transformers.
 
 What `families` fixes for the architecture and what the file says are put together here. Sizes have to be in the file;
-the rest falls back on the architecture's defaults. Vision towers and multi-token-prediction modules are left out.
+the rest falls back on the architecture's defaults. Vision towers, modules that predict further tokens and quantised
+weights are left out, and said to be: `ModelSpec.left_out`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import UsageError
-from jettison.spec.families import ACTIVATIONS, FAMILIES, WRAPPERS, Family
+from jettison.spec.families import ACTIVATIONS, Family
 from jettison.spec.model import (
     Activation,
     Arrangement,
@@ -28,10 +29,12 @@ from jettison.spec.model import (
     ModelSpec,
     Moe,
 )
+from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
+_OUT_BIAS: Final = "attention_out_bias"
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
@@ -63,27 +66,59 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
+    outer = values
     kind, values = _language_model(values, name)
-    fields = _Fields(name=name, family=FAMILIES[kind], values=values)
+    fields = _Fields(name=name, family=EVERY_FAMILY[kind], values=values)
     fields.check_complete()
-    return _model(fields, kind)
+    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values)))
+
+
+def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
+    """What a configuration has that the text model does not, one remark each."""
+    for key in ("vision_config", "audio_config"):
+        tower = outer.get(key)
+        if isinstance(tower, Mapping) and tower:
+            about = _tower_parameters(tower)
+            size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
+            yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
+    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers")
+    if isinstance(further, int) and further > 0:
+        count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
+        yield f"{count} further tokens left out, as in the code of transformers"
+    quantised = outer.get("quantization_config") or inner.get("quantization_config")
+    if isinstance(quantised, Mapping) and quantised:
+        method = quantised.get("quant_method", "a method that it does not name")
+        yield f"quantization_config ({method}) is left out: weights are those of --precision"
+
+
+def _tower_parameters(tower: Mapping[str, Any]) -> int:
+    """Of an encoder's layers: four projections of attention, and two of the feed-forward block or three where gated."""
+    sizes = [tower.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
+    sizes[0] = sizes[0] or tower.get("embed_dim") or tower.get("width") or tower.get("d_model")
+    sizes[2] = sizes[2] or tower.get("depth") or tower.get("encoder_layers")
+    width, ffn, depth = (size if isinstance(size, int) and not isinstance(size, bool) else 0 for size in sizes)
+    if not width or not depth:
+        return 0
+    ffn = ffn or 4 * width
+    products = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
+    return depth * (4 * width * width + products * width * ffn)
 
 
 def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
     """The model_type and the values of the language model, which may stand inside ``text_config``."""
     kind = values.get("model_type")
-    if isinstance(kind, str) and kind in FAMILIES:
+    if isinstance(kind, str) and kind in EVERY_FAMILY:
         return kind, values
     inner = values.get("text_config")
-    default = WRAPPERS.get(kind) if isinstance(kind, str) else None
+    default = EVERY_WRAPPER.get(kind) if isinstance(kind, str) else None
     if isinstance(inner, Mapping):
         kind = inner.get("model_type") or default or kind
-        if isinstance(kind, str) and kind in FAMILIES:
+        if isinstance(kind, str) and kind in EVERY_FAMILY:
             return kind, _inherit(inner, values)
     elif default is not None:
         raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
-    known = ", ".join(sorted({*FAMILIES, *WRAPPERS}))
+    known = ", ".join(sorted({*EVERY_FAMILY, *EVERY_WRAPPER}))
     raise UsageError(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
 
 
@@ -110,7 +145,7 @@ class _Fields:
         missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
         if missing:
             raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
-        for key in _NOT_EXPRESSED:
+        for key in (*_NOT_EXPRESSED, *self.family.refused):
             if self.values.get(key):
                 raise UsageError(
                     f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
@@ -238,16 +273,40 @@ def _layers(fields: _Fields) -> tuple[Layer, ...]:
         raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}")
     attention = _latent_attention(fields) if family.latent else _attention(fields)
     arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
-    kinds: dict[tuple[int | None, bool], Layer] = {}
-    order = list(zip(_windows(fields, depth), _sparse(fields, depth), strict=True))
-    for window, sparse in dict.fromkeys(order):
-        kinds[window, sparse] = Layer(
-            attention=replace(attention, window=window) if isinstance(attention, Attention) else attention,
+    kinds: dict[tuple[int | None, bool, bool], Layer] = {}
+    windows = list(_windows(fields, depth))
+    order = list(zip(windows, _sparse(fields, depth), _rotates(fields, windows), strict=True))
+    for window, sparse, rotates in dict.fromkeys(order):
+        kinds[window, sparse, rotates] = Layer(
+            attention=_placed(attention, window, rotates) if isinstance(attention, Attention) else attention,
             mlp=_experts(fields) if sparse else _mlp(fields),
             norm=family.norm,
             arrangement=arrangement,
         )
     return tuple(kinds[kind] for kind in order)
+
+
+def _placed(attention: Attention, window: int | None, rotates: bool) -> Attention:
+    """The attention of one layer."""
+    return replace(attention, window=window, rotary_dim=attention.rotary_dim if rotates else 0)
+
+
+def _rotates(fields: _Fields, windows: Sequence[int | None]) -> Iterator[bool]:
+    """Which layers have rotary positions."""
+    if fields.family.plain_where_full and any(window is not None for window in windows):
+        yield from (window is not None for window in windows)
+        return
+    if not fields.knows("no_rope_layers"):
+        yield from (True for _ in windows)
+        return
+    listed = fields.value("no_rope_layers")
+    if listed is None:
+        period = fields.size("no_rope_layer_interval")
+        yield from ((index + 1) % period > 0 for index in range(len(windows)))
+        return
+    if not isinstance(listed, list | tuple) or len(listed) != len(windows) or any(one not in (0, 1) for one in listed):
+        raise fields.error("no_rope_layers", f"a list of {len(windows)}, 1 for a layer that rotates and 0 for others")
+    yield from (bool(one) for one in listed)
 
 
 def _attention(fields: _Fields) -> Attention:
@@ -266,7 +325,7 @@ def _attention(fields: _Fields) -> Attention:
         kv_heads=kv_heads,
         head_dim=head_dim,
         qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
-        out_bias=family.out_bias or fields.flag("attention_bias"),
+        out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,
         rotary_dim=int(head_dim * _rotated_share(fields)) if family.rotary else 0,

@@ -25,9 +25,28 @@ class Loss(StrEnum):
     """From logits to a number."""
 
     UPCAST = "upcast"  # fp32 copy of the logits, log-softmax, nll: torch.nn.functional.cross_entropy
-    VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: fp32 softmax over a shard of the vocabulary, and the target's mask
+    VOCAB_PARALLEL = "vocab-parallel"  # Megatron's: one fp32 copy of a shard, in place from exponential to gradient
+    NATIVE = "native"  # Megatron's --cross-entropy-fusion-impl native: the same compiled, with a second copy
+    TE = "te"  # TransformerEngine's: the gradient is written over the 16-bit logits in the forward
+    COMPILED = "compiled"  # cross_entropy under torch.compile: 16-bit logits and two numbers a row
+    DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: four fp32 copies at its worst moment
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
+
+
+class ContextExchange(StrEnum):
+    """How attention over a sharded sequence gets to see all of it (context parallelism)."""
+
+    RING = "ring"  # keys and values travel, and each rank's own stay as they are
+    P2P = "p2p"  # the same by TransformerEngine: own keys and values are first joined in one buffer, which stays
+    A2A = "a2a"  # all-to-all: whole sequences of a share of the heads, and back (arXiv 2309.14509)
+
+
+class Dispatcher(StrEnum):
+    """How tokens reach the ranks of their experts."""
+
+    ALLTOALL = "alltoall"  # rows travel to the ranks that have their experts, and back
+    ALLGATHER = "allgather"  # every rank gathers all tokens in a buffer that stays, and takes rows for its experts
 
 
 class Combine(StrEnum):
@@ -52,11 +71,18 @@ class Kernels:
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
+        copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
+            back. TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers
+            before Hopper, and later where a run has to be deterministic, but for Hopper itself (``utils.py``,
+            ``get_attention_backend``); cuDNN's kernel takes s × b as it is.
+        context_exchange: how attention sees a sequence that cp shards.
         tensor_masks: a fused attention kernel knows causality and nothing else: a window or padding reaches it as a
             mask, which each layer makes and keeps, as scaled_dot_product_attention does.
         bidirectional_masks: it is given one where attention looks both ways, too.
         fused_norm: a norm is one kernel that saves its input and its statistics.
         wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
+        fused_projections: query, key and value come out of one product, gate and up out of another, whatever the
+            model's code has.
         fused_rotary: rotation is one kernel that saves nothing but its tables.
         wide_rotary: the tables are fp32, and so is the rotation.
         paired_rotary: the tables have one column for two elements of a head.
@@ -72,6 +98,10 @@ class Kernels:
         loss_float32: logits are cast up for the loss.
         batch_first: activations are b × s × h; otherwise s × b × h.
         combine: how a mixture of experts is weighted and summed.
+        dispatcher: how tokens reach experts.
+        deterministic: torch's deterministic algorithms, Megatron's ``--deterministic-mode``: expert outputs are added
+            by ``index_add_``, for which autograd keeps what is added; for ``scatter_add_`` it keeps the index alone.
+        sequential_experts: one expert after the other, each with products of its own, not one grouped product.
         router_float32: a router's input and weight are cast to fp32 for its product.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
     """
@@ -82,10 +112,13 @@ class Kernels:
     loss_chunks: int = 8
     scores_float32: bool = True
     fused_softmax: bool = False
+    copied_attention: bool = False
+    context_exchange: ContextExchange = ContextExchange.RING
     tensor_masks: bool = False
     bidirectional_masks: bool = False
     fused_norm: bool = True
     wide_norm: bool = False
+    fused_projections: bool = False
     fused_rotary: bool = False
     wide_rotary: bool = False
     paired_rotary: bool = False
@@ -100,22 +133,26 @@ class Kernels:
     loss_float32: bool = True
     batch_first: bool = True
     combine: Combine = Combine.ADDED
+    dispatcher: Dispatcher = Dispatcher.ALLTOALL
+    sequential_experts: bool = False
+    deterministic: bool = False
     router_float32: bool = False
     weights_float32: bool = True
     device: Device = Device.CUDA
 
     def with_attention(self, word: str | None) -> Kernels:
-        """The same with another attention; None leaves it.
+        """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies.
 
         Raises:
             UsageError: no such kernel.
         """
         if word is None:
             return self
-        word = {"sdpa": "flash"}.get(word, word)
+        copied = word == "flash-attn"
+        word = {"sdpa": "flash", "flash-attn": "flash"}.get(word, word)
         if word not in set(AttentionKernel):
-            raise UsageError(f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}")
-        return replace(self, attention=AttentionKernel(word))
+            raise UsageError(f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, flash-attn")
+        return replace(self, attention=AttentionKernel(word), copied_attention=copied and not self.batch_first)
 
     def on_cpu(self) -> Kernels:
         """The same on PyTorch's CPU kernels."""
@@ -128,8 +165,10 @@ MEGATRON: Final = Kernels(
     loss=Loss.VOCAB_PARALLEL,
     scores_float32=False,
     fused_softmax=True,
+    fused_projections=True,
     fused_rotary=True,
     fused_gate=True,
+    context_exchange=ContextExchange.P2P,
     batch_first=False,
     combine=Combine.ACTIVATION,
 )

@@ -28,10 +28,15 @@ class Layout:
     """Ranks along each axis, and the choices that go with them.
 
     Args:
+        expert_tp: ranks that share an expert's width; those of "tp" beyond them are among the ranks of "ep". 0: as tp.
         zero: 0 replicates; 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too (FSDP).
+        zero_replicas: groups of ranks that each hold all of what ZeRO shards: HSDP's replicas, Megatron's
+            ``--num-distributed-optimizer-instances``.
         gathered_inputs: what a column-parallel product saves under sequence parallelism is the gathered input, as
             stock DTensor does; otherwise its shard, gathered again in backward, as Megatron does.
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
+        keeps_received: a stage's chunks hold the last input that each was sent, and its gradient, between steps too:
+            Megatron's ``set_input_tensor``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
 
@@ -43,18 +48,21 @@ class Layout:
     sp: bool = False
     cp: int = 1
     ep: int = 1
+    expert_tp: int = 0
     pp: int = 1
     virtual_stages: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
     dp: int = 1
     zero: int = 0
+    zero_replicas: int = 1
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
+    keeps_received: bool = False
     resharded: bool = True
     stage_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp"):
+        for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
@@ -66,10 +74,29 @@ class Layout:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
             raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
-        if (self.dp * self.cp) % self.ep:
+        self._check_experts()
+        if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
-                f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
+                f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
+                "hold the same parameters (dp x cp, by ep where there are experts)"
             )
+
+    def _check_experts(self) -> None:
+        """Do the ranks that have experts come out?"""
+        if not self.expert_tp or self.expert_tp == self.tp:
+            if (self.dp * self.cp) % self.ep:
+                raise UsageError(
+                    f"--ep {self.ep} does not divide dp x cp = {self.dp * self.cp}: experts are spread over those ranks"
+                )
+            return
+        if self.expert_tp < 1 or self.tp % self.expert_tp or not self.sp:
+            raise UsageError(
+                f"got --expert-tp {self.expert_tp}; expected a divisor of --tp {self.tp}, with --sp: the ranks beyond "
+                "it route tokens of their own"
+            )
+        ranks = self.tp * self.dp * self.cp // self.expert_tp
+        if ranks % self.ep:
+            raise UsageError(f"--ep {self.ep} does not divide tp x dp x cp / expert tp = {ranks}")
 
     @property
     def world(self) -> int:
@@ -79,7 +106,13 @@ class Layout:
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Sizes of the axes that shard tensors."""
-        return {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        return sizes | {"etp": self.expert_tp, "tpx": self.tp // self.expert_tp} if self.splits_tp else sizes
+
+    @property
+    def splits_tp(self) -> bool:
+        """Do experts use a part of "tp" for their width, as the axis "etp", and the rest, "tpx", for more experts?"""
+        return 0 < self.expert_tp != self.tp
 
     @cached_property
     def within_stage(self) -> Layout:
@@ -89,6 +122,7 @@ class Layout:
             sp=self.sp and self.tp > 1,
             cp=self.cp,
             ep=self.ep,
+            expert_tp=self.expert_tp,
             dp=self.ep,
             gathered_inputs=self.gathered_inputs,
         )
@@ -96,17 +130,27 @@ class Layout:
     @cached_property
     def sharding(self) -> Layout:
         """What decides over how many ranks ZeRO spreads a weight."""
-        return Layout(cp=self.cp, ep=self.ep, dp=self.dp, zero=self.zero)
+        return Layout(
+            tp=self.tp if self.splits_tp else 1,
+            sp=self.splits_tp,
+            expert_tp=self.expert_tp if self.splits_tp else 0,
+            cp=self.cp,
+            ep=self.ep,
+            dp=self.dp,
+            zero=self.zero,
+            zero_replicas=self.zero_replicas,
+        )
 
     @property
     def shards(self) -> int:
         """Ranks over which ZeRO spreads what experts do not own."""
-        return self.dp * self.cp
+        return self.dp * self.cp // self.zero_replicas
 
     @property
     def expert_shards(self) -> int:
         """Ranks over which ZeRO spreads one expert's."""
-        return self.dp * self.cp // self.ep
+        wider = self.tp // self.expert_tp if self.splits_tp else 1
+        return wider * self.dp * self.cp // self.ep // self.zero_replicas
 
     def check(self, model: ModelSpec, *, seq: int) -> None:
         """Does the model divide this way?
@@ -116,9 +160,10 @@ class Layout:
         """
         for layer in model.kinds:
             self._check_heads(layer.attention.heads, layer.attention.kv_heads)
-            width = layer.mlp.ffn
-            if width % self.tp:
-                raise UsageError(f"--tp {self.tp} does not divide the feed-forward width {width}")
+            width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
+            if width % (self.expert_tp if narrow else self.tp):
+                flag = f"--expert-tp {self.expert_tp}" if narrow else f"--tp {self.tp}"
+                raise UsageError(f"{flag} does not divide the feed-forward width {width}")
             if isinstance(layer.mlp, Moe) and layer.mlp.experts % self.ep:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):

@@ -40,6 +40,7 @@ class Activation(StrEnum):
     GELU_FAST = "gelu_fast"  # the same with its factors in another order, which keeps more
     SILU = "silu"
     RELU = "relu"
+    RELU_SQUARED = "relu2"
     CLAMPED_SWIGLU = "clamped_swiglu"  # gpt-oss: clamp both halves, gate * sigmoid(1.702 gate) * (up + 1)
 
 
@@ -226,6 +227,7 @@ class ModelSpec:
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
     dropout: float = 0.0  # what its configuration asks for
     dtype: str = "bfloat16"  # what its configuration asks for
+    left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
         _positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)

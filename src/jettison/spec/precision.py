@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +22,8 @@ class Precision:
         accumulator: of a second gradient buffer that micro-batches are added up in; None: there is none.
         master: of the copy that the optimizer updates; None: it updates the weights themselves.
         product: of the inputs of matrix products, where they are quantised for them.
+        optimizer_gradient: of the copy of gradients that the optimizer makes for its masters, and that stays until
+            gradients are let go of for the next step; None: it reads them as they are.
     """
 
     name: str
@@ -30,6 +33,41 @@ class Precision:
     accumulator: str | None = None
     master: str | None = None
     product: str | None = None
+    optimizer_gradient: str | None = None
+
+
+class Adding(StrEnum):
+    """How a weight's gradient gets to what was there before it."""
+
+    WHOLE = "whole"  # made beside it in its dtype, and added: autograd
+    CAST = "cast"  # made in the parameter's dtype, and added to a wider buffer: Megatron's DDP hook
+    FUSED = "fused"  # the product of inputs and gradients adds to the buffer: Megatron's gradient_accumulation_fusion
+    DUMMY = "fused-dummy"  # the same, and TransformerEngine keeps an empty gradient for each shape, for good
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GradientRule:
+    """What there is of weight gradients during a backward. `gradient_rule` makes one of each kind: a key of caches.
+
+    Args:
+        kept: dtype of what stays until the optimizer.
+        added: of a contribution to what is there already, while both live.
+        fused: products have no contribution of their own.
+        dummies: not even the head's, which is torch's: it is given the library's empty gradient as well.
+    """
+
+    kept: str
+    added: str
+    fused: bool = False
+    dummies: bool = False
+
+
+@lru_cache(maxsize=256)
+def gradient_rule(precision: Precision, adding: Adding) -> GradientRule:
+    """Where a precision and a way to add meet."""
+    added = precision.gradient if adding is Adding.WHOLE else precision.compute
+    fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
+    return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies)
 
 
 PRECISIONS: Final = MappingProxyType(
@@ -51,6 +89,14 @@ PRECISIONS: Final = MappingProxyType(
             Precision(
                 name="bf16-main32", compute="bfloat16", parameter="bfloat16", gradient="float32", master="float32"
             ),  # 18 bytes: Megatron adds bf16 gradients straight into an fp32 buffer
+            Precision(
+                name="fp16-main32",
+                compute="float16",
+                parameter="float16",
+                gradient="float16",
+                master="float32",
+                optimizer_gradient="float32",
+            ),  # Megatron's fp16: ``megatron/core/optimizer/optimizer.py``, ``_copy_model_grads_to_main_grads``
             Precision(name="bf16-pure", compute="bfloat16", parameter="bfloat16", gradient="bfloat16"),
             Precision(
                 name="bf16-autocast", compute="bfloat16", parameter="float32", gradient="float32"
@@ -73,6 +119,7 @@ class Optimizer(StrEnum):
     """Which state is held for each parameter."""
 
     ADAMW = "adamw"  # two fp32 moments (bf16 ones for bf16-pure: state follows the parameter's dtype)
+    ADAMW_FOREACH = "adamw-foreach"  # the same as torch runs it on CUDA unless told otherwise: all at once, unfused
     SGD = "sgd"
     SGD_MOMENTUM = "sgd-momentum"
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)

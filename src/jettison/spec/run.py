@@ -12,7 +12,8 @@ from jettison.errors import UsageError
 from jettison.spec.kernels import PYTORCH, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
-from jettison.spec.precision import PRECISIONS, Optimizer, Precision
+from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 
 class Mode(StrEnum):
@@ -119,6 +120,7 @@ class Scene:
     dropout: float
     capacity_factor: float | None
     padding: bool
+    imbalance: float
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -134,8 +136,12 @@ class Run:
         micro_batches: forwards and backwards between two optimizer steps, on one data-parallel rank.
         dropout: probability at every site that the architecture has; 0 switches all of them off.
         capacity_factor: rows that an expert takes, as a multiple of an even share; None: no token is dropped.
+        imbalance: rows that arrive at a rank's experts, as a multiple of an even share, where ranks share experts.
         padding: the batch has an attention mask, as encoders' batches do.
         tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them. Bytes stay.
+        adding: how a weight's gradient gets to the one that is there.
+        workspaces: what is set aside for matrix products.
+        loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -154,7 +160,11 @@ class Run:
     dropout: float = 0.0
     capacity_factor: float | None = None
     padding: bool = False
+    imbalance: float = 1.0
     tp_comm_overlap: bool = False
+    adding: Adding = Adding.WHOLE
+    workspaces: Workspaces = WORKSPACES["none"]
+    loader_masks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -165,6 +175,11 @@ class Run:
             raise UsageError(f"got --dropout {self.dropout}; expected a probability of at least 0 and below 1")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise UsageError(f"got a capacity factor of {self.capacity_factor}; expected more than 0")
+        if not 1 <= self.imbalance <= max(1, self.layout.ep):
+            raise UsageError(
+                f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
+                "of --ep, one of which may be sent everything"
+            )
         if self.model.learned_positions and self.seq > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
         if self.recompute.whole and self.layout.pp == 1:
@@ -173,6 +188,11 @@ class Run:
                 "more"
             )
         self.layout.check(self.model, seq=self.seq)
+
+    @cached_property
+    def gradient_rule(self) -> GradientRule:
+        """What there is of weight gradients during a backward."""
+        return gradient_rule(self.precision, self.adding)
 
     @cached_property
     def scene(self) -> Scene:
@@ -188,4 +208,5 @@ class Run:
             dropout=self.dropout,
             capacity_factor=self.capacity_factor,
             padding=self.padding,
+            imbalance=self.imbalance,
         )

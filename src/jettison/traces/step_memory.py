@@ -55,7 +55,7 @@ class _Player:
     held: dict[tuple[int, int], dict[str, list[int]]] = field(default_factory=dict)  # by micro-batch and chunk, by unit
     output: dict[tuple[int, int], int] = field(default_factory=dict)
     gradients: dict[int, dict[str, int]] = field(default_factory=dict)  # by chunk, by unit
-    state: list[int] = field(default_factory=list)
+    made: bool = False  # the optimizer's state, by its first step
     pieces: dict[tuple[int, str], tuple[tuple[Label, int], ...]] = field(default_factory=dict)
 
     @property
@@ -68,6 +68,8 @@ class _Player:
         parts = [part for chunk in self.stage.parts for part in chunk]
         for name, nbytes in _spread(load.fixed, [(part.name, part.static.parameters) for part in parts]):
             self.writer.already(nbytes, Label(module=name, role=PARAMETERS))
+        for name, nbytes in _spread(load.master, [(part.name, part.static.master) for part in parts]):
+            self.writer.already(nbytes, Label(module=name, role=STATE))
         if self.upfront:
             for unit, name in self._own_units():
                 if unit.gradient:
@@ -80,10 +82,16 @@ class _Player:
     def step(self, passes: Sequence[PassSlices], number: int, begin_ns: int, end_ns: int) -> None:
         """One optimizer step."""
         self.writer.mark(f"step {number}")
+        around = None
+        if self.stage.load.around:
+            label = Label(module="", role=SENT, site="schedule")
+            around = self.writer.allocate(self.stage.load.around, label, begin_ns)
         chunks = iter(_chunks(self.run, self.stage, [p.step for p in passes if p.step is not None]))
         for played in passes:
             if played.step is not None:
                 self._pass(played, next(chunks), begin_ns)
+        if around is not None:
+            self.writer.free(around, begin_ns + passes[-1].end_ns)
         optimizer = next(s for s in reversed(passes[-1].slices) if s.kind is Kind.OPTIMIZER)
         self._optimizer(begin_ns + optimizer.begin_ns, begin_ns + optimizer.end_ns)
         for made in self.gradients.values():
@@ -94,10 +102,12 @@ class _Player:
     def _optimizer(self, begin_ns: int, end_ns: int) -> None:
         self.writer.mark("optimizer")
         load = self.stage.load
-        if not self.state:
+        if not self.made:
             parts = [part for chunk in self.stage.parts for part in chunk]
-            for name, nbytes in _spread(load.state, [(part.name, part.static.state) for part in parts]):
-                self.state.append(self.writer.allocate(nbytes, Label(module=name, role=STATE), begin_ns))
+            moments = [(part.name, part.static.state - part.static.master) for part in parts]
+            for name, nbytes in _spread(load.state - load.master, moments):
+                self.writer.allocate(nbytes, Label(module=name, role=STATE), begin_ns)
+            self.made = True
         if load.optimizer_transient:
             label = Label(module="", role=WORKING, site="optimizer")
             self.writer.free(self.writer.allocate(load.optimizer_transient, label, begin_ns), end_ns)

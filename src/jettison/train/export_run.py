@@ -14,7 +14,7 @@ from jettison.train.ranks import joined, waiting_for
 from jettison.train.recipe import TrainRecipe
 from jettison.train.setup import Session, prepare
 
-_SCHEMA: Final = "jettison.export/1"
+_SCHEMA: Final = "jettison.weights/1"
 _PATIENCE_SECONDS: Final = 24 * 3600.0
 """One rank puts files together while the others wait."""
 
@@ -27,8 +27,8 @@ class ExportResult:
     export: str
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.export/1``."""
-        return {"schema": _SCHEMA, **asdict(self)}
+        """Schema ``jettison.weights/1``."""
+        return {"schema": _SCHEMA, **asdict(self), "request": None}
 
     def lines(self) -> Iterator[str]:
         """For people."""

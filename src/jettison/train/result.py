@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from jettison.ledger.levels import StepLevels
-from jettison.train.log import SCHEMA
 from jettison.train.phase_memory import PhasePeaks
 from jettison.units import format_bytes, format_percent, format_seconds
+
+SCHEMA: Final = "jettison.run/1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,12 @@ class TrainResult:
     report: str | None = None
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.train/1``."""
+        """Schema ``jettison.run/1``."""
         out = asdict(self)
         for name in ("first_step_peaks", "second_step_peaks", "later_peaks"):
             found = out.pop(name)
             out[name.replace("peaks", "peak_bytes")] = None if found is None else found["phases"]
-        return {"schema": SCHEMA, "step": self.steps, **out}
+        return {"schema": SCHEMA, "step": self.steps, **out, "request": None}
 
     def lines(self) -> Iterator[str]:
         """For people."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -113,11 +114,14 @@ class LivePricer:
         """Of one policy a layer, as ``code`` carries it out."""
         defined: dict[str, Any] = {"__name__": "exported"}
         exec(compile(code, "<exported>", "exec"), defined)  # of our own making, names as literals
-        step = self._pricing.known(
-            lambda workspace: dry_run_given(
-                self._traced, defined["apply"], optimizer=self._optimizer, workspace=workspace
+        with warnings.catch_warnings():
+            # torch_remat asks tensors for their addresses, to tell those without bytes
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor", category=UserWarning)
+            step = self._pricing.known(
+                lambda workspace: dry_run_given(
+                    self._traced, defined["apply"], optimizer=self._optimizer, workspace=workspace
+                )
             )
-        )
         again = [policy.program.ops[o] for policy in policies for o in policy.again]
         return Cost(
             layer_bytes=sum(policy.kept_bytes for policy in policies),

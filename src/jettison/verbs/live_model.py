@@ -29,6 +29,7 @@ from jettison.solve.plan import Plan
 from jettison.solve.policy import CheckpointPolicy, KeepAll
 from jettison.spec.hardware import Hardware
 from jettison.traces.timeline import MemoryTimeline
+from jettison.units import Bytes
 
 MEASURED_BELOW_BYTES = 2**30  # of parameters: such a model's ops can be tried here
 
@@ -43,7 +44,8 @@ class PlanReport:
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1`` with the keys ``made_by`` and ``environment``."""
-        return self.plan.document() | {"made_by": self.request.document(), "environment": environment()}
+        made_by = self.request.document()
+        return self.plan.document() | {"made_by": made_by, "request": made_by, "environment": environment()}
 
     def table(self) -> RenderableType:
         """What each layer does, for people."""
@@ -99,6 +101,7 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
         stages=(stage,),
         phases=phases if optimizer else phases[:2],
         warnings=tuple(traced.warnings),
+        request=request.document() | {"recompute": recompute},
     )
 
 
@@ -135,12 +138,12 @@ def live_plan(
     optimizer = optimizer_for(request, traced.fake_model)
     found = plan_trace(
         traced,
-        budget_bytes,
+        Bytes(budget_bytes),
         optimizer=optimizer,
         measure=small,
         hardware=hardware,
         offload=offload,
-        host_budget=host_budget_bytes,
+        host_budget=None if host_budget_bytes is None else Bytes(host_budget_bytes),
     )
     step = None
     if over_time:

@@ -197,6 +197,6 @@ def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
                 policy=policies[part.name],
                 kept_bytes=part.region.program.kept_bytes(part.kept - moved),
                 offloaded_bytes=part.region.program.kept_bytes(moved),
-                recompute_flops=passes_of(part, run.precision.gradient).recompute_flops,
+                recompute_flops=passes_of(part, run.gradient_rule).recompute_flops,
             )
     return tuple(found[name] for name in run.model.layer_names)

@@ -54,4 +54,11 @@ def search(
             journal=journal,
             progress=progress,
         )
-    return SearchReport(model=model, hardware=device, answer=answer, seconds=time.perf_counter() - begin)
+    asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": budget, "top": top}
+    return SearchReport(
+        model=model,
+        hardware=device,
+        answer=answer,
+        seconds=time.perf_counter() - begin,
+        request={**asked, **{name: getattr(request, name) for name in request.given()}},
+    )

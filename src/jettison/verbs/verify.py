@@ -31,6 +31,7 @@ from jettison.runtime.recipe import compile_recipe
 from jettison.solve.plan import Plan, PlanTensor, policy_word
 from jettison.solve.policy import CheckpointPolicy, offloaded_by, packed_by
 from jettison.spec.hardware import Hardware
+from jettison.units import Bytes
 from jettison.verbs.side_by_side import MAX_DEPARTURES, ROUNDS, STEPS, Side, compare_steps, device_name, mirrored
 
 Look = Callable[[Side, Side], None]
@@ -40,12 +41,12 @@ def verify(
     model: nn.Module,
     batch: Any,
     *,
-    budget: str | int | None = None,
+    budget: str | Bytes | None = None,
     plan: Plan | None = None,
     handle: Applied | None = None,
     compile: str | None = None,
     offload: bool = False,
-    host_budget: str | int | None = None,
+    host_budget: str | Bytes | None = None,
     hardware: Hardware | str | None = None,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | None = None,

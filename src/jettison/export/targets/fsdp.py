@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jettison.export.nearest import fewest_checkpoints
+from jettison.export.nearest import Checkpoint, fewest_checkpoints, with_host
 from jettison.export.policy import Action, LayerPolicy, checkpointed, kept_whole
 from jettison.export.python_text import header, names
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, require_fit
@@ -43,10 +43,15 @@ def export_deepspeed(subject: Subject, pricer: Pricer) -> Exported:
     Raises:
         DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
-    policies, cost = _all_or_none(subject, pricer, DEEPSPEED, states=True)
+    policies, cost = with_host(
+        subject,
+        pricer,
+        lambda ours, checkpoint: _all_or_none(subject, ours, DEEPSPEED, states=True, checkpoint=checkpoint),
+    )
     on = policies[0].action is Action.CHECKPOINT
-    text = json.dumps(_deepspeed_settings(subject, len(policies), on=on), indent=2) + "\n"
-    found = _exported(DEEPSPEED, subject, pricer, {"deepspeed.json": text}, policies, cost, "")
+    on_host = any(policy.moved for policy in policies)
+    text = json.dumps(_deepspeed_settings(subject, len(policies), on=on, on_host=on_host), indent=2) + "\n"
+    found = _exported(DEEPSPEED, subject, pricer, {"deepspeed.json": text}, policies, cost, "deepspeed 0.19.8")
     if not on:
         return found
     lost = (
@@ -105,14 +110,14 @@ def _sharding(subject: Subject) -> tuple[str, ...]:
 
 
 def _all_or_none(
-    subject: Subject, pricer: Pricer, target: str, *, states: bool
+    subject: Subject, pricer: Pricer, target: str, *, states: bool, checkpoint: Checkpoint = checkpointed
 ) -> tuple[tuple[LayerPolicy, ...], Cost]:
     """Nothing where that fits; else everything."""
     plain = tuple(map(kept_whole, subject.decisions))
     cost = pricer.cost(plain, plain_torch.code(subject, plain, states=states))
     if cost.peak_bytes <= subject.budget_bytes:
         return plain, cost
-    full = tuple(map(checkpointed, subject.decisions))
+    full = tuple(map(checkpoint, subject.decisions))
     cost = pricer.cost(full, plain_torch.code(subject, full, states=states))
     return full, require_fit(cost, subject, target, ALL)
 
@@ -146,7 +151,7 @@ def _accelerate_yaml(subject: Subject, classes: Sequence[str], *, on: bool) -> s
     )
 
 
-def _deepspeed_settings(subject: Subject, layers: int, *, on: bool) -> dict[str, object]:
+def _deepspeed_settings(subject: Subject, layers: int, *, on: bool, on_host: bool) -> dict[str, object]:
     found: dict[str, object] = {}
     if subject.described is not None:
         run = subject.described.forecast.run
@@ -165,7 +170,7 @@ def _deepspeed_settings(subject: Subject, layers: int, *, on: bool) -> dict[str,
             "partition_activations": tp > 1,
             "number_checkpoints": layers,
             "contiguous_memory_optimization": False,
-            "cpu_checkpointing": False,
+            "cpu_checkpointing": on_host,
             "synchronize_checkpoint_boundary": False,
             "profile": False,
         }

@@ -1,6 +1,7 @@
 """Megatron-Core, and NeMo's Megatron-Bridge, which has its words: recompute by module or by number of layers.
 
-What can be said is global: the same modules in all layers, or the same number of layers on every stage.
+What can be said is global: the same modules in all layers, or the same number of layers on every stage; and of which
+modules what they save waits on the host, beside any set of modules that are computed again.
 """
 
 from __future__ import annotations
@@ -11,15 +12,25 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from jettison.export.described import DescribedPricer
-from jettison.export.modules import CORE_ATTENTION, MODULES, by_modules, is_fused, parts_of
+from jettison.export.modules import (
+    CORE_ATTENTION,
+    MODULES,
+    OFFLOADED,
+    SMALLEST_OFFLOADED,
+    by_modules,
+    is_fused,
+    offloading,
+    parts_of,
+    saved_by,
+)
 from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
-from jettison.export.subject import Subject
+from jettison.export.subject import Decision, Subject
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.run import Mode, Recompute, Run
 
 MEGATRON, BRIDGE = "megatron", "megatron-bridge"
-COULD = "the same modules in all layers, or the same number of layers on every stage"
+COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"
 CHECKED = "megatron-core 0.19.2"
 Value = str | int | bool | list[str]
 
@@ -71,7 +82,7 @@ def _exported(
         plan_cost=pricer.plan(),
         cost=best.cost,
         lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
-        notes=_notes(best, run),
+        notes=_notes(best, run, _has_biases(best)),
         checked_with=CHECKED if target == MEGATRON else "",
     )
 
@@ -90,16 +101,23 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
         )
     if run.layout.schedule is not Schedule.ONE_F_ONE_B and run.layout.pp > 1:
         raise CannotSay(f"the plan's schedule is {run.layout.schedule}; {target} runs 1f1b")
-    found = list(_candidates(subject, pricer))
+    host = subject.described.host_budget_bytes
+    found = [one for one in _candidates(subject, pricer) if host is None or one.cost.host_bytes <= host]
     fitting = [one for one in found if one.cost.peak_bytes <= subject.budget_bytes]
     if not fitting:
         raise too_much(min(one.cost.peak_bytes for one in found), subject, target, COULD)
-    return min(fitting, key=lambda one: (one.cost.step_seconds or 0.0, one.cost.peak_bytes)), run
+    return min(fitting, key=_preference), run
+
+
+def _preference(one: Candidate) -> tuple[float, int, int]:
+    """The fastest; of these, what leaves the host alone."""
+    return one.cost.step_seconds or 0.0, one.cost.host_bytes, one.cost.peak_bytes
 
 
 def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate]:
     """All that is worth saying."""
-    yield from (_by_modules(subject, pricer, modules) for modules in _module_sets(subject))
+    for modules in _module_sets(subject):
+        yield from (_by_modules(subject, pricer, modules, sent) for sent in _offloaded_sets(subject, modules))
     sizes = _chunk_sizes(subject)
     low, high = 0, max(sizes)
     while high - low > 1:  # the fewest layers of a stage that fit; fewer take more bytes
@@ -130,11 +148,38 @@ def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
                 yield modules
 
 
-def _by_modules(subject: Subject, pricer: DescribedPricer, modules: tuple[str, ...]) -> Candidate:
-    policies = tuple(by_modules(decision, modules) for decision in subject.decisions)
+def _offloaded_sets(subject: Subject, again: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Sets of modules that may be offloaded beside these that are computed again, the empty one first.
+
+    Only modules of which the plan moves something; see `TransformerConfig` for what goes with what.
+    """
+    yield ()
+    there = [module for module in OFFLOADED if any(_moves_some(decision, module) for decision in subject.decisions)]
+    if "attn_proj" in there and CORE_ATTENTION not in there:
+        there.insert(there.index("attn_proj"), CORE_ATTENTION)
+    barred = set(again) | ({"moe_act", "expert_fc1"} if "moe" in again else set())
+    for count in range(1, len(there) + 1):
+        for modules in combinations(there, count):
+            if not barred.intersection(modules) and ("attn_proj" not in modules or CORE_ATTENTION in modules):
+                yield modules
+
+
+def _moves_some(decision: Decision, module: str) -> bool:
+    inside = {(decision.program.ops[o].path, decision.program.ops[o].name) for o in saved_by(decision.program, module)}
+    return any(slot.buffer in decision.moved and (slot.path, slot.op) in inside for slot in decision.program.slots)
+
+
+def _by_modules(
+    subject: Subject, pricer: DescribedPricer, modules: tuple[str, ...], sent: tuple[str, ...]
+) -> Candidate:
+    stay = pricer.last_of_chunks()
+    recomputed = [by_modules(decision, modules) for decision in subject.decisions]
+    policies = tuple(policy if policy.layer in stay else offloading(policy, sent) for policy in recomputed)
     settings: dict[str, Value] = {}
     if modules:
         settings = {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    if sent:
+        settings |= {"fine_grained_activation_offloading": True, "offload_modules": list(sent)}
     return Candidate(settings=settings, policies=policies, cost=pricer.cost(policies), words=", ".join(modules))
 
 
@@ -240,13 +285,30 @@ def _layout_losses(run: Run) -> tuple[str, ...]:
     )
 
 
-def _notes(best: Candidate, run: Run) -> tuple[str, ...]:
+def _has_biases(best: Candidate) -> bool:
+    """In products of the feed-forward part."""
+    return any(op.path == "mlp.down" and op.name.startswith("aten.addmm") for op in best.policies[0].program.ops)
+
+
+def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
     found = []
     modules = best.settings.get("recompute_modules")
+    if isinstance(modules, list) and "mlp" in modules and biases:
+        found.append(
+            "mlp in recompute_modules: with biases in products a backward of megatron-core 0.19.2 does not end (seen "
+            "with local layers on a CPU); try one step first, or train with --disable-bias-linear"
+        )
     if isinstance(modules, list) and "layernorm" in modules:
         found.append(
             "layernorm frees something where norms are modules of their own; under Transformer Engine the norm before "
             "a product is part of that product's kernel"
+        )
+    if best.settings.get("offload_modules"):
+        found.append(
+            f"what goes to the host are CUDA tensors with {SMALLEST_OFFLOADED} elements or more, while layers go on. "
+            "Of each stage the last layer keeps its own, as in the plan. A tensor that two modules save is counted and "
+            "sent once here; Megatron may send it twice. Under Transformer Engine norms that are part of a product's "
+            "kernel send nothing"
         )
     if run.kernels.name != "megatron":
         found.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jettison.errors import DoesNotFit
-from jettison.export.nearest import Priced, fewest_checkpoints, least
+from jettison.export.nearest import Checkpoint, Priced, fewest_checkpoints, least, with_host
 from jettison.export.policy import Action, LayerPolicy, checkpointed, draws_again, kept_whole
 from jettison.export.python_text import header, names
 from jettison.export.result import Alternative, CannotSay, Exported, Pricer, losses
@@ -33,7 +33,10 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     def write(policies: Sequence[LayerPolicy]) -> str:
         return code(subject, policies)
 
-    policies, cost = fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
+    def choose(ours: Pricer, checkpoint: Checkpoint) -> Priced:
+        return fewest_checkpoints(subject, ours, write, target=TARGET, could=COULD, checkpoint=checkpoint)
+
+    policies, cost = with_host(subject, pricer, choose)
     step = step_of(policies)
     spaced = None if step is not None or not _checkpoints(policies) else _spaced(subject, pricer)
     alternatives, notes = [], []
@@ -44,6 +47,8 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
         alternatives.append(Alternative(words=f"TrainingArguments alone: every_n_layers={best}", cost=spaced[1]))
     elif _checkpoints(policies):
         notes.append("no every_n_layers fits the budget: TrainingArguments alone cannot say it")
+    if offloads(policies):
+        notes.append("copies to and from the host run on the stream that computes: their time is counted in full")
     return Exported(
         target=TARGET,
         subject=subject,
@@ -100,6 +105,11 @@ def _spaced(subject: Subject, pricer: Pricer) -> Priced | None:
         return None
 
 
+def offloads(policies: Sequence[LayerPolicy]) -> bool:
+    """What checkpoints are given waits on the host."""
+    return any(policy.moved for policy in policies)
+
+
 def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     """The file."""
     step = step_of(policies)
@@ -112,8 +122,11 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     text += f"CHECKPOINTED = {names(chosen)}\n"
     text += f'KWARGS = {{"use_reentrant": False, "preserve_rng_state": {states}}}\n'
     if step is not None:
-        text += _ARGUMENTS.format(step=step)
-    return text + (_APPLY if subject.live else _APPLY_BY_NUMBER.format(depth=len(policies)))
+        text += _ARGUMENTS.format(step=step, more=', "offload": True' if offloads(policies) else "")
+    body = _APPLY if subject.live else _APPLY_BY_NUMBER.format(depth=len(policies))
+    if offloads(policies):  # what checkpoints are given waits on the host
+        body = body.replace("enable(dict(KWARGS))", "enable(dict(KWARGS), offload=True)")
+    return text + body
 
 
 _IMPORTS = """
@@ -123,7 +136,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 """
 _ARGUMENTS = """TRAINING_ARGUMENTS = {{
     "activation_checkpointing": True,
-    "activation_checkpointing_kwargs": {{**KWARGS, "every_n_layers": {step}}},
+    "activation_checkpointing_kwargs": {{**KWARGS, "every_n_layers": {step}{more}}},
 }}
 """
 _APPLY = '''

@@ -61,7 +61,7 @@
     },
     caption(values) {
       const now = run(values), here = parts(now, now.s), cross = crossover(now), layer = J.layers.at(now);
-      const half = `At s = ${J.format.count(now.s)} one layer of ${now.layer.label} keeps ${J.format.exact(J.layers.exact(here.whole))} for its backward pass`;
+      const half = `At s = ${J.format.count(now.s)} one layer of ${now.layer.label} keeps ${J.format.bytes(J.layers.exact(here.whole))} (${J.format.grouped(J.layers.exact(here.whole))} bytes) for its backward pass`;
       const core = here.core > 0n ? `, ${J.format.percent(J.layers.share(here.core, here.whole))} of it attention scores, probabilities and their mask. ` : ". Nothing of it grows with s²: a fused kernel never stores the scores. ";
       const meets = cross === null ? "" : `The two parts are equal at s = ${J.format.count(cross)}. `;
       return `${half}${core}${meets}In full: ${layer.formula("none")} bytes.${J.layers.note(values)}`;

@@ -42,7 +42,7 @@
     data.models.forEach((model, m) => node.append(J.el("svg:text", { x: left - 8, y: top + (m + 0.5) * high, dy: "0.32em", "text-anchor": "end", fill: "currentColor", "font-size": narrow ? 11 : 12 }, model)));
     const stops = cells.map((cell) => {
       const look = SIGNS[cell.verdict], x = left + cell.g * wide, y = top + cell.m * high;
-      const rect = J.el("svg:rect", { x: x + 1.5, y: y + 1.5, width: wide - 3, height: high - 3, rx: 3, fill: J.marks.hatch(look.hatch, look.color), "fill-opacity": look.hatch === "solid" ? 0.25 : 0.8, stroke: look.color });
+      const rect = J.el("svg:rect", { x: x + 1.5, y: y + 1.5, width: wide - 3, height: high - 3, rx: 3, fill: J.marks.hatch(look.hatch, look.color), "fill-opacity": look.hatch === "solid" ? 0.25 : 0.42, stroke: look.color });
       const margin = cell.verdict === "none" ? "" : `${cell.available - cell.peak[0] >= 0 ? "+" : "−"}${gib(Math.abs(cell.available - cell.peak[0]))}`;
       const over = { "text-anchor": "middle", fill: "var(--ink)", stroke: "var(--paper)", "stroke-width": 3.5, "paint-order": "stroke", "pointer-events": "none" };
       node.append(rect,

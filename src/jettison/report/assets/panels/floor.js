@@ -60,7 +60,7 @@
       const narrow = width < 620, t = J.layers.ranksFor(layer, values.t);
       const facet = narrow ? { fy: "way" } : { fx: "way" };
       const drawing = J.plot({
-        width, height: narrow ? 760 : 400, marginLeft: 68, marginTop: 34, marginRight: narrow ? 12 : 8, marginBottom: 44,
+        width, height: narrow ? 760 : 400, marginLeft: 68, marginTop: narrow ? 34 : 50, marginRight: narrow ? 12 : 8, marginBottom: 44,
         fx: narrow ? undefined : { label: null, domain: ways.map((way) => way.short), padding: 0.06 },
         fy: narrow ? { axis: null, domain: ways.map((way) => way.short), padding: 0.22 } : undefined,
         x: { type: "band", domain: ranks, label: "tensor-parallel ranks t", tickFormat: String, padding: 0.16 },

@@ -28,16 +28,16 @@
         if (row.published_seconds) marks.push({ key, at: row.published_seconds / unit });
       }
     }
-    const size = (relative ? 40 : 56) + (narrow ? 14 : 0);
+    const size = (relative ? 40 : 56) + (narrow ? 18 : 0);
     const chart = J.plot({
       width, height: order.length * size + 60, marginLeft: 10, marginRight: 24, marginTop: 8,
       x: { label: relative ? "Step time ÷ full recomputation →" : "Step time (s) →", grid: true, domain: [0, Math.max(...bars.map((b) => b.to), ...marks.map((m) => m.at)) * 1.03] },
       y: { domain: order, axis: null, padding: 0 },
       color: { domain: data.parts, range: fills },
       marks: [
-        Plot.rect(bars, { x1: "from", x2: "to", y: "key", fill: "part", stroke: (b) => J.color(data.parts.indexOf(b.part)), insetTop: narrow ? 34 : 20, insetBottom: 4, className: "bar" }),
-        Plot.dot(marks, { x: "at", y: "key", symbol: "diamond2", r: 6, dy: narrow ? 15 : 8, fill: "var(--paper)", stroke: "var(--ink)", strokeWidth: 2 }),
-        Plot.text(titles, { x: 0, y: "key", text: "text", textAnchor: "start", dy: 4 - size / 2, lineAnchor: "top", fill: "currentColor" }),
+        Plot.rect(bars, { x1: "from", x2: "to", y: "key", fill: "part", stroke: (b) => J.color(data.parts.indexOf(b.part)), insetTop: narrow ? 38 : 20, insetBottom: 4, className: "bar" }),
+        Plot.dot(marks, { x: "at", y: "key", symbol: "diamond2", r: 6, dy: narrow ? 17 : 8, fill: "var(--paper)", stroke: "var(--ink)", strokeWidth: 2 }),
+        Plot.text(titles, { x: 0, y: "key", text: "text", textAnchor: "start", dy: 4 - size / 2, lineAnchor: "top", lineHeight: 1.3, fill: "currentColor" }),
         Plot.ruleX([0]),
       ],
     });

@@ -1,0 +1,239 @@
+"""Megatron-LM's functional tests: what each of them allocated, and how it is described to the ledger.
+
+`tests/facts/megatron_golden.csv` has the figures: of the last rank, hence the last stage, in GiB: the peak of the first
+iteration, that of all, and what is allocated between steps. The arguments are those of each test's
+``model_config.yaml`` and the defaults of ``megatron/training/arguments.py``.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jettison.ledger.timeline import Phase
+from jettison.predict.forecast import forecast
+from jettison.spec.kernels import MEGATRON, AttentionKernel, Dispatcher, Loss
+from jettison.spec.layout import Layout
+from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
+from jettison.spec.precision import PRECISIONS, Adding
+from jettison.spec.run import Gradients, Run
+from jettison.spec.workspaces import WORKSPACES, Workspaces
+from jettison.units import GIB, MIB
+
+_FOLDER = Path(__file__).parent.parent / "tests" / "facts"
+FACTS = _FOLDER / "megatron_golden.csv"
+LATER = _FOLDER / "megatron_golden_7b.csv"
+"""Read after every term had been written: of these two tests none was looked at before."""
+Facts = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Golden:
+    """One test on one kind of GPU. GiB as published."""
+
+    name: str
+    gpu: str
+    run: Run
+    first_gib: float
+    later_gib: float
+    between_gib: float
+
+    @property
+    def measured(self) -> tuple[float, float, float]:
+        """First iteration, later ones, between steps."""
+        return self.first_gib, self.later_gib, self.between_gib
+
+    @property
+    def errors(self) -> tuple[float, float, float]:
+        """Relative, without their signs."""
+        first, later, between = (abs(p / m - 1) for p, m in zip(self.predicted(), self.measured, strict=True))
+        return first, later, between
+
+    def predicted(self) -> tuple[float, float, float]:
+        """The same, as the ledger has it for the last stage."""
+        stage = forecast(self.run).stages[-1]
+        after = next(m for m in stage.timeline() if m.phase is Phase.AFTER)
+        return stage.first_step_peak.nbytes / GIB, stage.peak.nbytes / GIB, after.nbytes / GIB
+
+
+NOT_DESCRIBED = {
+    "mtp-num-layers": "layers that predict further tokens",
+    "multi-latent-attention": "latent attention",
+    "use-megatron-fsdp": "Megatron's own FSDP",
+    "fp8-format": "fp8",
+    "spec": "hybrid layers",
+    "encoder-num-layers": "an encoder beside the decoder",
+    "defer-embedding-wgrad-compute": "deferred gradients of the head",
+}
+
+
+def facts(path: Path = FACTS) -> list[Facts]:
+    """All rows of a file."""
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def name_of(row: Facts) -> str:
+    """The test's."""
+    return row["source"].split("/")[-2]
+
+
+def extras(row: Facts) -> dict[str, str]:
+    """Arguments beyond the columns."""
+    pairs = (item.partition("=") for item in row["arch_extra"].split("; ") if item)
+    return {key: value for key, _, value in pairs}
+
+
+def why_not(row: Facts) -> str:
+    """What the description lacks; empty where it is complete."""
+    found = [why for key, why in NOT_DESCRIBED.items() if key in extras(row)]
+    if row["vocab_padded"] in ("", "?"):
+        found.append("vocabulary not stated")
+    if "world size not in" in row["notes"]:
+        found.append("world size not stated")
+    if "muon" in name_of(row):
+        found.append("a distributed Muon")
+    if row["recompute"] not in ("none", ""):
+        found.append(f"recompute {row['recompute']}")
+    return ", ".join(found)
+
+
+def golden(row: Facts) -> Golden:
+    """A row and its run."""
+    found = re.search(r"first-iter peak ([\d.]+); allocated between steps ([\d.]+)", row["notes"])
+    assert found is not None, row["notes"]
+    return Golden(
+        name=name_of(row),
+        gpu=row["gpu"],
+        run=run_of(row),
+        first_gib=float(found[1]),
+        later_gib=float(row["memory_gib"]),
+        between_gib=float(found[2]),
+    )
+
+
+def model_of(row: Facts) -> ModelSpec:
+    """A GPT as ``pretrain_gpt.py`` builds it."""
+    more, hidden, heads = extras(row), int(row["hidden"]), int(row["heads"])
+    rms, biased = more.get("normalization") == "RMSNorm", "disable-bias-linear" not in more
+    norm = Norm(kind=NormKind.RMS if rms else NormKind.LAYER, bias=not rms)
+    head_dim = int(more.get("kv-channels", hidden // heads))
+    rotary = more.get("position-embedding-type") == "rope"
+    gated = "swiglu" in more
+    attention = Attention(
+        heads=heads,
+        kv_heads=int(row["kv_heads"]),
+        head_dim=head_dim,
+        qkv_bias=biased,
+        out_bias=biased,
+        fused_qkv=True,
+        rotary_dim=round(head_dim * float(more.get("rotary-percent", 1))) if rotary else 0,
+    )
+    activation = Activation.SILU if gated else Activation.GELU_TANH
+    mlp: Mlp | Moe = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
+    if "num-experts" in more:
+        mlp = Moe(
+            experts=int(more["num-experts"]),
+            top_k=int(more["moe-router-topk"]),
+            ffn=int(more.get("moe-ffn-hidden-size", row["ffn"])),
+            activation=activation,
+            router=Router.TOPK_SOFTMAX,
+            gated=gated,
+            bias=biased,
+            shared_ffn=int(more.get("moe-shared-expert-intermediate-size", 0)),
+        )
+    return ModelSpec(
+        name=name_of(row),
+        family="paper",
+        hidden=hidden,
+        vocab=int(row["vocab_padded"]),
+        layers=(Layer(attention=attention, mlp=mlp, norm=norm),) * int(row["layers"]),
+        final_norm=norm,
+        max_positions=int(row["seq"]),
+        learned_positions=not rotary,
+        tied_embeddings="untie-embeddings-and-output-weights" not in more,
+        dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
+        dropout=0.1,
+    )
+
+
+def run_of(row: Facts) -> Run:
+    """The run of a row whose description is complete."""
+    more, dp, cp = extras(row), int(row["dp"]), int(row["cp"] or 1)
+    local = more.get("transformer-impl") == "local"
+    eager = local or more.get("attention-backend") == "unfused"
+    kernels = replace(
+        MEGATRON,
+        attention=AttentionKernel.EAGER if eager else AttentionKernel.FLASH,
+        copied_attention=_uses_flash_attn(row["gpu"], deterministic="deterministic-mode" in more),
+        dispatcher=Dispatcher(more.get("moe-token-dispatcher-type", "allgather")),
+        deterministic="deterministic-mode" in more,
+        sequential_experts="moe-grouped-gemm" not in more,
+        loss=Loss.NATIVE if "cross-entropy-loss-fusion" in more else Loss.VOCAB_PARALLEL,
+    )
+    return Run(
+        model=model_of(row),
+        seq=int(row["seq"]),
+        micro_batch=int(row["mbs"]),
+        micro_batches=int(row["gbs"]) // (int(row["mbs"]) * dp),
+        layout=Layout(
+            tp=int(row["tp"]),
+            sp=row["sp"] == "1",
+            pp=int(row["pp"]),
+            virtual_stages=int(row["vpp"] or 1),
+            cp=cp,
+            ep=int(row["ep"] or 1),
+            expert_tp=int(more.get("expert-tensor-parallel-size", 0)) if "num-experts" in more else 0,
+            dp=dp,
+            zero=int(row["zero"]),
+            zero_replicas=int(more.get("num-distributed-optimizer-instances", 1)),
+            keeps_received=True,
+        ),
+        precision=PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"],
+        kernels=kernels,
+        gradients=Gradients.UPFRONT,
+        dropout=0.0 if "nondeterministic" in name_of(row) or _without_dropout(row) else 0.1,
+        adding=_adding(more, local=local),
+        workspaces=_workspaces(row["gpu"], more, local=local),
+        loader_masks="no_create_attention_mask" not in name_of(row),
+    )
+
+
+def _without_dropout(row: Facts) -> bool:
+    """Dense tests with context parallelism set both probabilities to 0."""
+    return int(row["cp"] or 1) > 1 and "num-experts" not in extras(row)
+
+
+def _uses_flash_attn(gpu: str, *, deterministic: bool) -> bool:
+    """`Kernels.copied_attention`: before Hopper always, on Blackwell where a run has to be deterministic."""
+    return gpu.startswith("A100") or (deterministic and "B200" in gpu)
+
+
+def _adding(more: Facts, *, local: bool) -> Adding:
+    if "no-gradient-accumulation-fusion" in more:
+        return Adding.CAST
+    return Adding.FUSED if local else Adding.DUMMY
+
+
+def _workspaces(gpu: str, more: Facts, *, local: bool) -> Workspaces:
+    """Tests that are to be deterministic run under ``CUBLAS_WORKSPACE_CONFIG=:4096:8``, and all with experts do."""
+    found = WORKSPACES[f"{'torch' if local else 'te'}-{'ampere' if gpu.startswith('A100') else 'hopper'}"]
+    states = "deterministic-mode" in more or "num-experts" in more
+    return found.with_torch(32 * MIB) if states else found
+
+
+def rows(path: Path = FACTS) -> list[Golden]:
+    """All that are described completely."""
+    return [golden(row) for row in facts(path) if not why_not(row)]
+
+
+if __name__ == "__main__":
+    for row in [*rows(), *rows(LATER)]:
+        errors = [100 * (p / m - 1) for p, m in zip(row.predicted(), row.measured, strict=True)]
+        shown = "  ".join(
+            f"{m:7.3f} {p:7.3f} {e:+6.1f} %" for m, p, e in zip(row.measured, row.predicted(), errors, strict=True)
+        )
+        print(f"{row.name[:62]:62} {row.gpu[:5]} {shown}")

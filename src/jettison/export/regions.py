@@ -1,0 +1,195 @@
+"""Modules of a layer whose activations stay while the rest of the layer is computed again, as torch_remat has it.
+
+NOTE [ What a saved region holds ]
+torch_remat's checkpoint holds what the layer is given and runs the layer again as a whole, to its last op. A region
+with ``recompute=False`` is left out of that: what autograd saved inside of it stays, but for what it was given by code
+that runs again. So do its results, since the file says of all of them that they are read: torch_remat would hand out a
+stand-in without bytes for one that only other regions read, and there are no stand-ins on fake tensors, where the file
+is priced. Mostly they stay anyway. After each region the state of the random numbers is taken, where a layer needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from jettison.export.policy import Action, LayerPolicy, kept_whole, writes_in_place
+from jettison.export.subject import Decision
+from jettison.ledger.program import Op, Program, Source
+from jettison.solve.policy import Full
+
+MOST_MODULES: Final = 40
+"""So many modules of a layer are considered: those with the most work. A layer of many experts has hundreds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One policy of a layer; ``seconds`` are those of what runs again."""
+
+    policy: LayerPolicy
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """From one policy of a layer to the next that holds less."""
+
+    layer: int
+    position: int
+    policy: LayerPolicy
+    seconds_per_byte: float
+
+
+def by_regions(decision: Decision, marks: Iterable[str]) -> LayerPolicy:
+    """The layer is a checkpoint in which these modules are regions that are saved."""
+    program, chosen = decision.program, tuple(sorted(marks))
+    homes = [_home(op.path, chosen) for op in program.ops]
+    again = tuple(op.index for op in program.ops if homes[op.index] is None)
+    kept = _saved_inside(program, chosen, homes) | _results(program, homes)
+    states = {b.index for b in program.buffers if b.source is Source.RANDOM}
+    given = Full().kept(program)
+    beside = 0
+    if _draws(program, again, states):
+        entry = [b for b in given & states if program.buffers[b].producer is None]
+        beside = len(chosen) * sum(program.buffers[b].nbytes for b in entry)
+    else:
+        given -= states
+    return LayerPolicy(
+        decision=decision,
+        action=Action.SELECT if chosen else Action.CHECKPOINT,
+        kept=kept | given,
+        again=again,
+        words=f"keeps {', '.join(chosen)}" if chosen else "",
+        regions=chosen,
+        beside_bytes=beside,
+    )
+
+
+def draws_in_replay(policy: LayerPolicy) -> bool:
+    """What runs again draws random numbers."""
+    states = {b.index for b in policy.program.buffers if b.source is Source.RANDOM}
+    return policy.action is not Action.KEEP and _draws(policy.program, policy.again, states)
+
+
+def steps_down(options: Sequence[Sequence[Option]]) -> tuple[Step, ...]:
+    """From keeping everything to plain checkpoints, the cheapest second a byte first; of equals the first layers.
+
+    Args:
+        options: of each layer, from most bytes to fewest.
+    """
+    found = []
+    for i, ours in enumerate(options):
+        here, position = ours[0], 0
+        while below := [option for option in ours if option.policy.kept_bytes < here.policy.kept_bytes]:
+            last = here
+            here = min(below, key=lambda option: (_rate(last, option), option.policy.kept_bytes))
+            found.append(Step(layer=i, position=position, policy=here.policy, seconds_per_byte=_rate(last, here)))
+            position += 1
+    return tuple(sorted(found, key=lambda step: (step.seconds_per_byte, step.position, step.layer)))
+
+
+def _rate(before: Option, after: Option) -> float:
+    return (after.seconds - before.seconds) / (before.policy.kept_bytes - after.policy.kept_bytes)
+
+
+def options_of(decision: Decision, seconds: Callable[[Op], float]) -> tuple[Option, ...]:
+    """What can be said of a layer and is not beaten in bytes and seconds, from keeping everything to a checkpoint.
+
+    Args:
+        seconds: of an op that runs again.
+    """
+    times = [seconds(op) for op in decision.program.ops]
+    found = [Option(policy=kept_whole(decision), seconds=0.0)]
+    tried = (Option(policy=p, seconds=sum(times[o] for o in p.again)) for p in _tried(decision, times).values())
+    for option in sorted(tried, key=lambda option: (option.seconds, option.policy.kept_bytes)):
+        if option.policy.kept_bytes < found[-1].policy.kept_bytes:
+            found.append(option)
+    return tuple(found)
+
+
+def _tried(decision: Decision, times: list[float]) -> dict[frozenset[str], LayerPolicy]:
+    """Sets of modules, from none on: always the one more that saves the most seconds for its bytes."""
+    modules = _modules(decision.program, times)
+    marks: frozenset[str] = frozenset()
+    tried = {marks: by_regions(decision, marks)}
+    while True:
+        here = tried[marks]
+        spent = sum(times[o] for o in here.again)
+        best: tuple[float, frozenset[str]] | None = None
+        for module in modules:
+            if any(_inside(module, mark) for mark in marks):
+                continue
+            more = frozenset(mark for mark in marks if not _inside(mark, module)) | {module}
+            if more not in tried:
+                tried[more] = by_regions(decision, more)
+            saved = spent - sum(times[o] for o in tried[more].again)
+            dearer = max(tried[more].kept_bytes - here.kept_bytes, 1)
+            if best is None or saved / dearer > best[0]:
+                best = saved / dearer, more
+        if best is None:
+            return tried
+        marks = best[1]
+
+
+def _modules(program: Program, times: list[float]) -> list[str]:
+    """Modules of a layer that may be regions, those with the most work first where there are too many."""
+    work: dict[str, float] = {}
+    for op, spent in zip(program.ops, times, strict=True):
+        parts = op.path.split(".")
+        for end in range(1, len(parts) + 1):
+            name = ".".join(parts[:end])
+            if name:
+                work[name] = work.get(name, 0.0) + spent
+    may = [name for name in work if not overwritten(program, name)]
+    return sorted(may, key=lambda name: (-work[name], name))[:MOST_MODULES]
+
+
+def overwritten(program: Program, module: str) -> bool:
+    """Somebody else writes over what the module made: torch_remat would refuse it in backward."""
+    homes = [_inside(op.path, module) for op in program.ops]
+    made = {b for op in program.ops if homes[op.index] for b in op.outputs}
+    return any(
+        writes_in_place(op) and not op.name.startswith("jettison.") and made.intersection(op.inputs)
+        for op in program.ops
+        if not homes[op.index]
+    )
+
+
+def _inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
+
+
+def _home(path: str, marks: tuple[str, ...]) -> str | None:
+    return next((mark for mark in marks if _inside(path, mark)), None)
+
+
+def _saved_inside(program: Program, marks: tuple[str, ...], homes: list[str | None]) -> frozenset[int]:
+    """What autograd saves in the regions, but for what code that runs again gave them."""
+    found = set()
+    for slot in program.slots:
+        buffer = program.buffers[slot.buffer]
+        if buffer.free or _home(slot.path, marks) is None:
+            continue
+        if (buffer.producer is None and buffer.source is Source.OUTER) or (
+            buffer.producer is not None and homes[buffer.producer] is not None
+        ):
+            found.add(slot.buffer)
+    return frozenset(found)
+
+
+def _results(program: Program, homes: list[str | None]) -> frozenset[int]:
+    """What leaves the regions."""
+    found = set()
+    for b in {b for op in program.ops for b in op.inputs} | set(program.outputs):
+        producer = program.buffers[b].producer
+        if producer is None or (home := homes[producer]) is None or program.buffers[b].free:
+            continue
+        if b in program.outputs or any(b in op.inputs and homes[op.index] != home for op in program.ops):
+            found.add(b)
+    return frozenset(found)
+
+
+def _draws(program: Program, again: Iterable[int], states: set[int]) -> bool:
+    ops = (program.ops[o] for o in again)
+    return any(states.intersection(op.inputs) and not op.name.startswith("jettison.") for op in ops)

@@ -1,0 +1,86 @@
+"""What is set aside on a stage beside the tensors of the model: workspaces, gradients that stand for none, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.region import HEAD
+from jettison.formula.tape import Weight
+from jettison.predict.stages import Chunk, StageRegion
+from jettison.spec.kernels import AttentionKernel, Dispatcher
+from jettison.spec.model import Moe
+from jettison.spec.precision import Adding
+from jettison.spec.run import Run
+
+
+def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Bytes from the first forward on, and from the first backward on. See NOTE [ Workspaces ] in `spec.workspaces`."""
+    if not run.workspaces.torch_bytes and run.adding is not Adding.DUMMY:
+        return 0, 0
+    parts = [group.part for chunk in chunks for group in chunk]
+    spaces = run.workspaces
+    experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
+    own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
+    grouped = experts and not run.kernels.sequential_experts
+    library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
+    library += gathering_buffer(run, chunks) if run.kernels.name == "megatron" and spaces.torch_bytes else 0
+    dummies = dummy_gradients(run, parts) if run.adding is Adding.DUMMY else 0
+    return own + library, own + dummies
+
+
+def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
+    """The buffer into which Megatron gathers over ranks, for good: the largest of what comes through it.
+
+    ``GlobalMemoryBuffer.get_tensor`` under the name "mpu": the head's input under sequence parallelism, in
+    ``megatron/core/tensor_parallel/layers.py``, ``LinearWithGradAccumulationAndAsyncCommunication``; tokens of all
+    ranks that share experts, in ``megatron/core/transformer/moe/token_dispatcher.py``, ``MoEAllGatherTokenDispatcher``,
+    with ``use_global_buffer=True``. Rows are taken from it and kept; it is not. Counted where workspaces are.
+    """
+    layout, parts = run.layout, [group.part for chunk in chunks for group in chunk]
+    tokens = 0
+    if layout.tp > 1 and layout.sp and any(part.name == HEAD for part in parts):
+        tokens = run.micro_batch * run.seq // layout.cp
+    experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
+    if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
+        tokens = run.micro_batch * run.seq // layout.cp * layout.ep
+    return tokens * run.model.hidden * DTYPE_BYTES[run.precision.compute]
+
+
+def loader_mask(run: Run) -> int:
+    """The mask that comes with a micro-batch, b × 1 × s × s booleans, of which fused attention has no use.
+
+    ``megatron/core/datasets/gpt_dataset.py`` makes it unless ``--no-create-attention-mask-in-dataloader``, and
+    ``get_batch_on_this_tp_rank`` has it on the device on the first and the last stage, while the batch is at work.
+    """
+    return run.micro_batch * run.seq * run.seq // run.layout.cp if run.loader_masks else 0
+
+
+def dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
+    """One tensor for each shape of a layer's matrices, in the dtype of parameters.
+
+    ``transformer_engine/pytorch/module/base.py``, ``get_dummy_wgrad`` (from version 2.3 on, of grouped products from
+    2.10): where the product has added to ``main_grad``, autograd is still given a tensor of the weight's shape, one for
+    each shape and dtype, which is kept for the next. The head's product, Megatron's own, takes it from there as well.
+    """
+    shapes = {
+        shape for part in parts for weight in part.region.weights if weight.product for shape in _shape(run, weight)
+    }
+    return sum(map(prod, shapes)) * DTYPE_BYTES[run.precision.compute]
+
+
+def _shape(run: Run, weight: Weight) -> Iterator[tuple[int, ...]]:
+    """On one rank; of experts that of one."""
+    sizes = run.layout.mesh_sizes
+    local = [
+        -(-size // prod(sizes[axis] for axis, dim in weight.places if dim == i)) for i, size in enumerate(weight.shape)
+    ]
+    yield tuple(local[1:] if weight.expert else local)
+
+
+def _has_torch_products(run: Run, parts: Sequence[StageRegion], experts: bool) -> bool:
+    """Where a library has the layers' products, the head's, a router's and eager attention's are still torch's."""
+    if not run.workspaces.library_bytes:
+        return True
+    return experts or run.kernels.attention is AttentionKernel.EAGER or any(part.name == HEAD for part in parts)

@@ -1,0 +1,125 @@
+"""Processes that work out parts of a search, each with a memory of its own.
+
+What a process has worked out once (regions, prices, hulls) it knows; another one works it out again. So items of a key
+go to the process that had the first of them, and others take over only what it has not begun when they have nothing
+left: with a common queue two processes took two thirds more processor time than one.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any, Final, Generic, TypeVar
+
+from jettison.processors import deaf_to_interrupts
+
+CHUNKS: Final = 8
+"""Parts, for each worker, that a round of work is cut into."""
+AHEAD: Final = 2
+"""Parts that a worker has been given, at most: one that it works on, and the next."""
+COLLECTED: Final = 100_000
+"""Objects after which cycles are looked for. There are next to none, and looking took an eighth of a search."""
+
+_Q = TypeVar("_Q")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_Chunk = list[int]
+
+
+class Workers(Generic[_Q]):
+    """So many processes. Several threads may ask at once.
+
+    Args:
+        question: what every piece of work is given first.
+    """
+
+    def __init__(self, question: _Q, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pools = [
+            ProcessPoolExecutor(1, mp_context=context, initializer=_start, initargs=(question,)) for _ in range(jobs)
+        ]
+        self._homes: dict[tuple[object, ...], int] = {}
+        with deaf_to_interrupts():
+            for pool in self._pools:
+                pool.submit(_nothing)  # that starts it
+
+    def end(self, *, now: bool) -> None:
+        """Let them go.
+
+        Args:
+            now: nobody waits for what they are at.
+        """
+        for pool in self._pools:
+            if now:
+                for worker in list((pool._processes or {}).values()):
+                    worker.terminate()
+            # not waited for, the pool's thread closes a pipe that the interpreter writes to when it exits
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def map(
+        self, work: Callable[[_Q, _T], _R], items: Sequence[_T], key: Callable[[_T], tuple[object, ...]]
+    ) -> Iterator[dict[int, _R]]:
+        """Results by the numbers of their items, in parts, as they come."""
+        left, fresh = self._shared(items, key)
+        running: dict[Future[list[_R]], tuple[int, _Chunk]] = {}
+
+        def give(worker: int) -> None:
+            own = left[worker]
+            source = own or max(left, key=len)
+            if source:
+                chunk = source.pop(0 if source is own else -1)
+                if source is not own:  # what nobody has begun lives where it is begun
+                    self._homes |= {each: worker for i in chunk if (each := key(items[i])) in fresh}
+                asked: Any = (work, [items[i] for i in chunk])
+                running[self._pools[worker].submit(_several, asked)] = worker, chunk
+
+        for _ in range(AHEAD):
+            for worker in range(len(self._pools)):
+                give(worker)
+        while running:
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                worker, chunk = running.pop(done)
+                give(worker)
+                yield dict(zip(chunk, done.result(), strict=True))
+
+    def _shared(
+        self, items: Sequence[_T], key: Callable[[_T], tuple[object, ...]]
+    ) -> tuple[list[list[_Chunk]], set[tuple[object, ...]]]:
+        """By worker, the numbers of its items in parts; and the keys that are new.
+
+        They go to the one that has least.
+        """
+        by_key: dict[tuple[object, ...], list[int]] = {}
+        for number, item in enumerate(items):
+            by_key.setdefault(key(item), []).append(number)
+        own: list[list[int]] = [[] for _ in self._pools]
+        fresh = {each for each in by_key if each not in self._homes}
+        for each in sorted(by_key, key=lambda each: (each in fresh, -len(by_key[each]))):
+            home = self._homes.setdefault(each, min(range(len(own)), key=lambda worker: len(own[worker])))
+            own[home] += by_key[each]
+        size = -(-len(items) // (len(own) * CHUNKS)) or 1
+        return [[numbers[at : at + size] for at in range(0, len(numbers), size)] for numbers in own], fresh
+
+
+# in a worker ----------------------------------------------------------------------------------------------------------
+
+_question: Any = None
+
+
+def _nothing() -> None:
+    """To have been asked for something."""
+
+
+def _start(question: object) -> None:
+    global _question
+    _question = question
+    gc.set_threshold(COLLECTED)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks stops, and lets this one go
+
+
+def _several(asked: tuple[Callable[[Any, _T], _R], list[_T]]) -> list[_R]:
+    work, items = asked
+    return [work(_question, item) for item in items]

@@ -1,0 +1,84 @@
+"""What a framework does where a run says nothing else: one word for several flags of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from jettison.errors import UsageError
+
+Rule = Mapping[str, Any]
+"""Fields of a request and their values."""
+
+LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
+    {
+        # megatron/training/arguments.py: bf16 with fp32 main gradients, gradient_accumulation_fusion,
+        # cross_entropy_loss_fusion off; TransformerEngine 2.10 or later
+        "megatron-0.19": {
+            "kernels": "megatron",
+            "attention": "flash",
+            "precision": "bf16-main32",
+            "gradients": "upfront",
+            "accumulation": "fused-dummy",
+            "loss": "vocab-parallel",
+            "workspaces": "te-hopper",
+            "keep_received": True,
+            "loader_masks": True,
+        },
+        # torchtitan: fully_shard with bf16 parameters and fp32 reduction, eager loss
+        "torchtitan": {
+            "kernels": "pytorch",
+            "attention": "flash",
+            "precision": "bf16-autocast",
+            "gradients": "one-by-one",
+            "zero": 3,
+            "loss": "upcast",
+            "workspaces": "torch-hopper",
+        },
+        # nanotron: bf16 gradients in DDP's buckets, summed up in fp32 (accumulate_grad_in_fp32)
+        "nanotron": {
+            "kernels": "pytorch",
+            "attention": "flash",
+            "precision": "bf16-grad32",
+            "gradients": "upfront",
+            "loss": "vocab-parallel",
+            "workspaces": "torch-hopper",
+        },
+        # transformers.Trainer with bf16=True: fp32 parameters under autocast
+        "huggingface": {
+            "kernels": "huggingface",
+            "attention": "flash",
+            "precision": "bf16-autocast",
+            "gradients": "one-by-one",
+            "loss": "upcast",
+            "workspaces": "torch-hopper",
+        },
+        # DeepSpeed's bf16: bf16 parameters and gradients, fp32 copies that ZeRO 1 and later shard
+        "deepspeed": {
+            "kernels": "huggingface",
+            "attention": "flash",
+            "precision": "bf16",
+            "gradients": "one-by-one",
+            "loss": "upcast",
+            "workspaces": "torch-hopper",
+        },
+    }
+)
+"""By name. torchtitan over tensor-parallel ranks has DTensor's loss and inputs: see `rule`."""
+
+
+def rule(name: str, *, tp: int) -> Rule:
+    """What a framework sets.
+
+    Args:
+        tp: ranks of tensor parallelism; over more than one, torchtitan's loss is `loss_parallel`, its default, and
+            products keep gathered inputs.
+
+    Raises:
+        UsageError: no such framework.
+    """
+    if name not in LIKE:
+        raise UsageError(f"got --like {name!r}; expected one of {', '.join(LIKE)}")
+    found = LIKE[name]
+    return {**found, "loss": "dtensor", "gathered_inputs": True} if name == "torchtitan" and tp > 1 else found

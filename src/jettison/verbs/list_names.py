@@ -1,0 +1,154 @@
+"""`list`: the names that other verbs take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from jettison.errors import UsageError
+from jettison.formula.parameters import parameter_count
+from jettison.report.names import NamesReport, Section
+from jettison.spec.hardware import Hardware, hardware, hardware_names
+from jettison.spec.precision import PRECISIONS, Optimizer, Precision
+from jettison.spec.presets import PRESETS, preset
+from jettison.units import format_bytes, format_count
+
+POLICIES: Final = {
+    "none": "keep everything that backward needs",
+    "selective": "the attention core is computed again (arXiv 2205.05198, section 5)",
+    "selective-op": "outputs of matrix products and of fused attention stay, the rest is computed again",
+    "selective-op-alternate": "the same, and every second product is computed again (torchtitan)",
+    "full": "only a layer's input stays",
+    "every:K": "segments of K layers, of which the segment's input stays (arXiv 1604.06174)",
+    "block:N": "the first N layers of a stage are full, the others none (Megatron's block method)",
+    "interval:K": "one layer in K is full, the others none (torchtitan's selective layers)",
+    "sqrt": "every:K, K being the square root of the number of layers",
+    "auto": "what the planner chooses for a budget",
+}
+"""Of described runs. Live models take none, selective, selective-op, full and every:K."""
+
+OPTIMIZERS: Final = {
+    Optimizer.ADAMW: "two moments",
+    Optimizer.SGD: "no state",
+    Optimizer.SGD_MOMENTUM: "one moment",
+    Optimizer.ADAM8BIT: "two moments of one byte, with a scale for each 256 (arXiv 2110.02861)",
+    Optimizer.ADAFACTOR: "a row and a column of each matrix (arXiv 1804.04235)",
+    Optimizer.MUON: "one moment for matrices of layers, AdamW for the rest",
+    Optimizer.NONE: "no optimizer: a forward and a backward",
+}
+
+TARGETS: Final = {
+    "torch": "plain torch, with torch.utils.checkpoint",
+    "torch_remat": "torch_remat's checkpoints and regions",
+    "transformers": "transformers' Trainer",
+    "accelerate": "Accelerate with FSDP",
+    "deepspeed": "DeepSpeed",
+    "lightning": "Lightning with FSDP",
+    "megatron": "Megatron-LM's flags",
+    "megatron-bridge": "Megatron-Bridge",
+    "torchtitan": "torchtitan",
+    "brief": "a page in Markdown for people",
+}
+"""What `jettison export --to` takes."""
+
+
+def list_names(what: str | None = None) -> NamesReport:
+    """Models, GPUs, precisions, policies, optimizers, export targets: all of them, or one kind.
+
+    Raises:
+        UsageError: there is no such kind.
+    """
+    if what is not None and what not in _SECTIONS:
+        raise UsageError(f"got the list {what!r}; expected one of {', '.join(_SECTIONS)}")
+    return NamesReport(sections=tuple(_SECTIONS[name]() for name in _SECTIONS if what in (None, name)))
+
+
+def _models() -> Section:
+    rows = []
+    for name in PRESETS:
+        model = preset(name)
+        rows.append({"name": name, "parameters": parameter_count(model), "layers": model.depth, "hidden": model.hidden})
+    return Section(
+        name="models",
+        title="Models; a config.json, its folder or a Hugging Face id will do as well",
+        rows=tuple(rows),
+        shown=(
+            ("parameters", lambda row: format_count(row["parameters"])),
+            ("layers", lambda row: str(row["layers"])),
+            ("hidden", lambda row: str(row["hidden"])),
+        ),
+    )
+
+
+def _gpus() -> Section:
+    return Section(
+        name="gpus",
+        title="Accelerators for --gpu; a TOML file will do as well",
+        rows=tuple(_gpu(hardware(name)) for name in hardware_names()),
+        shown=(
+            ("memory", lambda row: format_bytes(row["memory_bytes"])),
+            ("usable", lambda row: format_bytes(row["usable_bytes"])),
+            ("bf16", lambda row: _per_second(row["bf16_flops_per_second"], 1e12, "TFLOP/s")),
+            ("memory bandwidth", lambda row: _per_second(row["memory_bytes_per_second"], 1e9, "GB/s")),
+            ("links", lambda row: _per_second(row["link_bytes_per_second"], 1e9, "GB/s")),
+        ),
+    )
+
+
+def _gpu(device: Hardware) -> dict[str, Any]:
+    return {
+        "name": device.name,
+        "memory_bytes": device.memory_bytes,
+        "usable_bytes": device.usable_bytes,
+        "bf16_flops_per_second": device.flops_per_second.bf16,
+        "memory_bytes_per_second": device.memory_bytes_per_second,
+        "link_bytes_per_second": device.link_bytes_per_second,
+        "source": device.source,
+        "usable_source": device.usable_source,
+        "reached_source": device.reached_source,
+    }
+
+
+def _per_second(value: int | None, unit: float, name: str) -> str:
+    return "" if value is None else f"{value / unit:,.4g} {name}"
+
+
+def _precisions() -> Section:
+    return Section(
+        name="precisions",
+        title="Words for --precision",
+        rows=tuple(_precision(one) for one in PRECISIONS.values()),
+        shown=tuple((name, _field(name)) for name in ("compute", "weights", "gradients", "accumulator", "master")),
+    )
+
+
+def _precision(one: Precision) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "compute": one.compute,
+        "weights": one.parameter,
+        "gradients": one.gradient,
+        "accumulator": one.accumulator,
+        "master": one.master,
+        "products": one.product,
+    }
+
+
+def _field(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: row[name] or ""
+
+
+def _worded(name: str, title: str, words: dict[Any, str]) -> Section:
+    rows = tuple({"name": str(word), "meaning": meaning} for word, meaning in words.items())
+    return Section(name=name, title=title, rows=rows, shown=(("meaning", _field("meaning")),))
+
+
+_SECTIONS: Final[dict[str, Callable[[], Section]]] = {
+    "models": _models,
+    "gpus": _gpus,
+    "precisions": _precisions,
+    "policies": lambda: _worded("policies", "Words for --recompute", POLICIES),
+    "optimizers": lambda: _worded("optimizers", "Words for --optimizer", OPTIMIZERS),
+    "targets": lambda: _worded("targets", "Words for export --to", TARGETS),
+}
+KINDS: Final = tuple(_SECTIONS)

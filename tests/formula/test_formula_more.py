@@ -1,0 +1,101 @@
+"""Architectures put together from blocks of others: parameters, and saved bytes beside traces of transformers' code."""
+
+from __future__ import annotations
+
+import pytest
+
+from jettison.errors import UsageError
+from jettison.spec.families import FAMILIES as BASE
+from jettison.spec.huggingface_config import parse_config
+from jettison.spec.more_families import EVERY_FAMILY, MORE
+from support import formula_cases
+from support.formula_cases import _GROUPED, _TOKENS, WINDOW, FormulaCase, TinyFamily, counts, differences
+
+_HEADS_16 = {**_GROUPED, **_TOKENS, "head_dim": 16}
+_ALTERNATING = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_RESIDUAL = ("attention_dropout", "residual_dropout")
+
+
+def _tiny(name: str, settings: dict[str, object], *dropout: str) -> TinyFamily:
+    return TinyFamily(
+        model=f"{name}ForCausalLM", config=f"{name}Config", settings=settings, dropout=dropout or ("attention_dropout",)
+    )
+
+
+TINY = {
+    "arcee": _tiny("Arcee", {**_GROUPED, **_TOKENS}),
+    "cwm": _tiny("Cwm", {**_HEADS_16, "sliding_window": WINDOW, **_ALTERNATING}),
+    "exaone4": _tiny("Exaone4", {**_GROUPED, **_TOKENS, "sliding_window": WINDOW, "sliding_window_pattern": 2}),
+    "hunyuan_v1_dense": _tiny("HunYuanDenseV1", _HEADS_16),
+    "jais2": _tiny("Jais2", {**_GROUPED, **_TOKENS}),
+    "olmo3": _tiny("Olmo3", {**_GROUPED, **_TOKENS, "sliding_window": WINDOW, **_ALTERNATING}),
+    "olmoe": _tiny("Olmoe", {**_GROUPED, **_TOKENS, "num_experts": 4, "num_experts_per_tok": 2}),
+    "seed_oss": _tiny("SeedOss", _HEADS_16, *_RESIDUAL),
+    "smollm3": _tiny("SmolLM3", {**_GROUPED, **_TOKENS, "no_rope_layer_interval": 2}),
+    "stablelm": _tiny("StableLm", {**_GROUPED, **_TOKENS}),
+    "starcoder2": _tiny("Starcoder2", {**_GROUPED, **_TOKENS}, *_RESIDUAL, "embedding_dropout"),
+}
+SAME = {"kimi_k2": "deepseek_v3"}
+"""Another name of a family that has its own tests."""
+
+
+_SETTINGS = [pytest.param("eager", "fp32", 0.1, marks=pytest.mark.slow), ("sdpa", "bf16-pure", 0.0)]
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
+
+
+def test_every_family_is_tried() -> None:
+    assert set(TINY) | set(SAME) == set(MORE)
+    assert all(EVERY_FAMILY[name] is BASE[other] for name, other in SAME.items())
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_parameters_are_those_of_transformers(family: str) -> None:
+    ours, theirs = counts(FormulaCase(family=family))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize(("attention", "precision", "dropout"), _SETTINGS)
+def test_saved_tensors_are_those_of_transformers(family: str, attention: str, precision: str, dropout: float) -> None:
+    case = FormulaCase(family=family, attention=attention, precision=precision, dropout=dropout)
+    assert [str(difference) for difference in differences(case)] == []
+
+
+_STABLE = {
+    "model_type": "stablelm",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "intermediate_size": 96,
+}
+
+
+def test_what_the_code_does_otherwise_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"got hidden_dropout 0\.1, which has no closed form"):
+        parse_config({**_STABLE, "hidden_dropout": 0.1}, name="tiny")
+
+
+def test_layers_without_rotary_positions_are_listed_one_by_one() -> None:
+    inner = {**_STABLE, "model_type": "smollm3", "num_key_value_heads": 2}
+    model = parse_config({**inner, "no_rope_layers": [1, 0]}, name="tiny")
+    assert [getattr(layer.attention, "rotary_dim", None) for layer in model.layers] == [16, 0]
+    with pytest.raises(UsageError, match=r"got no_rope_layers \[1\]; expected a list of 2"):
+        parse_config({**inner, "no_rope_layers": [1]}, name="tiny")
+
+
+def test_what_stands_beside_the_text_is_named() -> None:
+    """A tower of 24 layers, width 1024 and 4096: 12 x 1024^2 parameters each."""
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "hidden_act": "gelu"}
+    inner = {**_STABLE, "model_type": "qwen2", "num_key_value_heads": 2, "num_nextn_predict_layers": 1}
+    outer = {"model_type": "internvl", "text_config": inner, "vision_config": vision}
+    model = parse_config({**outer, "quantization_config": {"quant_method": "fp8"}}, name="tiny")
+    tower, further, quantised = model.left_out
+    assert tower.startswith(f"the vision tower (about {24 * 12 * 1024**2 / 1e6:.0f} million parameters)")
+    assert further == "a layer that predicts further tokens left out, as in the code of transformers"
+    assert "quantization_config (fp8) is left out" in quantised
+    assert parse_config(_STABLE, name="tiny").left_out == ()

@@ -1,0 +1,52 @@
+"""The pages are a site without a warning; every public name, every page and every verb has its place in it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jettison
+from support.patience import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_every_public_name_is_in_the_page_about_python() -> None:
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"auto(?:function|class|exception):: jettison\.(\w+)\n", page))
+    assert named == set(jettison._HOME_OF)
+
+
+def test_every_page_is_reached_from_the_first() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    entries = {line.strip() for line in index.splitlines()}
+    pages = {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")}
+    missing = [
+        str(page)
+        for page in pages
+        if str(page) not in entries | {"index"} and page.parts[0] not in ("decisions", "generated", "_build")
+    ]
+    assert not missing
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx")
+    pytest.importorskip("myst_parser")
+    pytest.importorskip("furo")
+    flags = ["-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *flags], capture_output=True, text=True, env=env, timeout=PATIENCE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    verbs = (tmp_path / "generated" / "commands.html").read_text(encoding="utf-8")
+    for verb in ("ledger", "plan", "verify", "search", "list", "completion"):
+        assert f"jettison {verb} " in verbs
+    assert "auto_checkpoint" in (tmp_path / "api.html").read_text(encoding="utf-8")
