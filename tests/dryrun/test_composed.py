@@ -193,7 +193,7 @@ def test_a_sweep_says_which_peaks_were_put_together_and_one_plan_is_dry_run():
     traced = trace_model(Masked(), (torch.randn(ROWS, WIDTH),))
     planner = make_planner(traced, measure=False)
     least, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
-    budgets = [least + (plain - least) * n // 11 for n in range(1, 11)]
+    budgets = [jettison.Bytes(least + (plain - least) * n // 11) for n in range(1, 11)]
     swept = jettison.plan.sweep(traced, budgets, measure=False)
     assert sum(plan.predicted.composed for plan in swept) >= 8
     for plan, budget in zip(swept, budgets, strict=True):
@@ -209,7 +209,8 @@ def test_a_plan_whose_peak_was_put_together_is_dry_run_before_it_is_applied():
     model, batch = Masked(), (torch.randn(ROWS, WIDTH),)
     traced = trace_model(model, batch)
     planner = make_planner(traced, measure=False)
-    budgets = [planner.minimum_budget_bytes + part * planner.plain_budget_bytes // 64 for part in (0, 2, 3, 4)]
+    least, part = planner.minimum_budget_bytes, planner.plain_budget_bytes // 64
+    budgets = [jettison.Bytes(least + times * part) for times in (0, 2, 3, 4)]
     plan = next(p for p in jettison.plan.sweep(traced, budgets, measure=False) if p.predicted.composed)
     with jettison.apply(model, plan=plan, batch=batch):
         model(*batch).backward()
