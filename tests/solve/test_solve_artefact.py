@@ -45,7 +45,7 @@ def test_the_document_has_the_keys_of_the_contract() -> None:
     expected = {"schema", "feasible", "budget_bytes", "minimum_budget_bytes", "predicted", "solver", "layers", "hash"}
     assert expected <= set(document)
     assert (document["schema"], document["feasible"]) == ("jettison.plan/1", True)
-    known = {"peak_bytes", "step_seconds", "overhead_fraction", "host_bytes", "stalled_seconds"}
+    known = {"peak_bytes", "step_seconds", "overhead_fraction", "host_bytes", "stalled_seconds", "composed"}
     assert set(document["predicted"]) == known
     assert set(document["solver"]) == {"gap", "seconds"}
     expected = {"layer", "policy", "kept_bytes", "offloaded_bytes", "recompute_flops"}

@@ -20,12 +20,15 @@ from jettison.capture.stub import forwards, stub_outputs
 from jettison.capture.trees import tree_leaves
 from jettison.dryrun.block import chain_bytes, hold_gradients, run_step
 from jettison.dryrun.observed import stand_in_for_opaque
+from jettison.dryrun.step import DryStep
 from jettison.errors import UnsupportedModule
 from jettison.ledger.program import Source
 from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.measure.tape import Tape
+from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward
-from jettison.solve.policy import Exactly, KeepAll
+from jettison.solve.policy import CheckpointPolicy, Exactly, KeepAll
 from jettison.solve.problem import RegionOption, RootOption
 
 
@@ -99,6 +102,37 @@ def dry_run_root(
     )
 
 
+def around_stubs(
+    trace: ModelTrace, policy: CheckpointPolicy, dry_step: DryStep, workspace: Workspace | None = None
+) -> tuple[Tape, int] | None:
+    """The tape of a step whose blocks are stubs, without its optimizer, and what is alive at its end; None where stubs
+    do not do. What stands around the blocks is as in the step, and takes a small part of its time.
+    """
+    if is_entangled(trace):
+        return None
+    tape = Tape(next_sequence_number)
+    with contextlib.ExitStack() as stack:
+        stack.callback(trace.fake_model.zero_grad)
+        levels = _Levels(AllocationCounter(), [0] * len(trace.calls), [0] * len(trace.calls))
+        stack.enter_context(_over_stubs(trace, levels, policy))
+        stack.enter_context(dry_step.around(trace))
+        stack.enter_context(quiet_gc())
+        alive = dry_step.alive()
+        levels.counter = AllocationCounter(
+            alive, workspace=workspace, device=trace.device_type, record_levels=True, tape=tape
+        )
+        del alive
+        try:
+            with levels.counter:
+                *_, held = dry_step.passes(levels.counter)
+                levels.counter.reset_peak()
+                live_bytes = levels.counter.live_bytes
+                del held
+        except _StubsFallShort:
+            return None
+    return tape, live_bytes
+
+
 def _gradient_bytes(trace: ModelTrace, call: int) -> int:
     name = trace.calls[call].name
     if any(c.name == name for c in trace.calls[:call]):
@@ -146,7 +180,7 @@ def _next_of(calls: Iterator[int]) -> int:
 
 
 @contextlib.contextmanager
-def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator[None]:
+def _over_stubs(trace: ModelTrace, levels: _Levels, policy: CheckpointPolicy) -> Iterator[None]:
     calls = iter(range(len(trace.calls)))
     names = list(dict.fromkeys(c.name for c in trace.calls))
     root = PlannedForward(trace.fake_model, "", policy, blocks=tuple(names))
@@ -160,7 +194,14 @@ def _over_stubs(trace: ModelTrace, levels: _Levels, policy: Exactly) -> Iterator
         if len(described) != len(trace.calls[call].signature[0][1]):
             raise _StubsFallShort  # a list that the blocks fill
         held = tuple(leaves[p] for p in trace.calls[call].shared if isinstance(leaves[p], Tensor))
-        return root.nested(lambda: stub_outputs(region, leaves, probe=levels, call=call, held=held))
+        levels.counter.enters(trace.calls[call].name, (args, kwargs))
+
+        def run() -> Any:
+            output = stub_outputs(region, leaves, probe=levels, call=call, held=held)
+            levels.counter.leaves(output)
+            return output
+
+        return root.nested(run)
 
     modules = [trace.fake_model.get_submodule(name) for name in names]
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,8 +26,10 @@ from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
 from jettison.ledger.levels import StepLevels
 from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
+from jettison.measure.tape import Tape
+from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
-from jettison.runtime.offload import OffloadEngine, Transfer
+from jettison.runtime.offload import Transfer
 from jettison.runtime.planned import PlannedForward
 from jettison.runtime.witness import Check
 from jettison.solve.policy import CheckpointPolicy
@@ -47,6 +49,7 @@ class StepPeaks:
     pinned_bytes: int = 0  # what is taken from the host for them
     transfers: tuple[Transfer, ...] = ()  # to the host and back, in order
     levels: StepLevels | None = None  # over the step
+    composed: bool = False  # of stretches of other steps (dryrun/composed.py), and not run itself
 
     @property
     def phase(self) -> str:
@@ -220,26 +223,41 @@ def make_state(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: W
         optimizer.zero_grad(set_to_none=True)
 
 
-def dry_run(parts: Sequence[ModulePolicy], dry_step: DryStep, *, workspace: Workspace | None = None) -> StepPeaks:
+def dry_run(
+    parts: Sequence[ModulePolicy],
+    dry_step: DryStep,
+    *,
+    workspace: Workspace | None = None,
+    told: Callable[[Tape, int], None] | None = None,
+) -> StepPeaks:
     """The whole step under a plan.
 
     Args:
         parts: by module of the step, traced in its fake mode.
+        told: gets the tape of the step, and what was alive when it was over.
     """
     make_state(parts, dry_step)
     optimizer = dry_step.optimizer
     device = parts[0].trace.device_type
-    with _ready(parts, dry_step) as engines:
-        with AllocationCounter(dry_step.alive(), workspace=workspace, device=device, record_levels=True) as counter:
+    with _ready(parts, dry_step) as installed:
+        engines = [regions[-1].offload for regions in installed if regions[-1].offload is not None]
+        tape = Tape(next_sequence_number) if told is not None else None
+        with AllocationCounter(
+            dry_step.alive(), workspace=workspace, device=device, record_levels=True, tape=tape
+        ) as counter:
             static = counter.live_bytes
             for engine in engines:
                 engine.transfers.clear()
+            if tape is not None:
+                _listen(installed[0], counter)
             forward, backward, held = dry_step.passes(counter)
             counter.reset_peak()
             if optimizer is not None:
                 counter.phase("optimizer")
                 optimizer.step()
             last = counter.peak_bytes if optimizer is not None else 0
+            if tape is not None and told is not None:
+                told(tape, counter.live_bytes)
             del held
         host_bytes = sum(engine.pool.peak_bytes for engine in engines)
         pinned_bytes = sum(engine.pool.real_bytes for engine in engines)
@@ -277,17 +295,37 @@ def dry_run_events(part: ModulePolicy, dry_step: DryStep) -> tuple[AllocationEve
 
 
 @contextlib.contextmanager
-def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[OffloadEngine]]:
-    """The step can be run in here, its modules under their policies; what moves tensors to the host for them."""
-    engines: list[OffloadEngine] = []
+def _ready(parts: Sequence[ModulePolicy], dry_step: DryStep) -> Iterator[list[list[PlannedForward]]]:
+    """The step can be run in here, its modules under their policies; the regions of each, the root's last."""
+    installed: list[list[PlannedForward]] = []
     with contextlib.ExitStack() as stack:
         for module, part in zip(dry_step.modules, parts, strict=True):
             stack.callback(module.zero_grad)
-            regions = stack.enter_context(_under(module, part))
-            engines += [regions[-1].offload] if regions[-1].offload is not None else []
+            installed.append(stack.enter_context(_under(module, part)))
         stack.enter_context(dry_step.around(parts[0].trace))
         stack.enter_context(quiet_gc())
-        yield engines
+        yield installed
+
+
+def _listen(regions: Sequence[PlannedForward], counter: AllocationCounter) -> None:
+    """The counter hears of every call of a block."""
+    for region in regions[:-1]:
+        region.listener = _Listener(region.name, counter)
+
+
+class _Listener:
+    """Tells a counter of one block's calls."""
+
+    def __init__(self, name: str, counter: AllocationCounter) -> None:
+        self.name, self.counter = name, counter
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `CallListener`."""
+        self.counter.enters(self.name, (args, kwargs))
+
+    def ends(self, returned: Sequence[Any]) -> None:
+        """See `CallListener`."""
+        self.counter.leaves(returned)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain
 from jettison.capture.values import WHICH_DEVICE, which_device
 from jettison.measure.numbers import NO_NODE, KeptNumbers, current_node, number_bytes
+from jettison.measure.tape import NOBODY, Tape, leaves_of
 
 Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
 """(operator, args, kwargs) -> bytes that the kernel allocates and frees inside the call."""
@@ -79,6 +80,7 @@ class _Storage:
     node: int
     number: int
     weak: Any = None
+    born: int = NOBODY  # in which stretch of a tape
 
 
 @dataclass(slots=True)
@@ -111,6 +113,7 @@ class AllocationCounter(TorchDispatchMode):
         device: str | None = None,
         record_events: bool = False,
         record_levels: bool = False,
+        tape: Tape | None = None,
     ) -> None:
         super().__init__()
         self._storages: dict[int, _Storage] = {}
@@ -122,6 +125,7 @@ class AllocationCounter(TorchDispatchMode):
         self._device = device
         self._numbers = KeptNumbers() if device in (None, "cpu") else None
         self.blind = False
+        self._tape = tape
         self._live_bytes = 0
         self._peak_bytes = 0
         self._mark_peak_bytes = 0
@@ -166,10 +170,34 @@ class AllocationCounter(TorchDispatchMode):
         """
         self._settle()
         self._phase = name
+        if self._tape is not None:
+            self._tape.phase(name, self._live_bytes, first=first)
         if self._stretches is not None:
             if first:
                 self._stretches.clear()
-            self._stretches.append((name, [self._live_bytes]))
+            self._stretches.append((name, []))
+            self._note(self._live_bytes)
+
+    def enters(self, block: str, given: Any) -> None:
+        """A block is called, with these arguments; said to the tape."""
+        if self._tape is not None:
+            self._settle()
+            self._tape.enter(block, leaves_of(given, self._made), self._live_bytes)
+
+    def leaves(self, returned: Any) -> None:
+        """It has returned this."""
+        if self._tape is not None:
+            self._settle()
+            self._tape.leave(leaves_of(returned, self._made), self._live_bytes)
+
+    def _made(self, tensor: Tensor) -> int | None:
+        """A tensor's storage, if it counts and was not there from the start."""
+        try:
+            key = plain(tensor).untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):
+            return None
+        entry = self._storages.get(key)
+        return None if entry is None or entry.operator == "static" else int(key)
 
     def register(self, tensors: Iterable[Tensor]) -> None:
         """Count storages that exist already: parameters, buffers, gradients, optimizer state, the batch."""
@@ -268,6 +296,8 @@ class AllocationCounter(TorchDispatchMode):
         if self._withheld is not None:
             self._settle()
         if func is _DETACH:
+            if self._tape is not None:
+                self._tape.at(current_node(), self._live_bytes)
             self._take_over(args[0])
             out = func(*args, **kwargs)
             self._meet_all((out,), func, NO_NODE)
@@ -276,6 +306,8 @@ class AllocationCounter(TorchDispatchMode):
         node = current_node()
         if self._numbers is not None:
             self._live_bytes -= self._numbers.freed_by(node)
+        if self._tape is not None:
+            self._tape.at(node, self._live_bytes)
         self._meet_all(args, "input", NO_NODE)
         self._meet_all(kwargs.values(), "input", NO_NODE)
         self._raise_peak(self._live_bytes)
@@ -290,7 +322,11 @@ class AllocationCounter(TorchDispatchMode):
         if withheld is not None:
             withheld.live_bytes = self._live_bytes
             self._withheld = withheld
+            if self._tape is not None:
+                self._tape.withhold()
         else:
+            if self._tape is not None:
+                self._tape.nothing_new()
             self._raise_peak(self._live_bytes + extra_bytes)
         return out
 
@@ -322,11 +358,15 @@ class AllocationCounter(TorchDispatchMode):
         key = storage._cdata
         self._met += 1
         entry = _Storage(0, operator, node, self._met)
+        if self._tape is not None:
+            entry.born = self._tape.here
         this = weakref.ref(self)
 
         def died(_: object) -> None:
             counter = this()
             if counter is not None and counter._storages.pop(key, None) is not None:
+                if counter._tape is not None:
+                    counter._tape.died(key, entry.bytes, entry.born)
                 counter._change(entry, -entry.bytes)
 
         entry.weak = weakref.ref(storage, died)
@@ -364,17 +404,25 @@ class AllocationCounter(TorchDispatchMode):
         withheld, self._withheld = self._withheld, None
         if withheld is None:
             return
-        if self._storages.get(withheld.operand_key) is withheld.operand:
+        is_there = self._storages.get(withheld.operand_key) is withheld.operand
+        if self._tape is not None:
+            self._tape.comes_late(is_there)
+        if is_there:
             self._raise_peak(withheld.live_bytes)
         self._raise_peak(self._live_bytes)
 
     def _raise_peak(self, live_bytes: int) -> None:
-        if self._stretches:
-            self._stretches[-1][1].append(live_bytes)
+        self._note(live_bytes)
         if live_bytes > self._peak_bytes:
             self._peak_bytes = live_bytes
         if live_bytes > self._mark_peak_bytes:
             self._mark_peak_bytes = live_bytes
+
+    def _note(self, live_bytes: int) -> None:
+        if self._tape is not None:
+            self._tape.level(live_bytes)
+        if self._stretches:
+            self._stretches[-1][1].append(live_bytes)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granularity_bytes) * self._granularity_bytes

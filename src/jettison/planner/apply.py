@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from jettison.capture.model_trace import Loop, LossFn, ModelTrace, as_call
+from jettison.dryrun.step import ModulePolicy, OneBatch, dry_run
 from jettison.errors import PlanMismatch, UsageError
 from jettison.parallel.agree import Agreement, Group, groups_for, summary
 from jettison.parse_units import parse_budget
@@ -156,7 +157,7 @@ def apply(
         loop = Loop(compile=compile_settings(compile, [model]))
         traced = traced_forward(model, batch, loss_fn=loss_fn, regions=regions, loop=loop)
         if plan is not None:
-            applied = apply_plan(model, traced, plan, how, host_bytes)
+            applied = apply_plan(model, traced, plan, how, host_bytes, confirms=True)
             expect_loop(applied.regions, traced, plan)
             return agreed(applied, agreement)
         assert policy is not None
@@ -172,16 +173,44 @@ def apply(
 
 
 def apply_plan(
-    model: nn.Module, traced: ModelTrace, plan: Plan, how: Check, host_budget_bytes: int | None = None
+    model: nn.Module,
+    traced: ModelTrace,
+    plan: Plan,
+    how: Check,
+    host_budget_bytes: int | None = None,
+    *,
+    confirms: bool = False,
 ) -> Applied:
+    """A plan that was made for this trace, on the model.
+
+    Args:
+        confirms: a plan whose peak was put together from other dry runs has one of its own now.
+    """
     programs = {c.name: traced.program(c) for c in traced.calls}
     digests = {name: program.digest() for name, program in programs.items()}
     plan.require(model=fingerprint(traced), digests={"": traced.root.program.digest(), **digests})
     part = module_policy(traced, plan)
+    if confirms and plan.predicted.composed:
+        _confirm(part, plan)
     regions = install(
         model, traced, part.policies, part.root, part.segments, how=how, host_budget_bytes=host_budget_bytes
     )
     return Applied(regions=regions, plan=plan)
+
+
+def _confirm(part: ModulePolicy, plan: Plan) -> None:
+    """Dry-run the step, as far as it is known here: without an optimizer, and without what kernels take inside.
+
+    Raises:
+        PlanMismatch: even so it takes more than the plan states.
+    """
+    trace = replace(part.trace, loop=replace(part.trace.loop, gradients_held=plan.gradients_held))
+    found = dry_run([replace(part, trace=trace)], OneBatch(trace=trace)).peak_bytes
+    if found > plan.predicted.peak_bytes:
+        raise PlanMismatch(
+            f"the plan states a peak of {plan.predicted.peak_bytes} bytes, put together from dry runs of other plans; "
+            f"a dry run of its own takes {found}. Make the plan by itself: jettison.plan(traced, budget)"
+        )
 
 
 def agreed(applied: Applied, agreement: Agreement) -> Applied:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,7 @@ class _Listener:
         if self.handle.watch is not None:
             self.handle.watch.enter("forward")
 
-    def ends(self) -> None:
+    def ends(self, _returned: Sequence[Any]) -> None:
         """See `CallListener`."""
         if self.handle.watch is not None:
             self.handle.watch.enter("backward")

@@ -135,6 +135,7 @@ def sweep(
         measure=measure,
         optimizer=optimizer,
         hardware=device,
+        composes=len(budgets) > 1,
         host=host_of(offload, host_budget, device, place_of(traced.real or traced.fake_model), elsewhere=True),
         progress=progress,
     )

@@ -23,6 +23,7 @@ from jettison.dryrun.kernel_trial import OpRequest, TensorMeta
 from jettison.dryrun.observed import observe_block
 from jettison.dryrun.op_costs import Pricing
 from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks, dry_run, dry_run_block, make_state
+from jettison.measure.tape import Tape
 from jettison.planner.host import Host, movable, with_moves
 from jettison.planner.host_compiled import option_at, with_moves_of_compiled
 from jettison.planner.points import compiled_points, exactly, policy_of, with_packs
@@ -65,6 +66,7 @@ def options_of(
     optimizer: torch.optim.Optimizer | None,
     dry_step: DryStep | None,
     host: Host | None = None,
+    run: Callable[[ModulePolicy], StepPeaks] | None = None,
     progress: Progress,
 ) -> Options:
     """Run the plain step, and every option of its regions, on fake tensors.
@@ -74,6 +76,7 @@ def options_of(
         hardware: for ops that are not run; left out, `usual_hardware`'s.
         dry_step: as for `jettison.planner.planner.make_planner`.
         host: where tensors may wait; None: nowhere.
+        run: dry-runs the step without a plan, if not the usual way.
     """
     progress("dry-running options")
     device = hardware or usual_hardware(Device.CPU if trace.device_type is None else Device.CUDA)
@@ -83,13 +86,19 @@ def options_of(
     opaque = {c.name: plain_of(builder.seen(c.class_key)) for c in trace.calls if trace.classes[c.class_key].stood_in}
     part = ModulePolicy(trace=trace, policies=everything, root=KeepAll(), opaque=opaque)
     step = dry_step or OneBatch(trace=trace, optimizer=optimizer)
-    return builder.options(lambda: step_of([part], step, pricing))
+    return builder.options(lambda: step_of([part], step, pricing) if run is None else run(part))
 
 
-def step_of(parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing) -> StepPeaks:
-    """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it."""
+def step_of(
+    parts: Sequence[ModulePolicy], dry_step: DryStep, pricing: Pricing, told: Callable[[Tape, int], None] | None = None
+) -> StepPeaks:
+    """A whole step, with what every kernel in it takes inside. Kernels that only it runs have a price before it.
+
+    Args:
+        told: as of `dry_run`, of every run that it takes; the last knows every kernel.
+    """
     pricing.known(lambda workspace: make_state(parts, dry_step, workspace=workspace))
-    return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace))
+    return pricing.known(lambda workspace: dry_run(parts, dry_step, workspace=workspace, told=told))
 
 
 @dataclass(frozen=True, kw_only=True)

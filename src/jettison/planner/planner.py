@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -18,14 +19,15 @@ from jettison.dryrun.step import DryStep, ModulePolicy, OneBatch, StepPeaks
 from jettison.errors import Infeasible
 from jettison.ledger.program import Program
 from jettison.planner.host import SEND, Host, is_timed, less_on_host
-from jettison.planner.options import Options, options_of, step_of
+from jettison.planner.judge import Judge
+from jettison.planner.options import Options, options_of
 from jettison.planner.plan_tensors import plan_tensors
 from jettison.planner.points import PACK, exactly, policy_kept, policy_of
 from jettison.progress import Progress, silent
 from jettison.solve.chain import Solution, choose
 from jettison.solve.frontier import FrontierPoint
 from jettison.solve.levels import Choice
-from jettison.solve.moves import minimum_budget
+from jettison.solve.moves import Walk, least_of, minimum_budget, walks
 from jettison.solve.plan import (
     LayerPlan,
     Plan,
@@ -79,6 +81,7 @@ def make_planner(
     optimizer: torch.optim.Optimizer | None = None,
     dry_step: DryStep | None = None,
     host: Host | None = None,
+    composes: bool = False,
     progress: Progress = silent,
 ) -> Planner:
     """Learn everything about one step that a plan needs. Takes seconds.
@@ -90,14 +93,30 @@ def make_planner(
         dry_step: the step as the loop has it, over one module like the trace's fake copy, in its mode; where left
             out, one batch through the fake copy, and ``optimizer``.
         host: where tensors may wait; None: nowhere.
+        composes: many budgets will be asked for: steps are put together from what was seen of others.
     """
     pricing = Pricing(run=measure)
+    step = dry_step or OneBatch(trace=trace, optimizer=optimizer)
+    judge = Judge.of(trace, step, pricing, composes=composes, offloads=host is not None)
     options = options_of(
-        trace, pricing, hardware=hardware, optimizer=optimizer, dry_step=dry_step, host=host, progress=progress
+        trace,
+        pricing,
+        hardware=hardware,
+        optimizer=optimizer,
+        dry_step=dry_step,
+        host=host,
+        run=judge.whole,
+        progress=progress,
     )
+    judge.offer({key: _offered(trace.classes[key], points) for key, points in options.points.items()})
     say_what_was_bounded(trace, pricing)
-    judge = dry_step or OneBatch(trace=trace, optimizer=optimizer)
-    return Planner(trace=trace, options=options, pricing=pricing, dry_step=judge, host=host, progress=progress)
+    return Planner(trace=trace, options=options, judge=judge, host=host, progress=progress)
+
+
+def _offered(cls: BlockClass, points: Mapping[str, FrontierPoint]) -> list[CheckpointPolicy]:
+    """What a block of this class may be asked to do, from the most bytes down; what is packed is asked for least."""
+    found = sorted(points.values(), key=lambda p: (bool(p.narrowed), -p.kept_bytes))
+    return [policy_of(cls, point) for point in found]
 
 
 def say_what_was_bounded(trace: ModelTrace, pricing: Pricing) -> None:
@@ -117,8 +136,7 @@ class Planner:
 
     trace: ModelTrace
     options: Options
-    pricing: Pricing
-    dry_step: DryStep
+    judge: Judge
     host: Host | None = None
     progress: Progress = silent
     _candidates: dict[Any, Candidate] = field(default_factory=dict, init=False)
@@ -145,7 +163,7 @@ class Planner:
         known = self._candidates.get(choice)
         if known is None:
             part = self.part(choice)
-            step = step_of([part], self.dry_step, self.pricing)
+            step = self.judge.step(part)
             known = self._candidates[choice] = Candidate(solution=solution, part=part, step=step)
         return known
 
@@ -184,14 +202,24 @@ class Planner:
     def _least(self, problem: StepProblem) -> Candidate:
         """Of the fewest bytes. What runs of blocks need is added up, not dry-run, and may be too little."""
         ways = [problem, replace(problem, segments=())] if problem.segments else [problem]
-        first, *others = sorted(((minimum_budget(way), way) for way in ways), key=lambda pair: pair[0])
+        first, *others = sorted(((self._least_budget(way), way) for way in ways), key=lambda pair: pair[0])
         least = self._answer(first[1], first[0])
         found = [self._answer(way, level) for level, way in others if level < least.needs]
         return min([least, *found], key=lambda one: one.needs)
 
+    @functools.cached_property
+    def _walks(self) -> tuple[Walk, ...]:
+        return walks(self.problem)
+
+    def _chosen(self, problem: StepProblem, asked: int) -> Solution:
+        return choose(problem, asked, known=self._walks if problem is self.problem else None)
+
+    def _least_budget(self, problem: StepProblem) -> int:
+        return least_of(self._walks) if problem is self.problem else minimum_budget(problem)
+
     def _answer(self, problem: StepProblem, asked: int) -> Candidate:
         """The choice; with less on the host, step by step, where pinning takes more than that may give."""
-        found = self.candidate(choose(problem, asked))
+        found = self.candidate(self._chosen(problem, asked))
         while not self._held(found):
             assert self.host is not None
             problem = less_on_host(problem, found.solution.levels, self.host, found.step.pinned_bytes)
@@ -224,15 +252,15 @@ class Planner:
                 reason=f"The {self.smallest.step.phase} pass sets the peak.",
             )
         if self.plain_budget_bytes <= budget_bytes:  # nothing to do, however the solver's sums are rounded
-            return self.candidate(choose(self.options.problem, 2 * budget_bytes))
+            return self.candidate(self._chosen(self.problem, 2 * budget_bytes))
 
         def ask(asked: int) -> Candidate:
             self.progress("choosing")
-            return self._answer(self.options.problem, asked)
+            return self._answer(self.problem, asked)
 
-        least = minimum_budget(self.options.problem)
+        least = least_of(self._walks)
         self._answers.extend(refine(ask, budget_bytes, least, known=self._answers))
-        say_what_was_bounded(self.trace, self.pricing)
+        say_what_was_bounded(self.trace, self.judge.pricing)
         return fastest([one for one in self._candidates.values() if self._held(one)], budget_bytes)
 
     def as_plan(self, found: Candidate, budget_bytes: int, *, minimum_budget_bytes: int | None = None) -> Plan:
@@ -261,6 +289,7 @@ class Planner:
                 step_seconds=unplanned + added,
                 overhead_fraction=added / unplanned if unplanned else 0.0,
                 host_bytes=found.step.host_bytes,
+                composed=found.step.composed,
             ),
             solver=SolverReport(gap=certificate.gap, seconds=certificate.solver_seconds),
             layers=tuple(layers.values()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -21,5 +22,9 @@ class CallListener(Protocol):
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before anything of it ran; another plan may be followed from here on."""
 
-    def ends(self) -> None:
-        """The forward has returned."""
+    def ends(self, returned: Sequence[Any]) -> None:
+        """The forward has returned.
+
+        Args:
+            returned: its leaves.
+        """

@@ -226,7 +226,7 @@ class PlannedForward:
         if self.assumptions is not None:
             self.assumptions.forward_ends(returned)
         if self.listener is not None:
-            self.listener.ends()
+            self.listener.ends(returned)
         return output
 
     def refuse_fake(self, does: str, leaves: Sequence[Any] = ()) -> None:

@@ -103,12 +103,15 @@ class LayerPlan:
 class Predicted:
     """Peak of allocated bytes in a step, and of bytes on the host; its seconds, and what the plan adds as a share of a
     plain step. 0.0 where not known.
+
+    ``composed``: the peak was put together from dry runs of other plans, and this one was not run itself.
     """
 
     peak_bytes: int
     step_seconds: float = 0.0
     overhead_fraction: float = 0.0
     host_bytes: int = 0
+    composed: bool = False
 
     @property
     def added_seconds(self) -> float:

@@ -1,0 +1,219 @@
+"""Steps that are put together from stretches of others: equal to a dry run of the whole step, level by level; where
+that cannot be had, a reason, and the whole dry run's answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import jettison
+from jettison.capture.tracer import trace_model
+from jettison.dryrun.step import ModulePolicy
+from jettison.errors import PlanMismatch
+from jettison.measure.tape import Tape
+from jettison.planner.judge import why_whole
+from jettison.planner.options import step_of
+from jettison.planner.planner import Planner, make_planner
+from jettison.solve.levels import Choice
+from support.families import Case, build
+from support.toys import Headed
+
+WIDTH, ROWS, LAYERS = 16, 128, 6
+
+
+class Block(nn.Module):
+    """Norm, a gate, dropout; what it is given beside its input all blocks are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = (
+            nn.LayerNorm(WIDTH),
+            *(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2)),
+            nn.Linear(3 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        y = self.norm(x) * scale
+        return x + nn.functional.dropout(self.down(self.up(y) * nn.functional.silu(self.gate(y) + bias.sum())), 0.1)
+
+
+class Masked(nn.Module):
+    """Blocks that share two tensors, of which one wants a gradient."""
+
+    def __init__(self, layers: int = LAYERS, *, tied: bool = False) -> None:
+        super().__init__()
+        first = Block()
+        blocks = [first if tied and n == layers - 1 else Block() for n in range(1, layers)]
+        self.inner = Headed([first, *blocks], WIDTH, 2)
+        self.bias = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, (x.detach() * 2).cos(), self.bias(x))
+
+
+def planner_of(
+    model: nn.Module, batch: Any, optimizer: type[torch.optim.Optimizer] | None = None, **how: Any
+) -> Planner:
+    traced = trace_model(model, batch, **how)
+    stepped = None if optimizer is None else optimizer(traced.fake_model.parameters())
+    return make_planner(traced, measure=False, composes=True, optimizer=stepped)
+
+
+@cache
+def masked() -> Planner:
+    torch.manual_seed(0)
+    return planner_of(Masked(), (torch.randn(ROWS, WIDTH),), torch.optim.AdamW)
+
+
+def chosen(planner: Planner, root: str, keys: list[str]) -> ModulePolicy:
+    return planner.part(Choice(root=root, regions=tuple(keys)))
+
+
+def keys_of(planner: Planner) -> list[list[str]]:
+    return [list(planner.options.points[call.class_key]) for call in planner.trace.calls]
+
+
+def levels_of(planner: Planner) -> Iterator[ModulePolicy]:
+    """Every option, in all blocks at once; every option of the root; some that are mixed."""
+    offered, roots, draw = keys_of(planner), list(planner.options.root_points), random.Random(0)
+    for n in range(max(map(len, offered))):
+        yield chosen(planner, roots[n % len(roots)], [keys[min(n, len(keys) - 1)] for keys in offered])
+    for _ in range(6):
+        yield chosen(planner, draw.choice(roots), [draw.choice(keys) for keys in offered])
+
+
+def assert_equal(planner: Planner, part: ModulePolicy) -> bool:
+    """Whether the step was put together."""
+    judge = planner.judge
+    found = judge.step(part)
+    assert judge.problem == ""
+    whole = step_of([part], judge.dry_step, judge.pricing)
+    assert replace(found, composed=False) == whole
+    assert found.levels is not None, "levels of the whole step are compared with them"
+    return found.composed
+
+
+FAMILIES = [
+    Case(family="gpt2", layers=4, dropout=True),
+    Case(family="mixtral", layers=4, router_loss=True),
+    pytest.param(Case(family="llama", layers=4, cache=True), marks=pytest.mark.slow),
+    pytest.param(Case(family="bert", layers=4, dropout=True), marks=pytest.mark.slow),
+    pytest.param(Case(family="gemma2", layers=4, attention="eager"), marks=pytest.mark.slow),
+    pytest.param(Case(family="vit", layers=4), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_every_level_is_that_of_a_whole_dry_run(case):
+    built = build(case)
+    with built.context():
+        planner = planner_of(built.model, built.batch, torch.optim.AdamW, loss_fn=built.loss_fn)
+        composed = [assert_equal(planner, part) for part in levels_of(planner)]
+    assert sum(composed) >= len(composed) - 3, "but for the first, and those that a mixture had no room for"
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_choice_is_that_of_a_whole_dry_run(data):
+    planner = masked()
+    keys = [data.draw(st.sampled_from(keys)) for keys in keys_of(planner)]
+    assert_equal(planner, chosen(planner, data.draw(st.sampled_from(list(planner.options.root_points))), keys))
+
+
+def test_blocks_that_hold_one_input_together_are_put_together_where_they_were_seen_so():
+    planner = masked()
+    runs = [s for s in planner.problem.segments if (s.start, s.stop) in {(1, 3), (3, 5)}]
+    assert len(runs) == 2
+    composed = []
+    for run in runs * 2:
+        keys = ["none"] * LAYERS
+        keys[run.start : run.stop] = [run.key] * (run.stop - run.start)
+        root = list(planner.options.root_points)[-1]
+        part = planner.part(Choice(root=root, regions=tuple(keys), segments=((run.start, run.stop),)))
+        composed.append(assert_equal(planner, part))
+    assert composed[-2:] == [True, True]
+
+
+def test_a_tied_block_is_dry_run_whole_or_seen_by_itself():
+    torch.manual_seed(0)
+    planner = planner_of(Masked(tied=True), (torch.randn(ROWS, WIDTH),))
+    part = next(levels_of(planner))
+    assert planner.judge.problem == "a block is called twice"
+    assert not planner.judge.step(part).composed
+
+
+def test_what_nobody_sees_let_go_ends_the_putting_together(monkeypatch):
+    monkeypatch.setattr(Tape, "_look", lambda tape: None)
+    torch.manual_seed(0)
+    planner = planner_of(Masked(), (torch.randn(ROWS, WIDTH),))
+    for part in levels_of(planner):
+        found = planner.judge.step(part)
+        assert found == step_of([part], planner.judge.dry_step, planner.judge.pricing)
+    assert "treated" in planner.judge.problem or "let go" in planner.judge.problem
+
+
+def test_a_step_that_comes_out_wrong_is_dry_run_whole_from_then_on():
+    torch.manual_seed(0)
+    planner = planner_of(Masked(), (torch.randn(ROWS, WIDTH),))
+    judge, parts = planner.judge, list(levels_of(planner))
+    assert judge.book is not None
+    compose = judge.book.compose
+
+    def wrong(labels):
+        found = compose(labels)
+        return found and replace(found, start_bytes=found.start_bytes - 4)
+
+    judge.book.compose = wrong
+    for part in parts:
+        assert judge.step(part) == step_of([part], judge.dry_step, judge.pricing)
+    assert judge.problem == "a step that was put together is not what it is when it is run"
+
+
+def test_what_is_never_put_together_has_a_name():
+    planner = masked()
+    trace, step = planner.trace, planner.judge.dry_step
+    assert why_whole(trace, step, offloads=False) == ""
+    assert "host" in why_whole(trace, step, offloads=True)
+    assert "own" in why_whole(trace, object(), offloads=False)
+    assert "no blocks" in why_whole(replace(trace, calls=[]), step, offloads=False)
+
+
+def test_a_sweep_says_which_peaks_were_put_together_and_one_plan_is_dry_run():
+    torch.manual_seed(0)
+    traced = trace_model(Masked(), (torch.randn(ROWS, WIDTH),))
+    planner = make_planner(traced, measure=False)
+    least, plain = planner.minimum_budget_bytes, planner.plain_budget_bytes
+    budgets = [jettison.Bytes(least + (plain - least) * n // 11) for n in range(1, 11)]
+    swept = jettison.plan.sweep(traced, budgets, measure=False)
+    assert sum(plan.predicted.composed for plan in swept) >= 8
+    for plan, budget in zip(swept, budgets, strict=True):
+        part = jettison.planner.planner.module_policy(traced, plan)
+        whole = step_of([part], planner.judge.dry_step, planner.judge.pricing)
+        assert (plan.predicted.peak_bytes, plan.levels) == (whole.peak_bytes, whole.levels)
+        assert whole.peak_bytes <= budget
+    assert not jettison.plan(traced, budgets[0], measure=False).predicted.composed
+
+
+def test_a_plan_whose_peak_was_put_together_is_dry_run_before_it_is_applied():
+    torch.manual_seed(0)
+    model, batch = Masked(), (torch.randn(ROWS, WIDTH),)
+    traced = trace_model(model, batch)
+    planner = make_planner(traced, measure=False)
+    least, part = planner.minimum_budget_bytes, planner.plain_budget_bytes // 64
+    budgets = [jettison.Bytes(least + times * part) for times in (0, 2, 3, 4)]
+    plan = next(p for p in jettison.plan.sweep(traced, budgets, measure=False) if p.predicted.composed)
+    with jettison.apply(model, plan=plan, batch=batch):
+        model(*batch).backward()
+    too_little = replace(plan, predicted=replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes - 1))
+    with pytest.raises(PlanMismatch, match="a dry run of its own takes"):
+        jettison.apply(model, plan=too_little, batch=batch)
