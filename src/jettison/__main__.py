@@ -1,5 +1,5 @@
 """`python -m jettison` is `jettison`."""
 
-from jettison.cli import main
+from jettison.cli import run_command
 
-main()
+run_command()

@@ -173,8 +173,8 @@ class Interrupts:
         if name == sys.argv[1]:
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupts())
-from jettison.cli import main
-main(["ledger", "gpt2", "--format", "json"])
+from jettison.cli import run_command
+run_command(["ledger", "gpt2", "--format", "json"])
 """
 
 

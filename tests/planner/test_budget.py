@@ -29,7 +29,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_bytes_are_bytes() -> None:
     assert budget_of("8GiB", [nn.Linear(2, 2)]) == room.Budget(nbytes=8 * GIB)
-    assert budget_of(123, [nn.Linear(2, 2)]).nbytes == 123
+    assert budget_of(jettison.Bytes(123), [nn.Linear(2, 2)]).nbytes == 123
 
 
 def test_what_a_machine_has_left(machine: Path) -> None:

@@ -65,7 +65,7 @@ def test_what_is_broken_fails(monkeypatch: pytest.MonkeyPatch, breaks: str, note
             raise RuntimeError("broken")
         if breaks == "gradients":
             next(model.parameters()).register_hook(lambda gradient: gradient * (1 + torch.finfo(gradient.dtype).eps))
-        return whole(model, batch, budget if budget == 1 or breaks != "budget" else 2 * budget, **more)
+        return whole(model, batch, budget if budget == 1 or breaks != "budget" else jettison.Bytes(2 * budget), **more)
 
     monkeypatch.setattr(jettison, "auto_checkpoint", broken, raising=False)
     found = judge(PLAIN)

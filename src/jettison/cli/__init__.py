@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run_command(arguments: Sequence[str] | None = None) -> None:
     """Run one command and leave with its exit code. Ctrl-C while all of it is still being imported is one line, too."""
     import sys
 
     try:
-        from jettison.cli.main import main as run
+        from jettison.cli.main import main
     except KeyboardInterrupt:
         sys.stderr.write("jettison: interrupted\n")
         sys.exit(130)
-    run(arguments)
+    main(arguments)
 
 
-__all__ = ["main"]
+__all__ = ["run_command"]

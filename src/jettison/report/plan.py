@@ -92,6 +92,7 @@ class ForecastPlan:
                 "overhead_fraction": self.choice.overhead_fraction,
                 "stalled_seconds": self.choice.stalled_seconds * self.choice.forecast.run.micro_batches,
                 "host_bytes": self.choice.host_bytes,
+                "composed": None,
             },
             "offload": self.choice.forecast.run.recompute.offload,
             "host_budget_bytes": self.choice.host_budget_bytes,

@@ -10,13 +10,16 @@ from jettison.report.schemas.common import Request, StepLevels, Tensor
 
 
 class Predicted(TypedDict):
-    """Of a step. ``stalled_seconds`` are waited for copies; null where the plan is of a live model."""
+    """Of a step. ``stalled_seconds`` are waited for copies; null where the plan is of a live model. ``composed``: the
+    peak was put together from dry runs of other plans; null where the plan is of a described one.
+    """
 
     peak_bytes: int
     step_seconds: float
     overhead_fraction: float
     host_bytes: int
     stalled_seconds: float | None
+    composed: bool | None
 
 
 class Solver(TypedDict):
