@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jettison.errors import UsageError
 from jettison.units import Bytes
@@ -42,6 +42,12 @@ class Length(int):
 
     def __new__(cls, text: str | int) -> Length:
         return super().__new__(cls, parse_length(text) if isinstance(text, str) else text)
+
+
+if TYPE_CHECKING:
+    Tokens = int | Length
+else:
+    Tokens = Length  # beside int the command line would try that first, which takes "1.3" for 1
 
 
 def parse_bytes(quantity: str | int) -> int:

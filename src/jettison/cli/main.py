@@ -76,6 +76,8 @@ def _run(arguments: list[str]) -> int:
     except CycloptsError as error:
         verb = " ".join(["jettison", *(error.command_chain or ())])
         message = " ".join(str(error).split())
+        if isinstance(error.__context__, JettisonError):  # a type of ours knows what it expected
+            message = f"{message.partition(': unable')[0]}: {error.__context__}"
         hint(f"jettison: {message} (see {verb} --help)")
         return _failed(arguments, "UsageError", message, EXIT_USAGE)
     except Answered as answered:

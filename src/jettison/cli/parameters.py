@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from jettison import __version__
-from jettison.parse_units import Length
+from jettison.parse_units import Tokens
 
 Form = Literal["human", "json"]
 Model = Annotated[str, Parameter(help="module:factory, or a Hugging Face config.json or its folder.")]
 Budget = Annotated[str | None, Parameter(help="Peak bytes of a training step, with a unit: 20GiB, 500MB, 123456B.")]
-Seq = Annotated[int | Length | None, Parameter(help="Tokens, such as 8k, for a config: 2048 or as many as it has.")]
+Seq = Annotated[Tokens | None, Parameter(help="Tokens, such as 8k, for a config: 2048 or as many as it has.")]
 MicroBatch = Annotated[int | None, Parameter(help="Sequences or images in a micro-batch, for a config: 1.")]
 Precision = Annotated[Literal["fp32", "bf16"] | None, Parameter(help="Of weights and activations, for a config.")]
 Attention = Annotated[Literal["eager", "sdpa", "flash"] | None, Parameter(help="Attention kernels, for a config.")]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from jettison.errors import UsageError
-from jettison.parse_units import Length
+from jettison.parse_units import Tokens
 from jettison.spec.conventions import kernels_for
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
@@ -67,7 +67,7 @@ class CommonRequest:
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
-    seq: int | Length | None = None
+    seq: Tokens | None = None
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
@@ -138,7 +138,7 @@ class RunRequest(CommonRequest):
     recompute: str | None = None
     offload: bool | None = None
     whole_micro_batches: str | None = None
-    positions: int | Length | None = None
+    positions: Tokens | None = None
 
 
 TRACED: Final = frozenset({"seq", "micro_batch", "precision", "attention", "optimizer", "recompute"})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.parse_units import Length  # noqa: F401 - annotations of the base class are resolved in this module
+from jettison.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.hardware import Hardware
