@@ -269,7 +269,9 @@ def test_lengths(said: str, tokens: int, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_million_tokens_and_what_is_no_length(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ledger", "gpt2", "--positions", "1M", "--seq", "1M", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["request"]["seq"] == 1 << 20
-    for wrong in ("8q", "k", "-8k", "0.3k", "1.3"):
+    assert run(["ledger", "gpt2", "--seq", "-8k"]) == 2
+    capsys.readouterr()
+    for wrong in ("8q", "k", "0.3k", "1.3"):
         assert run(["ledger", "gpt2", "--seq", wrong]) == 2
         assert f"--seq: got '{wrong}' as a number of tokens; expected one such as" in capsys.readouterr().err
 
