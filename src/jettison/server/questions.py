@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from jettison.parse_units import Length
 from jettison.predict.run_request import RunRequest
 from jettison.search.request import SearchRequest
 from jettison.server.limits import Limits
@@ -187,6 +188,6 @@ def _form(verb: Verb) -> type[BaseModel]:
 
 def _bounded(hint: Any) -> Any:
     """``int | None`` and its like, with bounds."""
-    bounded = {int: Number, str: Text, float: Share, bool: bool}
+    bounded = {int: Number, Length: Number, str: Text, float: Share, bool: bool}
     kind = next(part for part in get_args(hint) if part is not type(None))
     return bounded[kind] | None
