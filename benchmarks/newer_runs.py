@@ -1,8 +1,8 @@
 """Runs that NVIDIA and SimuMax published since 2025, as they are described to the price model.
 
 `tests/facts/nemo_bridge_throughput.csv`: the tables of NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its
-archive, pre-training of the models that there are presets for, in bf16 and fp8; what a row's columns do not say (graphs,
-dispatcher, recompute) is in the configurations of the same repository, at the time of the release.
+archive, pre-training of the models that there are presets for, in bf16 and fp8; what a row's columns do not say
+(graphs, dispatcher, recompute) is in the configurations of the same repository, at the time of the release.
 `tests/facts/simumax_times.csv`: docs/b200 of MooreThreads/SimuMax, Megatron-LM of its notes on eight B200.
 
 NOTE [ Looked at ]
@@ -28,13 +28,9 @@ from jettison.spec.presets import preset
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
-GPUS = {
-    "H100": "h100-80gb",
-    "B200": "b200-192gb",
-    "B300": "b300-288gb",
-    "GB200": "gb200-192gb",
-    "GB300": "gb300-288gb",
-}
+GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
+FUSED = "NeMo 26.06"
+"""The first release whose experts are few kernels, in MXFP8."""
 ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
 """Dense layers that SimuMax's cut models begin with."""
 
@@ -103,8 +99,8 @@ def _nemo_rows() -> Iterator[NewerRun]:
 
 
 def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
-    """Megatron-Core with Transformer Engine, ZeRO 1 or its FSDP, bf16 gradients and sends that hide; scales are found in
-    the step itself. DeepSeek V3 trains one layer more, for the token after next, unless the row says otherwise."""
+    """Megatron-Core with Transformer Engine, ZeRO 1 or its FSDP, bf16 gradients and sends that hide; scales are found
+    in the step itself. DeepSeek V3 trains one layer more, for the token after next, unless the row says otherwise."""
     tp, pp, cp, ep, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "ep", "gpus"))
     micro_batch, dp = int(row["micro_batch"]), gpus // (tp * pp * cp)
     model = preset(row["model"])
@@ -128,6 +124,10 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         precision="bf16" if row["precision"] == "BF16" else "fp8",
         attention="flash",
         kernels=MEGATRON.name,
+        dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
+        ep_comm_overlap=row["a2a_overlap"] == "yes",
+        cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
+        stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" else "nemo",
         tp_comm_overlap=not row["model"].startswith(("qwen", "gpt", "deepseek")) and tp > 1,
     )
     run = resolve(model, request).run
@@ -181,6 +181,7 @@ def simumax_run(row: Mapping[str, str]) -> Run:
         ep=int(row["ep"]),
         dp=dp,
         zero=1 if dp * cp > 1 else 0,
+        stack="megatron",
         context_exchange="a2a" if cp > 1 else None,
     )
     return resolve(model, asked).run
