@@ -9,8 +9,8 @@ What this leaves out: how well rows are aligned, what stays in caches, and clock
 
 NOTE [ Grouped products ]
 Experts' products follow one another, each with weights that no cache holds and with too few rounds of tiles to load the
-next ones behind them: what they read and write comes on top of their arithmetic, instead of beside it. TransformerEngine's
-grouped GEMM reached 0.08 to 0.51 of a B200's peak in 96 products of 20 to 256 experts with 128 to 1232 rows each
+next ones behind them: what they read and write comes on top of their arithmetic, instead of beside it. In 96 products
+of 20 to 256 experts with 128 to 1232 rows each, TransformerEngine's grouped GEMM reached 0.08 to 0.51 of a B200's peak
 (MooreThreads/SimuMax, configs/system; tests/facts/simumax_grouped.csv). The sum is off by 14 % in the median there, and
 the larger of both by 26 %.
 

@@ -378,7 +378,11 @@ def _under(hardware: Hardware, stack: str) -> Hardware:
     """Of a later release of a stack, where the file does not have it, the stack's own."""
     stated = {one.name: one for one in hardware.stacks}
     found = stated.get(stack) or stated.get(stack.rsplit("-", 1)[0])
-    return hardware if found is None else replace(hardware, reached=found.reached, delays=found.delays)
+    return (
+        hardware
+        if found is None
+        else replace(hardware, reached=found.reached, delays=found.delays, reached_source=found.source)
+    )
 
 
 def _edges(who: str, section: object) -> EdgesOf:
