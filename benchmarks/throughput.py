@@ -297,7 +297,7 @@ def _table(chosen: list[Timed]) -> str:
         found = row.found
         lines.append(
             f"| {row.name} | {row.source} | {row.published:,.0f} | {found.tokens_per_second_per_gpu:,.0f} | "
-            f"{_signed(row.error)} | {100 * found.mfu_by(Counting.PALM):.1f} % |"
+            f"{signed(row.error)} | {100 * found.mfu_by(Counting.PALM):.1f} % |"
         )
     return "\n".join(lines)
 
@@ -354,7 +354,7 @@ def _table5() -> str:
         parts = found.breakdown
         shares = [parts.compute, parts.communication, parts.bubble, parts.recompute, parts.other]
         lines.append(
-            f"| {name} | {published:.2f} | {found.step_seconds:.2f} | {_signed(found.step_seconds / published - 1)} | "
+            f"| {name} | {published:.2f} | {found.step_seconds:.2f} | {signed(found.step_seconds / published - 1)} | "
             + " | ".join(f"{100 * part / found.step_seconds:.1f} %" for part in shares)
             + " |"
         )
@@ -386,7 +386,7 @@ def _appendix_c() -> str:
     return "\n".join(lines)
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
     """A share as a percentage with a sign."""
     return f"{100 * value:+.1f} %".replace("-", "−")
 
