@@ -122,6 +122,9 @@ class Timing:
     execution: Execution
     planned: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hardware", self.hardware.under(self.execution.stack))
+
     def prices(self, layer: Layer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run

@@ -9,6 +9,7 @@ from pathlib import Path
 from jettison.errors import UsageError
 from jettison.parse_units import parse_bytes
 from jettison.predict.run_request import is_live, model_spec
+from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
@@ -25,6 +26,8 @@ def search(
     gpu: str,
     global_batch: int,
     budget: str | None = None,
+    tokens: float | None = None,
+    price_per_gpu_hour: float | None = None,
     top: int = 10,
     jobs: int = 1,
     state: Path | None = None,
@@ -33,6 +36,7 @@ def search(
     """Search for the fastest way to train a preset or a config.json.
 
     Args:
+        tokens: to train on: says how long, and with a price what it costs.
         state: a file to go on from and to write to.
 
     Raises:
@@ -41,6 +45,7 @@ def search(
     """
     if is_live(model):
         raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
+    wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     device = hardware(gpu)
     space = request.space(model_spec(model), device, gpus=gpus, global_batch=global_batch)
     begin = time.perf_counter()
@@ -60,5 +65,6 @@ def search(
         hardware=device,
         answer=answer,
         seconds=time.perf_counter() - begin,
+        wanted=wanted,
         request={**asked, **{name: getattr(request, name) for name in request.given()}},
     )
