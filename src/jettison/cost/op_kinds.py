@@ -44,7 +44,7 @@ REDUCTIONS = frozenset(
 """Ops along rows."""
 LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default"))
 """Ops that read as much of their first input as they write."""
-PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
 BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"
