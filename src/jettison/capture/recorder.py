@@ -134,7 +134,9 @@ class Recorder(Tape):
         if not is_dense(part):
             raise TraceError(f"it saves a tensor whose layout is {part.layout}")
         ref = self.ref(tensor)
-        self.slots.append(Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part), len(self.ops)))
+        self.slots.append(
+            Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part), len(self.ops))
+        )
         self._keepable(ref.buffer)
         return len(self.slots) - 1
 

@@ -304,9 +304,7 @@ class Tracer:
             if isinstance(leaf, Tensor) and storage_of(leaf) in current
         }
         self.calls.append(
-            BlockCall(
-                name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature, given=given
-            )
+            BlockCall(name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature, given=given)
         )
         storages = {}
         for position, leaf in enumerate(leaves):

@@ -176,7 +176,7 @@ class RecordedRegion(Region):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRegions:
-    """A recorded model: what is around its blocks, and by call of a block its region; calls that are alike share one."""
+    """A recorded model: what is around its blocks, and by call of a block its region; alike calls share one."""
 
     before: Region
     blocks: tuple[Region, ...]

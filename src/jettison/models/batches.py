@@ -45,7 +45,7 @@ def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, 
 
 
 def takes_tokens(cls: Any) -> bool:
-    """Does a class of models take sequences whose length is anybody's choice? Others read it off their configuration."""
+    """Does a class of models take sequences of any length? Others read it off their configuration."""
     name = getattr(cls, "main_input_name", "input_ids")
     return name == "input_ids" or (name == "input_features" and "ConditionalGeneration" in cls.__name__)
 

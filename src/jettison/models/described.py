@@ -41,5 +41,3 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
 def can_record() -> bool:
     """Are the libraries there that a trace needs?"""
     return all(find_spec(library) is not None for library in ("torch", "transformers"))
-
-

@@ -145,7 +145,7 @@ def class_for(config: Any) -> Any:
             return cls
     from transformers.models.auto import modeling_auto
 
-    for mapping in MAPPINGS:
+    for mapping in _mappings(config):
         known = getattr(modeling_auto, mapping, {})
         if type(config) in known:
             found = known[type(config)]
@@ -154,6 +154,16 @@ def class_for(config: Any) -> Any:
         f"transformers has no class with a loss for model_type {config.model_type!r}; use module:factory and return "
         "(model, batch, loss_fn)"
     )
+
+
+def _mappings(config: Any) -> tuple[str, ...]:
+    """Where its class is looked for: encoders with decoders as such, encoders as what fills in words."""
+    first: tuple[str, ...] = ()
+    if getattr(config, "is_encoder_decoder", False):
+        first = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+    elif getattr(config, "is_decoder", None) is False:
+        first = ("MODEL_FOR_MASKED_LM_MAPPING",)
+    return (*first, *MAPPINGS)
 
 
 def _one_line(error: Exception) -> str:

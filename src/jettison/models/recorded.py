@@ -8,24 +8,27 @@ and not a byte.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from textwrap import shorten
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.roles import base_name
 from jettison.capture.tracer import trace_model
-from jettison.errors import UsageError
+from jettison.errors import JettisonError, UsageError
 from jettison.formula.region import RecordedRegions, RegionRecorder
 from jettison.models.batches import batch_for, longest_of, takes_tokens
 from jettison.models.huggingface import ConfigRequest, build, class_for, config_of
-from jettison.models.recorded_regions import regions_of
+from jettison.models.recorded_regions import is_chain, regions_of
 from jettison.predict.run_request import LONGEST_DEFAULT, RunRequest
 from jettison.spec.model import ModelSpec, RecordedLayer
 from jettison.spec.precision import Precision, precision
@@ -67,7 +70,9 @@ class RecordedConfig(RegionRecorder):
             UsageError: a precision that no trace has.
         """
         if precision.product is not None:
-            raise UsageError(f"got --precision {precision.name}; the blocks of {self.words} are recorded in 16 or 32 bits")
+            raise UsageError(
+                f"got --precision {precision.name}; the blocks of {self.words} are recorded in 16 or 32 bits"
+            )
         return _Case(
             seq=seq if self.takes_tokens else 0,
             micro_batch=micro_batch,
@@ -95,6 +100,7 @@ class _Facts:
     hidden: int
     seq: int
     attends: frozenset[int]
+    chained: bool
     left_out: tuple[str, ...]
 
 
@@ -113,13 +119,16 @@ def _recorded(source: RecordedConfig, case: _Case) -> tuple[RecordedRegions, _Fa
         hidden=stream[-1],
         seq=stream[-2] if len(stream) > 2 else 1,
         attends=frozenset(i for i, call in enumerate(trace.calls) if _attends(trace, call.class_key)),
+        chained=is_chain(trace),
         left_out=tuple(_idle(trace)),
     )
     return regions, facts
 
 
 def _attends(trace: ModelTrace, key: str) -> bool:
-    return any("softmax" in base_name(op) or "attention" in base_name(op) for op in trace.classes[key].trace.program.ops)
+    return any(
+        "softmax" in base_name(op) or "attention" in base_name(op) for op in trace.classes[key].trace.program.ops
+    )
 
 
 def _idle(trace: ModelTrace) -> list[str]:
@@ -134,8 +143,8 @@ def _idle(trace: ModelTrace) -> list[str]:
             part = _part(model, name, run)
             idle[part] = idle.get(part, 0) + parameter.numel()
     return [
-        f"{part} ({count:,} parameters) does not take part in a batch of this kind: its weights, gradients and optimizer "
-        "state are counted, what it would save and compute is not"
+        f"{part} ({count:,} parameters) does not take part in a batch of this kind: its weights, gradients and "
+        "optimizer state are counted, what it would save and compute is not"
         for part, count in idle.items()
     ]
 
@@ -156,8 +165,17 @@ def _trace(source: RecordedConfig, case: _Case) -> ModelTrace:
     mode = fake_mode(allow_non_fake_inputs=True)
     model = build(config, asked, mode, dtype=DTYPES[case.parameter])
     batch = batch_for(model, config, asked)
+    regions = None if find_blocks(model) else only_blocks(model)
     with torch.autocast("cpu", DTYPES[case.compute], enabled=case.compute != case.parameter):
-        return trace_model(model, batch, mode=mode)
+        try:
+            return trace_model(model, batch, mode=mode, regions=regions)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:  # transformers' own code
+            if isinstance(error, JettisonError):
+                raise
+            why = shorten(" ".join(str(error).split()), 200, placeholder=" ...")
+            raise UsageError(
+                f"{type(model).__name__} cannot be recorded: its forward fails ({type(error).__name__}: {why})"
+            ) from error
 
 
 def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str) -> ModelSpec:
@@ -195,6 +213,7 @@ def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str)
             call=first,
             kind=facts.classes[index],
             causal=causal,
+            chained=facts.chained,
             attended_width=width if index in facts.attends else 0,
         )
         for index, first in enumerate(facts.firsts)
@@ -213,5 +232,9 @@ def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str)
 
 def _number(config: Any, *names: str) -> int:
     """The first of these that is a whole number; 0: none."""
-    found = (getattr(config, name, None) for name in names)
-    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
+    for name in names:
+        with contextlib.suppress(Exception):  # a key that differs from layer to layer may not be asked for
+            found = getattr(config, name, None)
+            if isinstance(found, int) and not isinstance(found, bool):
+                return found
+    return 0

@@ -33,12 +33,25 @@ def regions_of(trace: ModelTrace) -> RecordedRegions:
         UsageError: a block could not be recorded, or there is none.
     """
     if not trace.calls:
-        raise UsageError(f"{type(trace.fake_model).__name__} has no blocks that repeat: nothing to lay out or recompute")
+        why = "; ".join(trace.warnings) or "nothing to lay out or to recompute"
+        raise UsageError(f"{type(trace.fake_model).__name__} has no blocks that repeat: {why}")
     for cls in trace.classes.values():
         if cls.opaque:
             raise UsageError(f"blocks like {cls.example} cannot be recorded: {cls.problem}")
     made = _Regions(trace)
     return RecordedRegions(before=made.before(), blocks=tuple(made.blocks()), after=made.after())
+
+
+def is_chain(trace: ModelTrace) -> bool:
+    """Is the result of one block all that a gradient goes back through from the next?"""
+    blocks = trace.root.blocks
+    for index, call in enumerate(trace.calls[1:], 1):
+        cls = trace.classes[call.class_key]
+        leaves = tree_leaves((cls.args, cls.kwargs))
+        given = [root for position, root in call.given.items() if _differentiable(leaves[position])]
+        if any(blocks.get(root, (-1, 0))[0] != index - 1 for root in given):
+            return False
+    return True
 
 
 @dataclass

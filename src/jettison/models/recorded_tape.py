@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from jettison.capture.recording import RegionTrace, TensorRef
 from jettison.capture.roles import Roles, base_name
-from jettison.cost.op_kinds import BATCHED, FLASH, HOLD
 from jettison.capture.trees import op_leaves
+from jettison.cost.op_kinds import BATCHED, FLASH, HOLD
 from jettison.dtypes import DTYPE_BYTES, dtype_name
 from jettison.formula.tape import Saved, Tape, TapeOp, Value, Weight
 from jettison.ledger.program import Op, Slot, Source
@@ -28,6 +28,7 @@ _PASSES: Final = frozenset({"add", "add_", "sub", "clone", "alias"})
 _ATTENTION: Final = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 _CONSTANT: Final = ("detach", "argmax", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_empty")
 """No gradient goes back through these."""
+_FACTORS: Final = frozenset({"mul", "mul_", "div", "div_"})
 _SUMMAND_FIRST: Final = ("addmm", "baddbmm", "addmv")
 _SHARED: Final = "shared input"
 
@@ -77,12 +78,14 @@ class TapeMaker:
     def _write(self, op: Op, kept: Sequence[int]) -> None:
         found = [(ref, self._weight(ref.buffer)) for ref in self._read(op)]
         weights = {w.name: w for _, w in found if w is not None}
+        inputs = tuple(self._seen(ref) for ref, weight in found if weight is None)
+        outputs = tuple(self.value(b, grad=self._reached[b]) for b in op.outputs)
         self.tape.steps.append(
             TapeOp(
                 _name(op),
                 op.path,
-                tuple(self._seen(ref) for ref, weight in found if weight is None),
-                tuple(self.value(b, grad=self._reached[b]) for b in op.outputs),
+                inputs,
+                outputs,
                 tuple(self._saved(slot) for slot in kept),
                 tuple(sorted(weights.values(), key=lambda w: -len(w.shape))),
                 op.flops,
@@ -90,7 +93,7 @@ class TapeMaker:
                 base_name(op) in _PASSES,
                 op.anchor,
                 None,
-                0,
+                _spread(op, inputs, outputs, tuple(weights.values())),
             )
         )
 
@@ -198,6 +201,15 @@ def _name(op: Op) -> str:
     """As prices know it: fused attention is one op, whatever the device."""
     name = base_name(op)
     return FLASH if name.startswith(_ATTENTION) else BATCHED if name == "baddbmm" else op.name
+
+
+def _spread(op: Op, inputs: Sequence[Value], outputs: Sequence[Value], weights: Sequence[Weight]) -> int:
+    """Bytes of a smaller factor's gradient, which is made in the product's shape and then summed."""
+    if base_name(op) not in _FACTORS or not outputs:
+        return 0
+    size = prod(outputs[0].shape)
+    smaller = any(v.grad and prod(v.shape) < size for v in inputs) or any(w.numel < size for w in weights)
+    return outputs[0].nbytes if smaller else 0
 
 
 def weight_of(name: str, tensor: Tensor, *, tied: bool = False) -> Weight:

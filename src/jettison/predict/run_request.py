@@ -24,9 +24,9 @@ from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
-from jettison.spec.recorded import refuse_as_built
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
+from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Recompute, Run
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import workspaces

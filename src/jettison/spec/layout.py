@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from jettison.errors import UsageError
-from jettison.spec.model import ModelSpec, Moe
+from jettison.spec.model import ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut
 from jettison.spec.stage_layers import check_stage_layers
 
@@ -205,6 +205,11 @@ class Layout:
         for name, ways in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
             if ways > 1:
                 raise UsageError(f"got --{name} {ways}, which cuts blocks; {uncut(model)}")
+        if self.pp > 1 and not all(layer.chained for layer in model.layers if isinstance(layer, RecordedLayer)):
+            raise UsageError(
+                f"got --pp {self.pp}; a block of {model.name} reads more than what the one before it returned (an "
+                "encoder's result, embeddings), and what a stage would be sent is not known. Leave --pp away"
+            )
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         if heads % self.tp:

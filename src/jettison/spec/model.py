@@ -179,7 +179,6 @@ class Layer:
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
 
-
     @property
     def experts(self) -> Moe | None:
         """Its experts, where it has some."""
@@ -203,8 +202,8 @@ class Layer:
     @property
     def attended_width(self) -> int:
         """Of all heads' values together: h in PaLM's formula."""
-        latent = isinstance(self.attention, LatentAttention)
-        return self.heads * (self.attention.value_dim if latent else self.attention.head_dim)
+        attention = self.attention
+        return self.heads * (attention.head_dim if isinstance(attention, Attention) else attention.value_dim)
 
 
 class Recorder(ABC):
@@ -224,6 +223,7 @@ class RecordedLayer:
         call: which of the calls of a forward it stands for: the first of those that are alike.
         kind: its class, for people.
         attended_width: of all heads together; 0 where there are none.
+        chained: each block reads the one before it and no other, so that a pipeline can be cut between any two.
     """
 
     recorder: Recorder
@@ -231,6 +231,7 @@ class RecordedLayer:
     kind: str
     causal: bool = True
     attended_width: int = 0
+    chained: bool = True
 
     @property
     def experts(self) -> None:

@@ -75,14 +75,7 @@ def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
 
 
 def _described(
-    model: str,
-    request: RunRequest,
-    *,
-    budget: str | None,
-    gpu: str | None,
-    fit: bool,
-    explain: bool,
-    trace: bool,
+    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool, trace: bool
 ) -> LedgerReport:
     """What `jettison ledger` says of a preset or of a config.json.
 

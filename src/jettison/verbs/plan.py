@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
-from jettison.parse_units import parse_bytes
 from jettison.models.described import described_model
+from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
 from jettison.predict.run_request import TRACED, RunRequest, is_live, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
