@@ -1,11 +1,11 @@
-"""FLOPs of a training step: as arXiv 2205.05198 Appendix A prints them, and counted from the ops of a run.
+"""FLOPs of a training step, counted from the ops of a run; arXiv 2205.05198 Appendix A prints the same for its GPTs.
 
 B sequences in a step · s, h, L, V as everywhere. A multiply-add is two. Both count matrix products alone, and attention
 in full: `causal` halves it by name. Backward is twice the forward. The ledger's count holds for any architecture, and
 equals the appendix for its GPTs; a mixture of experts counts the rows that its experts work on, and its router.
 
 For selective recomputation the appendix charges the core's FLOPs once more for each pass that they have in a step
-(12Bs^2hL, a forward and its backward), where one forward (4Bs^2hL) runs again: `printed` and `executed` are both here.
+(12Bs^2hL, a forward and its backward), where one forward (4Bs^2hL) runs again.
 """
 
 from __future__ import annotations
@@ -34,24 +34,6 @@ class Counting(StrEnum):
     CAUSAL = "causal"  # the same, of attention only what is not masked
     PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B), N without experts that a token does not meet
     PARAMETERS = "6n"  # 6N a token
-
-
-def appendix_model_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
-    """72BLsh^2 (1 + s/6h + V/12hL)."""
-    scale = 72 * batch * layers * seq * hidden**2
-    return scale * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
-
-
-def appendix_hardware_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
-    """With selective recomputation, as printed: 72BLsh^2 (1 + s/3h + V/12hL)."""
-    scale = 72 * batch * layers * seq * hidden**2
-    return scale * (1 + seq / (3 * hidden) + vocab / (12 * hidden * layers))
-
-
-def appendix_full_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
-    """With full recomputation: 96BLsh^2 (1 + s/6h + V/16hL) (arXiv 2104.04473, eq. 3)."""
-    scale = 96 * batch * layers * seq * hidden**2
-    return scale * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
