@@ -83,6 +83,11 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
         UsageError: transformers does not know its model_type, or not its values.
     """
     transformers = _transformers()
+    if values.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise UsageError(
+            f"{name}: got the model_type {values.get('model_type')!r}, which neither has a closed form nor is known to "
+            f"transformers {transformers.__version__}; use module:factory"
+        )
     try:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers validates each config in its own way
