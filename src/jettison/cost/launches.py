@@ -416,10 +416,8 @@ class _Listing:
             if bias:
                 yield Kernel(steps=indices, nbytes=incoming, half=Half.WEIGHTS)
             return
-        for v, other, sizes in (
-            (step.inputs[0], step.inputs[1], (p.m, p.k, p.n)),
-            (step.inputs[1], step.inputs[0], (p.n, p.k, p.m)),
-        ):
+        first, second = step.inputs[0], step.inputs[min(1, len(step.inputs) - 1)]
+        for v, other, sizes in ((first, second, (p.m, p.k, p.n)), (second, first, (p.n, p.k, p.m))):
             if v.grad:
                 moved = incoming + other.nbytes + v.nbytes
                 yield Kernel(steps=indices, nbytes=moved, product=Product(p.batch, *sizes, p.dtype), half=Half.INPUTS)

@@ -47,7 +47,7 @@ LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather
 """Ops that read as much of their first input as they write."""
 SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
 """Ops that write rows where an index says."""
-PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
 BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"

@@ -72,7 +72,7 @@ def kind_of(hardware: Hardware, kernels: str, execution: Execution, model: Model
     if kernels == MEGATRON.name:
         stack = execution.stack.partition("-")[0]
         software = stack if stack in {"base", *(one.name for one in hardware.stacks)} and hardware.stacks else kernels
-    experts = any(getattr(layer.mlp, "experts", 0) for layer in model.layers)
+    experts = any(getattr(getattr(layer, "mlp", None), "experts", 0) for layer in model.layers)
     return f"{hardware.name}, {software}, {'experts' if experts else 'dense'}"
 
 

@@ -26,6 +26,7 @@ from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
+from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import workspaces
@@ -223,6 +224,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     Raises:
         UsageError: a word that is not known, or a run that is none.
     """
+    refuse_as_built(model, request.given())
     if request.like is not None:
         return _resolve_like(model, request, request.like)
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from jettison.cost.execution import execution_of
 from jettison.errors import UsageError
+from jettison.models.described import described_model
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, is_live, model_spec, resolve
+from jettison.predict.run_request import RunRequest, is_live, resolve
 from jettison.predict.stages import Chosen
 from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run
@@ -46,7 +47,7 @@ def estimate(
     if is_live(model):
         raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
     wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
-    asked, device = resolve(model_spec(model), request), hardware(gpu)
+    asked, device = resolve(described_model(model, request), request), hardware(gpu)
     run = asked.run
     if explain and run.recompute.mode is Mode.AUTO:
         raise UsageError("--explain compares recompute modes; give another than auto")

@@ -7,8 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from jettison.errors import UsageError
+from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
-from jettison.predict.run_request import is_live, model_spec
+from jettison.predict.run_request import RunRequest, is_live
 from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
@@ -47,7 +48,12 @@ def search(
         raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
     wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     device = hardware(gpu)
-    space = request.space(model_spec(model), device, gpus=gpus, global_batch=global_batch)
+    space = request.space(
+        described_model(model, RunRequest(seq=request.seq, attention=request.attention, precision=request.precision)),
+        device,
+        gpus=gpus,
+        global_batch=global_batch,
+    )
     begin = time.perf_counter()
     with nullcontext() if state is None else Journal(state) as journal:
         answer = find(
