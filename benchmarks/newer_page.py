@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -40,7 +41,7 @@ def before() -> list[float]:
 def page(found: Sequence[NewerRun] | None = None) -> str:
     """The whole page."""
     compared = list(zip(rows() if found is None else found, before(), strict=True))
-    words = {}
+    words = {"plainly": plainly([row for row, _ in compared])}
     for name, belongs in GROUPS:
         chosen = [(row, was) for row, was in compared if belongs(row)]
         words[name] = _table(chosen)
@@ -59,6 +60,17 @@ def _medians(chosen: Sequence[tuple[NewerRun, float]]) -> str:
         if errors
     ]
     return f"{len(chosen)} runs, median {_percent(now)} (before {_percent(was)}; {', '.join(apart)})"
+
+
+def plainly(found: Sequence[NewerRun]) -> str:
+    """The median of NVIDIA's runs with experts where nothing is said of graphs, libraries, overlap or fused experts."""
+    errors = []
+    for row in found:
+        if row.stack == "nemo" and row.experts:
+            off = {"once_to_node": False, "hides_experts": False, "graphed": False, "loops_experts": True}
+            plain = replace(row, execution=replace(row.execution, stack="nemo", **off))  # type: ignore[arg-type]
+            errors.append(abs(plain.error))
+    return _percent(median(errors))
 
 
 def _percent(share: float) -> str:
