@@ -171,3 +171,21 @@ def test_a_stack_of_a_file_is_read_with_care(tmp_path: Path) -> None:
     path.write_text('memory = "80GiB"\n[stacks.nemo]\nfast = true\n')
     with pytest.raises(UsageError, match="got the key 'fast'"):
         hardware(path)
+
+
+@pytest.mark.parametrize("more", [{}, {"ep_comm_overlap": True}, {"dispatcher": "flex"}], ids=str)
+def test_what_an_op_adds_to_a_recompute_is_never_more_than_it_adds(more: dict[str, object]) -> None:
+    """What a search's bounds rest on."""
+    run = run_of("qwen3-30b-a3b", ep=8, dp=8, seq=4096, precision="fp8", **more)
+    prices = PriceModel(
+        hardware=hardware("h100-80gb").under("nemo"),
+        execution=execution_of(run),
+        precision=run.precision,
+        layout=run.layout.within_stage,
+        visible=0.5,
+    )
+    region = region_of(run)
+    each = prices.op_seconds(region)
+    everything = frozenset(range(len(region.tape.steps)))
+    assert sum(each) <= prices.seconds(region, everything).again.seconds * (1 + 1e-9)
+    assert sum(each) > 0
