@@ -245,5 +245,5 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
         position = 0
         for part in chunk:
             position += part.is_layer
-            inside = part.is_layer and position % size and position < layers
+            inside = part.inner or (part.is_layer and position % size and position < layers)
             yield part.region.flops if inside else passes_of(part, rule).recompute_flops

@@ -194,12 +194,13 @@ def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
     for stage in choice.forecast.stages:
         for part in (part for chunk in stage.parts for part in chunk if part.is_layer):
             moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+            again = part.region.flops if part.inner else passes_of(part, run.gradient_rule).recompute_flops
             found[part.name] = LayerChoice(
                 layer=part.name,
                 stage=stage.index,
                 policy=policies[part.name],
-                kept_bytes=part.region.program.kept_bytes(part.kept - moved),
+                kept_bytes=part.region.program.kept_bytes(part.kept - moved) if part.first else 0,
                 offloaded_bytes=part.region.program.kept_bytes(moved),
-                recompute_flops=passes_of(part, run.gradient_rule).recompute_flops,
+                recompute_flops=again,
             )
     return tuple(found[name] for name in run.model.layer_names)

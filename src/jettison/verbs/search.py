@@ -10,6 +10,7 @@ from jettison.errors import UsageError
 from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
 from jettison.predict.run_request import RunRequest, is_live
+from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
@@ -26,6 +27,8 @@ def search(
     gpu: str,
     global_batch: int,
     budget: str | None = None,
+    tokens: float | None = None,
+    price_per_gpu_hour: float | None = None,
     top: int = 10,
     jobs: int = 1,
     state: Path | None = None,
@@ -34,6 +37,7 @@ def search(
     """Search for the fastest way to train a preset or a config.json.
 
     Args:
+        tokens: to train on: says how long, and with a price what it costs.
         state: a file to go on from and to write to.
 
     Raises:
@@ -42,6 +46,7 @@ def search(
     """
     if is_live(model):
         raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
+    wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     device = hardware(gpu)
     space = request.space(
         described_model(model, RunRequest(seq=request.seq, attention=request.attention, precision=request.precision)),
@@ -66,5 +71,6 @@ def search(
         hardware=device,
         answer=answer,
         seconds=time.perf_counter() - begin,
+        wanted=wanted,
         request={**asked, **{name: getattr(request, name) for name in request.given()}},
     )
