@@ -40,6 +40,9 @@ def embedding(w: Writer) -> Value:
         x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
+    with w.tape.scope("beside"):
+        for name, shape in model.beside:
+            w.parameter(name, *shape)
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
 
 

@@ -33,9 +33,12 @@ from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
+_TRACE_IT: Final = _TRACE[0].upper() + _TRACE[1:]
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
+TOWERS: Final = ("vision", "audio")
+"""What may stand beside a text model."""
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
@@ -85,12 +88,17 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
 
 def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
     """What a configuration has that the text model does not, one remark each."""
-    for key in ("vision_config", "audio_config"):
+    for key in (f"{tower}_config" for tower in TOWERS):
         tower = outer.get(key)
         if isinstance(tower, Mapping) and tower:
             about = _tower_parameters(tower)
             size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
             yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
+    yield from not_built(outer, inner)
+
+
+def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
+    """What a configuration has that the code of transformers does not build, one remark each."""
     further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers")
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
@@ -128,9 +136,10 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     elif default is not None:
         raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
-    known = ", ".join(sorted({*EVERY_FAMILY, *EVERY_WRAPPER}))
     refused = UsageError if kind is None else NotDescribed
-    raise refused(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
+    raise refused(
+        f"{name}: got {got}, which has no closed form; docs/architectures.md lists those that do. {_TRACE_IT}"
+    )
 
 
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:

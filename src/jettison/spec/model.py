@@ -304,6 +304,7 @@ class ModelSpec:
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
     dropout: float = 0.0  # what its configuration asks for
     dtype: str = "bfloat16"  # what its configuration asks for
+    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights that no text runs: of towers, by name
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
