@@ -17,6 +17,7 @@ from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.summary import LedgerReport
 from jettison.search.request import SearchRequest
+from jettison.search.search import MARGIN
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -184,6 +185,9 @@ def search(
     global_batch: Annotated[int, Parameter(help="Sequences in a step, on all devices.")],
     request: Annotated[SearchRequest, Parameter(name="*")] = NOTHING_FIXED,
     budget: Annotated[str | None, Parameter(help="Peak bytes of a device, if less than it has: 60GiB.")] = None,
+    margin: Annotated[
+        float, Parameter(help="Kept free: of the way from the expected allowance to its upper bound, 0 to 1.")
+    ] = MARGIN,
     top: Annotated[int, Parameter(help="Layouts to list.")] = 10,
     jobs: Annotated[int | None, Parameter(help="Processes: as many as there are cores.")] = None,
     state: Annotated[Path | None, Parameter(help="Go on from this file, and write what is worked out to it.")] = None,
@@ -201,7 +205,16 @@ def search(
     from jettison.search.search import NothingFits
     from jettison.verbs.search import search as answer
 
-    said = asked(model=model, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, request=request)
+    said = asked(
+        model=model,
+        gpus=gpus,
+        gpu=gpu,
+        global_batch=global_batch,
+        budget=budget,
+        margin=margin,
+        top=top,
+        request=request,
+    )
     with progress() as say:
         try:
             report = answer(
@@ -211,6 +224,7 @@ def search(
                 gpu=gpu,
                 global_batch=global_batch,
                 budget=budget,
+                margin=margin,
                 top=top,
                 state=state,
                 jobs=cores() if jobs is None else jobs,

@@ -4,6 +4,8 @@ What is compared: `forecast(run).peak_bytes`, the allocated bytes of the worst r
 budget for allocations. On a GPU that budget is `allowance.available_bytes(hardware, run)`: what a process can allocate
 less the expected allowance for contexts, communicators and fragments.
 
+Where a planner decides what is computed again, a run fits what its smallest plan fits.
+
 One thing is changed at a time, all else stays as in the run. More of a batch or of a sequence is taken to need more
 bytes; the edge that the search ends on is checked on both sides.
 """
@@ -12,11 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.predict.auto_recompute import smallest_budget
 from jettison.predict.forecast import forecast
+from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
 
 SEQUENCE_STEP: Final = 128
@@ -45,7 +50,7 @@ class FitAnswer:
     """What fits a budget.
 
     Args:
-        peak_bytes: of the run as it is.
+        peak_bytes: of the run as it is; where a planner decides, of its smallest plan.
         micro_batch: the largest, at the run's sequence.
         seq: the longest, at the run's micro-batch, in multiples of ``seq_step``; learned positions end it.
         tp: the smallest tensor-parallel size, on more or fewer devices: the other axes stay.
@@ -70,29 +75,33 @@ class FitAnswer:
         return {"fits": self.fits, **asdict(self)}
 
 
-def fit(run: Run, *, budget_bytes: int) -> FitAnswer:
+def fit(run: Run, *, budget_bytes: int, planner: Hardware | None = None) -> FitAnswer:
     """What of a run fits ``budget_bytes`` of allocations on each rank.
+
+    Args:
+        planner: whose prices a planner decides by, which the run's recompute mode leaves it to.
 
     Raises:
         UsageError: see `predict.forecast.forecast`.
     """
+    peak = _peak if planner is None else partial(smallest_budget, hardware=planner)
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     positions = run.model.max_positions if run.model.learned_positions else _MOST
 
     def with_batch(count: int) -> int:
-        return _peak(replace(run, micro_batch=count))
+        return peak(replace(run, micro_batch=count))
 
     def with_sequence(count: int) -> int:
-        return _peak(replace(run, seq=count * step))
+        return peak(replace(run, seq=count * step))
 
     return FitAnswer(
         budget_bytes=budget_bytes,
-        peak_bytes=_peak(run),
+        peak_bytes=peak(run),
         seq_step=step,
         micro_batch=_largest(with_batch, budget_bytes, most=_MOST),
         seq=_in_steps(_largest(with_sequence, budget_bytes, most=positions // step), step),
-        tp=_smallest(_tensor_parallel(run), budget_bytes),
-        zero=_smallest(((z, replace(run, layout=replace(run.layout, zero=z))) for z in range(4)), budget_bytes),
+        tp=_smallest(peak, _tensor_parallel(run), budget_bytes),
+        zero=_smallest(peak, ((z, replace(run, layout=replace(run.layout, zero=z))) for z in range(4)), budget_bytes),
     )
 
 
@@ -143,11 +152,11 @@ def _tensor_parallel(run: Run) -> Iterable[tuple[int, Run]]:
             continue
 
 
-def _smallest(runs: Iterable[tuple[int, Run]], budget: int) -> Edge:
+def _smallest(peak: Callable[[Run], int], runs: Iterable[tuple[int, Run]], budget: int) -> Edge:
     """The first of ascending choices that fits, and the one before; where none fits, the one that needs least."""
     failed: list[tuple[int, int]] = []  # peak, choice
     for choice, run in runs:
-        nbytes = _peak(run)
+        nbytes = peak(run)
         if nbytes <= budget:
             if not failed:
                 return Edge(value=choice, peak_bytes=nbytes)

@@ -132,7 +132,8 @@ class StageSegments:
     @cached_property
     def _ends(self) -> dict[int, int]:
         """By layer's place in the stage, one past the last layer of its chunk."""
-        found, at = {}, 0
+        found: dict[int, int] = {}
+        at = 0
         for chunk in self.stage.parts:
             layers = [at + i for i, part in enumerate(chunk) if part.is_layer]
             found |= dict.fromkeys(layers, layers[-1] + 1 if layers else 0)

@@ -9,6 +9,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.predict.allowance import available_to
 from jettison.report.fitted import FittedTable
 from jettison.report.parts import facts_table, titled
 from jettison.report.schemas import shaped
@@ -51,6 +52,7 @@ class SearchReport:
         answer = self.answer
         found = {
             **_asked(self.model, self.hardware, answer),
+            "margin": answer.margin,
             "request": self.request,
             "feasible": True,
             "candidates": [_candidate(found) for found in answer.ranked],
@@ -66,6 +68,17 @@ class SearchReport:
         }
         return shaped(found)
 
+    def _margin(self) -> str:
+        answer = self.answer
+        layout, device = answer.best.candidate.setup.layout, answer.space.template.kernels.device
+        nbytes = available_to(self.hardware, layout, device) - available_to(
+            self.hardware, layout, device, answer.margin
+        )
+        return (
+            f"{format_bytes(nbytes)} stay free beside what contexts, communicators and fragments are expected to take: "
+            f"{format_percent(answer.margin)} of the way to the most that they may (--margin)"
+        )
+
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
         answer = self.answer
@@ -79,6 +92,8 @@ class SearchReport:
                 f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
             ),
         ]
+        if answer.margin:
+            facts.append(("margin", self._margin()))
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
         if self.hardware.note:

@@ -13,6 +13,7 @@ from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
 from jettison.search.request import SearchRequest
+from jettison.search.search import MARGIN
 from jettison.search.search import search as find
 from jettison.spec.hardware import hardware
 
@@ -25,6 +26,7 @@ def search(
     gpu: str,
     global_batch: int,
     budget: str | None = None,
+    margin: float = MARGIN,
     top: int = 10,
     jobs: int = 1,
     state: Path | None = None,
@@ -33,6 +35,7 @@ def search(
     """Search for the fastest way to train a preset or a config.json.
 
     Args:
+        margin: what stays free beside the expected allowance, as a share of the way to its upper bound.
         state: a file to go on from and to write to.
 
     Raises:
@@ -49,12 +52,14 @@ def search(
             space,
             device,
             budget_bytes=None if budget is None else parse_bytes(budget),
+            margin=margin,
             top=top,
             jobs=jobs,
             journal=journal,
             progress=progress,
         )
     asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": budget, "top": top}
+    asked["margin"] = margin
     return SearchReport(
         model=model,
         hardware=device,
