@@ -31,7 +31,7 @@ from benchmarks.models import BUILDERS, Batch, Size, blocks_of, build, loss_of
 from benchmarks.rivals import activation_memory_budget
 from jettison.errors import Infeasible
 from jettison.measure import interleaved, measured_peak, same_bits
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner.planner import UNSEEN_BYTES
 from jettison.units import Bytes
 

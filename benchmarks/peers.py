@@ -25,7 +25,7 @@ from benchmarks.jettison_rows import at_peak, attempt, keep_all
 from benchmarks.models import BUILDERS, Batch, Size, build, loss_of
 from benchmarks.rivals import COMPILED, EAGER, Rival
 from jettison.measure import interleaved, measured_peak, same_bits
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 
 RESULTS = Path(__file__).parent / "results"
 SECTIONS = {"eager": EAGER, "compile": COMPILED}

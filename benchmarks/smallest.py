@@ -21,7 +21,7 @@ import jettison
 from jettison.capture.blocks import find_blocks
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
 
 WORDS, ROWS, LENGTH = 96, 2, 64

@@ -182,7 +182,8 @@ def _nanotron(row: Mapping[str, str]) -> tuple[Run, Execution]:
 
 def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """Megatron-Core with Transformer Engine, ZeRO 1, bf16 gradients and sends that hide, dropout 0.1 in GPT-3 and none
-    in the others: what the files of launcher and scripts say."""
+    in the others: what the files of launcher and scripts say. Their attention and fp8 products are those of before
+    25.09."""
     tp, pp, cp, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "gpus"))
     seq, micro_batch, dp = int(row["sequence"]), int(row["micro_batch"]), gpus // (tp * pp * cp)
     sequences = int(row["global_batch"] or NEMO_TOKENS // seq)
@@ -204,6 +205,7 @@ def _nemo(row: Mapping[str, str]) -> tuple[Run, Execution]:
         kernels=MEGATRON.name,
         dropout=0.1 if gpt else 0.0,
         tp_comm_overlap=row["tp_comm_overlap"] == "yes",
+        stack="base",
     )
     if row["model"] in NEMO_GPT:
         model = gpt2(row["model"], *NEMO_GPT[row["model"]], vocabulary=51200, positions=seq)

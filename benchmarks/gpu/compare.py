@@ -16,7 +16,7 @@ from benchmarks.jettison_rows import at_peak
 from benchmarks.rivals import Rival
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 
 COLUMNS = (
     Column(title="budget GiB", key="budget_bytes", show=gib),

@@ -20,7 +20,7 @@ from benchmarks.jettison_rows import keep_all
 from benchmarks.rivals import COMPILED, EAGER
 from jettison.measure import measured_peak
 from jettison.measure.device import have_workspaces
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 
 ONE = Size(
     layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32_000, sequence=2048, micro_batch=4

@@ -17,7 +17,7 @@ from benchmarks.gpu.families import Size, Variant, build
 from benchmarks.gpu.setting import Setting, planner_for
 from jettison.measure import measured_peak
 from jettison.measure.device import have_workspaces
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import apply_candidate
 from jettison.planner.planner import Planner
 

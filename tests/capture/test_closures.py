@@ -16,7 +16,7 @@ import jettison
 from jettison.capture.closures import close_over_copies
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
 from support.toys import Words
 

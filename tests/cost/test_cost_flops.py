@@ -7,15 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jettison.cost.flops import (
-    Counting,
-    appendix_full_flops,
-    appendix_hardware_flops,
-    appendix_model_flops,
-    forward_flops,
-    model_flops,
-    visible_share,
-)
+from jettison.cost.flops import Counting, forward_flops, model_flops, visible_share
 from jettison.cost.utilisation import seconds_of, utilisation
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
@@ -36,6 +28,24 @@ def facts(name: str) -> list[dict[str, str]]:
 CONFIGS = {row["model"]: row for row in facts("korthikanti2022_configs.csv")}
 TABLE5 = {row["model"]: row for row in facts("korthikanti2022_table5.csv")}
 GPTS = tuple(CONFIGS)
+
+
+def appendix_model_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
+    """72BLsh^2 (1 + s/6h + V/12hL)."""
+    scale = 72 * batch * layers * seq * hidden**2
+    return scale * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
+
+
+def appendix_hardware_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
+    """With selective recomputation, as printed: 72BLsh^2 (1 + s/3h + V/12hL)."""
+    scale = 72 * batch * layers * seq * hidden**2
+    return scale * (1 + seq / (3 * hidden) + vocab / (12 * hidden * layers))
+
+
+def appendix_full_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
+    """With full recomputation: 96BLsh^2 (1 + s/6h + V/16hL) (arXiv 2104.04473, eq. 3)."""
+    scale = 96 * batch * layers * seq * hidden**2
+    return scale * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
 
 
 def sizes(model: str) -> dict[str, int]:

@@ -24,7 +24,8 @@ from jettison.dryrun import step as rehearse
 from jettison.errors import Infeasible, TraceError
 from jettison.measure import measured_peak
 from jettison.measure.device import elsewhere_bytes
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from jettison.runtime import witness
 from jettison.runtime.checked_run import SequenceCheck
 from jettison.runtime.witness import look, spots_of

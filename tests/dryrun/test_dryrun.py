@@ -15,7 +15,7 @@ from jettison.capture.tracer import trace_model
 from jettison.dryrun.op_costs import MeasuredWorkspace, measure_ops
 from jettison.dryrun.step import StepPeaks, dry_run_batch, fake_optimizer
 from jettison.measure import independent_copy, measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner
 from jettison.runtime.install import install

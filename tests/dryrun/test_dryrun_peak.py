@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import jettison
-from jettison.measure.memory import static_tensors
 from jettison.measure.peak import measured_peak
+from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import Forecast, forecast
 from jettison.spec.conventions import kernels_for
 from jettison.spec.huggingface_config import parse_config

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.runtime.recordings import Recordings
 from jettison.units import Bytes
 from silent.kit import rows

@@ -19,7 +19,7 @@ import jettison
 from jettison.errors import UnsupportedModule
 from jettison.integrations.transformers import TransformersPlan, auto_checkpoint_trainer
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.runtime.planned import PlannedForward
 from jettison.units import Bytes
 from support.toys import Mlp

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from jettison.measure.allocations import allocation_timeline
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from jettison.traces.snapshot import read_snapshot
 from jettison.traces.snapshot_file import write_snapshot
 

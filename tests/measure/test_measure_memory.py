@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jettison.capture.fakes import fake_batch, fake_copy, fake_mode
 from jettison.measure import measured_peak
-from jettison.measure.memory import AllocationCounter, layer_marks, static_tensors, unique_bytes
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors, unique_bytes
 
 KIB = 1024
 
@@ -193,20 +194,6 @@ def test_fake_step_counts_what_the_real_one_does():
         step(twin, fake)
     assert counted.peak_bytes == real.peak_bytes
     assert counted.live_bytes == real.live_bytes
-
-
-def test_layer_marks_follow_forward_and_backward():
-    model, batch = mlp(layers=3), torch.randn(128, 64)
-    layers = {str(index): layer for index, layer in enumerate(model)}
-    with AllocationCounter(static_tensors(model, batch)) as counter, layer_marks(counter, layers):
-        step(model, batch)
-        counter.mark("end")
-    names = [mark.name for mark in counter.marks]
-    forward, backward = [f"{i}.forward" for i in range(3)], [f"{i}.backward" for i in (2, 1, 0)]
-    assert names == [*forward, *backward, "end"]
-    assert max(mark.peak_bytes for mark in counter.marks) == counter.peak_bytes
-    saved = [mark.live_bytes for mark in counter.marks[:3]]
-    assert saved[1] - saved[0] == saved[2] - saved[1], "equal layers save equal bytes"
 
 
 def test_repeated_steps_return_to_the_same_live_bytes():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jettison.measure import compare_gradients, measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner import batches
 from jettison.runtime.batch_shape import BatchShape
 from jettison.units import Bytes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import jettison
 from jettison.errors import Infeasible, UnsupportedModule
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
 
 WIDTH = 32

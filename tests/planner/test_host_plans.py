@@ -16,7 +16,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.errors import HostBudgetExceeded, Infeasible, UsageError
 from jettison.measure import independent_copy, measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner import host as planner_host
 from jettison.planner.host import Host, host_of, is_timed, movable
 from jettison.planner.parts import _times

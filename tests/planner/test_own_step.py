@@ -16,7 +16,7 @@ from jettison.capture.fakes import fake_mode
 from jettison.dryrun.user_step import UserStep, copies_of, observe
 from jettison.errors import Infeasible, TraceError, UnsupportedModule, UsageError
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.parallel.agree import summary
 from jettison.units import Bytes
 from support.toys import Mlp, Words

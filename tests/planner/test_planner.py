@@ -20,7 +20,7 @@ from jettison.capture.tracer import trace_model
 from jettison.dryrun.step import dry_run_batch, fake_optimizer
 from jettison.errors import Infeasible, PlanMismatch, UsageError
 from jettison.measure import compare_gradients, independent_copy, measured_peak, same_bits
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import apply, apply_candidate
 from jettison.planner.planner import Planner, make_planner
 from jettison.solve import Plan

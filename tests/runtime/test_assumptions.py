@@ -14,7 +14,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.planner import apply, plan
 from jettison.units import Bytes
 

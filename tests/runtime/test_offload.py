@@ -13,7 +13,8 @@ import jettison
 from jettison.errors import HostBudgetExceeded, UsageError
 from jettison.ledger.program import Program
 from jettison.measure import compare_gradients, independent_copy
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from jettison.runtime import offload_setup
 from jettison.runtime.accelerator import device_for
 from jettison.runtime.host_pool import HostPool

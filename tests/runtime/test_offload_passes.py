@@ -10,7 +10,8 @@ from torch import Tensor
 
 from jettison.errors import StaleTensor
 from jettison.measure import compare_gradients
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from support.offloading import ALL, ROWS, TENSOR_BYTES, WIDTH, Line, Pair, Scale, directions, pair, run, scales, seeded
 from support.toys import Mlp
 

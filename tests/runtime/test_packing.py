@@ -17,7 +17,7 @@ import jettison
 from jettison.capture.tracer import trace_model
 from jettison.errors import Infeasible
 from jettison.measure import compare_gradients, independent_copy, measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.runtime import packing
 from jettison.runtime.packing import bits_of, from_bits, packs_into
 from jettison.solve.plan import Plan

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import jettison
 from jettison.errors import Infeasible, JettisonError, UnsupportedModule
 from jettison.measure import compare_gradients, independent_copy
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from jettison.runtime.frame import Frame
 from jettison.units import Bytes
 from support.stacks import POLICIES, WIDTH, Block, Stack, apply, compare, rows, stack

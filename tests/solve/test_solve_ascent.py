@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jettison.solve import StepProblem, choose, label_setting, minimum_budget
 from jettison.solve.ascent import ascend
-from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
+from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
 from support.plan_cases import brute_force, deep_problem, step_problems
@@ -49,7 +49,7 @@ def test_bounds_are_nearly_those_of_highs(same: bool, gradient_mib: int) -> None
     for more in (0, 1, 5, 20, 60):
         for walk in walks(problem):
             budgeted = BudgetedWalk.of(walk, minimum_budget(problem) + more * GIB)
-            both = Multipliers(device=ascend(budgeted)), best_multipliers(budgeted)
+            both = Multipliers(device=ascend(budgeted)), relaxation(budgeted).multipliers
             ours, best = (relax(budgeted, prices).picoseconds for prices in both)
             assert ours >= best - 0.03 * dearest
             nothing = relax(budgeted, Multipliers(device=[0.0] * (walk.count + 1))).picoseconds
@@ -81,7 +81,7 @@ def test_labels_in_lists_are_those_in_arrays(
         if walk.minimum_budget_bytes > budget:
             continue
         budgeted = BudgetedWalk.of(walk, budget)
-        bound = relax(budgeted, best_multipliers(budgeted))
+        bound = relax(budgeted, relaxation(budgeted).multipliers)
         arrays = fastest_path(budgeted, bound, width=width, below=limit, beam=beam)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(label_setting, "np", None)

@@ -21,7 +21,7 @@ from jettison.solve import (
     evaluate,
     minimum_budget,
 )
-from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
+from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import walks
 from support.plan_cases import all_choices, brute_force, deep_problem, layer, step_problems
@@ -80,7 +80,7 @@ def test_any_multipliers_bound_from_below(problem: StepProblem, more: int, multi
         ]
         assume(fitting)
         budgeted = BudgetedWalk.of(walk, budget)
-        for prices in (Multipliers(device=multipliers[: walk.count + 1]), best_multipliers(budgeted)):
+        for prices in (Multipliers(device=multipliers[: walk.count + 1]), relaxation(budgeted).multipliers):
             assert relax(budgeted, prices).picoseconds <= min(fitting) * 1e12 + 1
 
 

@@ -23,7 +23,7 @@ from jettison.solve import (
     label_setting,
     minimum_budget,
 )
-from jettison.solve.bound import BudgetedWalk, Multipliers, best_multipliers, relax
+from jettison.solve.bound import BudgetedWalk, Multipliers, relax, relaxation
 from jettison.solve.exchange import exchanged
 from jettison.solve.label_setting import fastest_path
 from jettison.solve.moves import Move, Walk, walks
@@ -87,7 +87,7 @@ def test_labels_alone_find_the_best(case: Case, more: int) -> None:
     budget = minimum_budget(problem) + more
     (walk,) = walks(problem)
     budgeted = BudgetedWalk.of(walk, budget)
-    bound = relax(budgeted, best_multipliers(budgeted))
+    bound = relax(budgeted, relaxation(budgeted).multipliers)
     found = fastest_path(budgeted, bound, width=10**6)
     best = fastest(case, budget)
     assert found.path is not None and best is not None

@@ -14,7 +14,8 @@ from jettison.export.policy import LayerPolicy
 from jettison.export.result import Exported
 from jettison.export.subject import Subject
 from jettison.export.targets import torch_remat
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 
 WIDTH, TOKENS, DEPTH = 32, 24, 4
 

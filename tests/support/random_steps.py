@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.model_trace import call_model, loss_of
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors, unique_bytes
 from jettison.measure.peak import allocation_deltas
+from jettison.measure.tensors import static_tensors, unique_bytes
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
 from support.random_programs import VOCABULARY, Case, LossFn, Program

@@ -20,7 +20,7 @@ from jettison.measure import (
     rng_digest,
     same_bits,
 )
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 
 SEED = 7
 Context = Callable[[], contextlib.AbstractContextManager[Any]]

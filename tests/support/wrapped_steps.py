@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import jettison
 from jettison.measure import measured_peak
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.train.dry_step import alive
 from jettison.train.phase_memory import MemoryMeter
 from jettison.units import Bytes

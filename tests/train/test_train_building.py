@@ -25,7 +25,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from jettison.errors import UsageError
-from jettison.measure.memory import AllocationCounter, unique_bytes
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import unique_bytes
 from jettison.models.deferred import NotDeferrable, deferred
 from jettison.parallel.rank_tree import RankTree
 from jettison.progress import silent

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from jettison.cli.main import run
 from jettison.errors import UsageError
-from jettison.measure.memory import unique_bytes
+from jettison.measure.tensors import unique_bytes
 from jettison.train.export import ExportFailed
 from jettison.train.export_run import export_session
 from jettison.train.recipe import (

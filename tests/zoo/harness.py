@@ -27,7 +27,7 @@ from jettison.capture.model_trace import call_model, loss_of
 from jettison.errors import Infeasible
 from jettison.measure import measured_peak, same_bits
 from jettison.measure.device import have_workspaces
-from jettison.measure.memory import static_tensors
+from jettison.measure.tensors import static_tensors
 from jettison.units import Bytes
 from zoo.entry import Batch, Entry
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from jettison.errors import UnsupportedModule
@@ -30,11 +29,6 @@ class CompiledProgram:
     program: Program
     default: frozenset[int] = field(default_factory=frozenset)
     settings: CompileSettings
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether somebody has called ``module.compile()``, or made it with ``torch.compile(module)``."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
 def settings_of(name: str, module: nn.Module) -> CompileSettings:

@@ -1,11 +1,11 @@
-"""FLOPs of a training step: as arXiv 2205.05198 Appendix A prints them, and counted from the ops of a run.
+"""FLOPs of a training step, counted from the ops of a run; arXiv 2205.05198 Appendix A prints the same for its GPTs.
 
 B sequences in a step · s, h, L, V as everywhere. A multiply-add is two. Both count matrix products alone, and attention
 in full: `causal` halves it by name. Backward is twice the forward. The ledger's count holds for any architecture, and
 equals the appendix for its GPTs; a mixture of experts counts the rows that its experts work on, and its router.
 
 For selective recomputation the appendix charges the core's FLOPs once more for each pass that they have in a step
-(12Bs^2hL, a forward and its backward), where one forward (4Bs^2hL) runs again: `printed` and `executed` are both here.
+(12Bs^2hL, a forward and its backward), where one forward (4Bs^2hL) runs again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jettison.formula.parameters import active_parameter_count
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.run import Run, Scene
 
 PASSES = 3
@@ -34,24 +34,6 @@ class Counting(StrEnum):
     CAUSAL = "causal"  # the same, of attention only what is not masked
     PALM = "palm"  # 6N + 12Lhs a token (arXiv 2204.02311 Appendix B), N without experts that a token does not meet
     PARAMETERS = "6n"  # 6N a token
-
-
-def appendix_model_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
-    """72BLsh^2 (1 + s/6h + V/12hL)."""
-    scale = 72 * batch * layers * seq * hidden**2
-    return scale * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
-
-
-def appendix_hardware_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
-    """With selective recomputation, as printed: 72BLsh^2 (1 + s/3h + V/12hL)."""
-    scale = 72 * batch * layers * seq * hidden**2
-    return scale * (1 + seq / (3 * hidden) + vocab / (12 * hidden * layers))
-
-
-def appendix_full_flops(*, batch: int, seq: int, hidden: int, layers: int, vocab: int) -> float:
-    """With full recomputation: 96BLsh^2 (1 + s/6h + V/16hL) (arXiv 2104.04473, eq. 3)."""
-    scale = 96 * batch * layers * seq * hidden**2
-    return scale * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,10 +55,9 @@ def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionF
     return RegionFlops(products=sum(step.flops for step in chosen) - attention, attention=attention)
 
 
-def visible_share(layer: Layer, seq: int) -> float:
+def visible_share(layer: AnyLayer, seq: int) -> float:
     """Share of a layer's scores that its mask leaves."""
-    causal = getattr(layer.attention, "causal", True)
-    window = getattr(layer.attention, "window", None)
+    causal, window = layer.causal, layer.window
     reach = seq if window is None else min(window, seq)
     if causal:
         return reach / seq - (reach * (reach - 1)) / (2 * seq * seq)
@@ -89,7 +70,7 @@ def unsharded(run: Run) -> Scene:
 
 
 @lru_cache(maxsize=1024)
-def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[Layer, RegionFlops], ...]]:
+def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
     ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
     layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
     return RegionFlops(products=sum(end.products for end in ends), attention=0), layers
@@ -110,15 +91,8 @@ def _micro_batch_flops(scene: Scene, causal: bool) -> float:
 
 @lru_cache(maxsize=1024)
 def _token_flops(model: ModelSpec, seq: int, attention: bool) -> float:
-    width = sum(_attended_width(layer) for layer in model.layers)
+    width = sum(layer.attended_width for layer in model.layers)
     return 6 * active_parameter_count(model) + (12 * width * seq if attention else 0)
-
-
-def _attended_width(layer: Layer) -> int:
-    """Of all heads together: h in PaLM's formula."""
-    heads = layer.attention.heads
-    width = getattr(layer.attention, "head_dim", None)
-    return heads * (width if width is not None else getattr(layer.attention, "value_dim", 0))
 
 
 def sequences(run: Run) -> int:

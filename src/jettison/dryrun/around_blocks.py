@@ -23,8 +23,9 @@ from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.dryrun.step import DryStep
 from jettison.errors import UnsupportedModule
 from jettison.ledger.program import Source
-from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc, static_tensors
+from jettison.measure.memory import AllocationCounter, Workspace, quiet_gc
 from jettison.measure.tape import Tape
+from jettison.measure.tensors import static_tensors
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.planned import PlannedForward

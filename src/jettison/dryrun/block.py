@@ -18,7 +18,8 @@ from jettison.capture.signature import opaque_copy
 from jettison.capture.stub import tensors_made
 from jettison.capture.tensor_subclasses import has_gradients, plain, storage_of
 from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
-from jettison.measure.memory import AllocationCounter, Workspace, static_tensors
+from jettison.measure.memory import AllocationCounter, Workspace
+from jettison.measure.tensors import static_tensors
 
 
 class BlockLevels(NamedTuple):

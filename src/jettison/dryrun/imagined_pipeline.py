@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.fakes import fake_copy
 from jettison.errors import PlanMismatch, UnsupportedModule
-from jettison.measure.memory import AllocationCounter, unique_bytes
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import unique_bytes
 from jettison.parallel.agree import TIMEOUT_SECONDS
 from jettison.parallel.imagined import imagined_copy, imagined_group
 

@@ -25,8 +25,9 @@ from jettison.dryrun.block import block_levels, hold_gradients, run_step, with_m
 from jettison.dryrun.observed import stand_in_for_opaque
 from jettison.errors import TraceError
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc, static_tensors
+from jettison.measure.memory import AllocationCounter, AllocationEvent, Workspace, quiet_gc
 from jettison.measure.tape import Tape
+from jettison.measure.tensors import static_tensors
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.install import install
 from jettison.runtime.offload import Transfer

@@ -29,7 +29,8 @@ from jettison.capture.values import tracing
 from jettison.dryrun.block import with_memory_of_their_own
 from jettison.dryrun.imagined_pipeline import ImaginedSchedule, Scheduled, modules_of
 from jettison.errors import JettisonError, TraceError, UsageError
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
 
 Step = Callable[..., Any]

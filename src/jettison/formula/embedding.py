@@ -45,7 +45,7 @@ def embedding(w: Writer) -> Value:
 
 def rotary_tables(w: Writer) -> None:
     """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers."""
-    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.kinds)
+    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
             if dim:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 
 
 def elsewhere_bytes(model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None) -> int:

@@ -22,16 +22,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain
 from jettison.capture.values import WHICH_DEVICE, which_device
@@ -426,54 +425,6 @@ class AllocationCounter(TorchDispatchMode):
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granularity_bytes) * self._granularity_bytes
-
-
-@contextmanager
-def layer_marks(counter: AllocationCounter, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Mark `<name>.forward` after each layer's forward and `<name>.backward` when its output's gradient is complete.
-
-    The backward mark of a layer thus opens its backward: the peak of that stretch is in the mark that follows.
-    """
-
-    def after_forward(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            counter.mark(f"{name}.forward")
-            tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-            if tensor is not None and tensor.requires_grad:
-                tensor.register_hook(lambda _gradient: _ignore(counter.mark(f"{name}.backward")))
-
-        return hook
-
-    handles = [module.register_forward_hook(after_forward(name)) for name, module in layers.items()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages under `tensors`."""
-    sizes = {}
-    for tensor in tensors:
-        storage = plain(tensor).untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def static_tensors(
-    model: nn.Module, batch: Any = (), optimizer: torch.optim.Optimizer | None = None
-) -> tuple[Tensor, ...]:
-    """What is alive before a step: parameters, their gradients, buffers, the optimizer's state, the batch."""
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    state = tree_leaves(list(optimizer.state.values())) if optimizer is not None else []
-    others = [leaf for leaf in [*state, *tree_leaves(batch)] if isinstance(leaf, Tensor)]
-    return (*parameters, *gradients, *model.buffers(), *others)
-
-
-def _ignore(_value: object) -> None:
-    """A tensor hook must return None, or it would replace the gradient."""
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import unique_bytes
+from jettison.measure.tensors import unique_bytes
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
 
@@ -37,11 +37,6 @@ class PeakReport:
     reserved_bytes: int | None = None
     requested_bytes: int | None = None
     levels: StepLevels | None = None  # over the marked phases of the step
-
-    @property
-    def step_bytes(self) -> int:
-        """What the step adds, at its peak, to what was there before."""
-        return self.peak_bytes - self.static_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; byte counts are integers."""

@@ -28,7 +28,8 @@ from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes, Survivor
 from jettison.diagnose.memory import grown_bytes
 from jettison.diagnose.oom_snapshot import FEWEST_STEPS, FIRST_STEPS, SHARE_OF_STEPS
 from jettison.diagnose.watch_record import WatchRecord
-from jettison.measure.memory import AllocationCounter, static_tensors
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
 from jettison.units import format_bytes
 
 HISTORY: Final = 200_000

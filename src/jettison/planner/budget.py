@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from jettison.errors import UsageError
-from jettison.measure.memory import static_tensors, unique_bytes
+from jettison.measure.tensors import static_tensors, unique_bytes
 from jettison.parse_units import parse_budget
 from jettison.predict.allowance import FRAGMENTS
 from jettison.runtime.host_memory import left_on_host

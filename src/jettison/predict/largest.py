@@ -144,7 +144,7 @@ def _in_steps(edge: Edge, step: int) -> Edge:
 
 def _tensor_parallel(run: Run) -> Iterable[tuple[int, Run]]:
     """The run with each tensor-parallel size that divides it, ascending."""
-    heads = gcd(*(layer.attention.heads for layer in run.model.kinds))
+    heads = gcd(*(layer.heads for layer in run.model.kinds))
     for size in (t for t in range(1, heads + 1) if heads % t == 0):
         try:
             yield size, replace(run, layout=replace(run.layout, tp=size))

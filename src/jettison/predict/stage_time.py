@@ -23,7 +23,7 @@ from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_b
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer
+from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Recompute, Run
 
@@ -124,7 +124,10 @@ class Timing:
     execution: Execution
     planned: bool = False
 
-    def prices(self, layer: Layer | None = None) -> PriceModel:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hardware", self.hardware.under(self.execution.stack))
+
+    def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
         visible = 1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks)
@@ -398,9 +401,9 @@ def _one(
 
 
 @lru_cache(maxsize=4096)
-def computed_share(layer: Layer, seq: int, masked: bool) -> float:
+def computed_share(layer: AnyLayer, seq: int, masked: bool) -> float:
     """Share of a layer's scores that a fused kernel computes."""
-    window = getattr(layer.attention, "window", None)
+    window = layer.window
     if masked and window is not None and window <= seq:
         return 1.0  # the mask is a tensor, and nothing is skipped
     return visible_share(layer, seq)

@@ -11,7 +11,7 @@ from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, h
 from jettison.formula.static import Static, static
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run, Scene
 
@@ -52,7 +52,7 @@ class StageRegion:
     region: Region
     policy: str
     static: Static
-    layer: Layer | None = None
+    layer: AnyLayer | None = None
     chosen: Staying | None = None
 
     @property

@@ -69,6 +69,8 @@ class SearchRequest(CommonRequest):
         zero = numbers.pop("zero") or ((ruled,) if ruled else (0, 1, 2, 3))
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
+        if model.recorder is not None:  # its blocks cannot be cut
+            numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(
             **numbers,
             zero=zero,

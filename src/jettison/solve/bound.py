@@ -131,11 +131,6 @@ def _least(through: Sequence[tuple[float, int]], copying: int) -> float:
     return min((cost + max(0, copying - hides) for cost, hides in through), default=float("inf"))
 
 
-def best_multipliers(budgeted: BudgetedWalk) -> Multipliers:
-    """The duals of the linear relaxation; zeros where the solver finds none, which is a valid choice, too."""
-    return relaxation(budgeted).multipliers
-
-
 def relaxation(budgeted: BudgetedWalk) -> Relaxation:
     """The linear relaxation, solved."""
     try:

@@ -15,7 +15,7 @@ from reprlib import repr as short
 from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.errors import UsageError
+from jettison.errors import NotDescribed, UsageError
 from jettison.spec.families import ACTIVATIONS, Family
 from jettison.spec.model import (
     Activation,
@@ -46,16 +46,25 @@ def read_config(path: Path) -> ModelSpec:
     Raises:
         UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
     """
+    values, name = read_values(path)
+    return parse_config(values, name=name)
+
+
+def read_values(path: Path) -> tuple[Any, str]:
+    """What a ``config.json`` says, or the one in this folder, and what the model is called.
+
+    Raises:
+        UsageError: no such file, or not JSON.
+    """
     file = path / "config.json" if path.is_dir() else path
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8")), name or "model"
     except OSError as error:
         reason = error.strerror or "it cannot be read"
         raise UsageError(f"got {str(file)!r}; expected a config.json or its folder: {reason}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not JSON: {' '.join(str(error).split())}") from error
-    return parse_config(values, name=name or "model")
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -119,7 +128,8 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
         raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
     known = ", ".join(sorted({*EVERY_FAMILY, *EVERY_WRAPPER}))
-    raise UsageError(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
+    refused = UsageError if kind is None else NotDescribed
+    raise refused(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
 
 
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,7 +157,7 @@ class _Fields:
             raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
         for key in (*_NOT_EXPRESSED, *self.family.refused):
             if self.values.get(key):
-                raise UsageError(
+                raise NotDescribed(
                     f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
                 )
 
@@ -449,7 +459,7 @@ def _slides(fields: _Fields, depth: int) -> list[bool]:
         strange = [word for word in types if not isinstance(word, str) or word not in _SLIDING]
         if strange:
             expected = f"sliding_attention or full_attention; for any other, {_TRACE}"
-            raise UsageError(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
+            raise NotDescribed(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
         return [_SLIDING[word] for word in types]
     if fields.knows("max_window_layers"):
         first = fields.size("max_window_layers", least=0)

@@ -46,6 +46,7 @@ class Dispatcher(StrEnum):
     """How tokens reach the ranks of their experts."""
 
     ALLTOALL = "alltoall"  # rows travel to the ranks that have their experts, and back
+    FLEX = "flex"  # the same by DeepEP or HybridEP: over the network once to each node, which changes times alone
     ALLGATHER = "allgather"  # every rank gathers all tokens in a buffer that stays, and takes rows for its experts
 
 

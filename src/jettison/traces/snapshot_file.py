@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from jettison.traces.frames import frames_of_label
-from jettison.traces.timeline import Label, MemoryTimeline
+from jettison.traces.timeline import MemoryTimeline
 
 GRANULARITY_BYTES: Final = 512
 SMALL_BYTES: Final = 1 << 20
@@ -150,8 +150,3 @@ def _segment(
         "frames": [],
         "blocks": [block],
     }
-
-
-def label_text(label: Label) -> str:
-    """A label in one line."""
-    return ", ".join(filter(None, (label.module, label.role, label.site)))

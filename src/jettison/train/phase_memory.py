@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import AllocationCounter, unique_bytes
+from jettison.measure.memory import AllocationCounter
 from jettison.measure.peak import ALLOCATION_EVENT
+from jettison.measure.tensors import unique_bytes
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the CPU profiler otherwise writes two lines to stderr for every step
 

@@ -22,7 +22,7 @@ from jettison.capture.model_trace import as_batch
 from jettison.dryrun.imagined_pipeline import SendingStage, send_nothing
 from jettison.errors import UsageError
 from jettison.ledger.schedule import in_flight, order
-from jettison.measure.memory import unique_bytes
+from jettison.measure.tensors import unique_bytes
 from jettison.models.documents import document_numbers
 from jettison.parallel.fsdp import forget_forwards
 from jettison.parallel.pipeline import blocks_of, received, stand_in_loss

@@ -15,7 +15,7 @@ from jettison.dryrun.op_costs import Pricing
 from jettison.export.policy import LayerPolicy
 from jettison.export.result import Cost, Exported, Pricer
 from jettison.export.subject import Decision, Subject
-from jettison.measure.memory import unique_bytes
+from jettison.measure.tensors import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner.planner import fingerprint
 from jettison.progress import Progress

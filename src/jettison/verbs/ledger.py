@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 from jettison.errors import Infeasible, UsageError
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
+from jettison.models.described import described_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.limit import limit_of
-from jettison.predict.run_request import Resolved, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.predict.run_request import TRACED, Resolved, RunRequest, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
 from jettison.progress import Progress, silent
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport
+from jettison.spec.presets import PRESETS
 from jettison.spec.run import Mode
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def ledger(
     """What `jettison ledger` says of a preset, of a config.json or of a live model.
 
     Args:
-        trace: build a config's model and trace it.
+        trace: build a config's model and trace it: one rank of it as it is built, or its blocks under a layout.
         budget, gpu: hold the peak against these.
         fit: answer, too, what would fit them.
         explain: answer, too, where the peak comes from.
@@ -51,13 +53,14 @@ def ledger(
         Infeasible: recompute was left to a planner, and no plan fits.
     """
     other = None if against is None else _read(against)
-    if trace or is_live(model):
+    beyond = fit or explain or any(name not in TRACED for name in request.given())
+    if is_live(model) or (trace and (model in PRESETS or not beyond)):
         also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain)) if given)
         refuse_for_trace(model, request, asked=trace, also=also)
         limit = limit_of(budget=budget, gpu=gpu)
         report = replace(_live(model, request, progress), limit=limit)
     else:
-        report = _described(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain)
+        report = _described(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain, trace=trace)
     if other is None:
         return report
     own = report.ledger.on_rank(report.mesh_sizes)
@@ -72,7 +75,7 @@ def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
 
 
 def _described(
-    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool
+    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool, trace: bool
 ) -> LedgerReport:
     """What `jettison ledger` says of a preset or of a config.json.
 
@@ -80,12 +83,13 @@ def _described(
         budget, gpu: hold the peak against these.
         fit: answer, too, what would fit them.
         explain: answer, too, where the peak comes from.
+        trace: its blocks are recorded even if it has a closed form.
 
     Raises:
         UsageError: no such model, or a request that makes no sense for it.
         Infeasible: recompute was left to a planner, and no plan fits.
     """
-    asked = resolve(model_spec(model, live=True), request)
+    asked = resolve(described_model(model, request, live=True, trace=trace), request)
     limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO

@@ -16,7 +16,7 @@ from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
 from jettison.ledger.program import Program
 from jettison.measure.allocations import allocation_timeline
 from jettison.measure.environment import environment
-from jettison.measure.memory import unique_bytes
+from jettison.measure.tensors import unique_bytes
 from jettison.models.request import ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of

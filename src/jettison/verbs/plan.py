@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
+from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
-from jettison.predict.run_request import TRACED, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.predict.run_request import TRACED, RunRequest, is_live, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
@@ -104,7 +105,9 @@ def _described(
     from jettison.explain.what_if import what_if as next_gib
     from jettison.predict.whole_plan import choose_with_whole
 
-    run = resolve(model_spec(model, live=True), replace(request, recompute="auto", offload=bool(request.offload))).run
+    run = resolve(
+        described_model(model, request, live=True), replace(request, recompute="auto", offload=bool(request.offload))
+    ).run
     whole = run.recompute.whole
     device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
     offload = request.offload

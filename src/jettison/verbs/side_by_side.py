@@ -15,8 +15,9 @@ from jettison.capture.model_trace import LossFn, call_model, loss_of
 from jettison.ledger.levels import PhaseLevels, StepLevels
 from jettison.measure.allocations import allocation_timeline
 from jettison.measure.gradients import buffer_digest, compare_gradients, rng_digest, same_bits
-from jettison.measure.memory import AllocationCounter, static_tensors, unique_bytes
+from jettison.measure.memory import AllocationCounter
 from jettison.measure.peak import PhaseMarks, measured_peak
+from jettison.measure.tensors import static_tensors, unique_bytes
 from jettison.traces.timeline import MemoryTimeline
 
 STEPS = 3  # the first one makes the optimizer's state, the second and third use it
