@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from math import gcd
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.predict.auto_recompute import smallest_budget
 from jettison.predict.forecast import forecast
-from jettison.spec.hardware import Hardware
 from jettison.spec.run import Run
 
 SEQUENCE_STEP: Final = 128
@@ -75,16 +72,17 @@ class FitAnswer:
         return {"fits": self.fits, **asdict(self)}
 
 
-def fit(run: Run, *, budget_bytes: int, planner: Hardware | None = None) -> FitAnswer:
+def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None) -> FitAnswer:
     """What of a run fits ``budget_bytes`` of allocations on each rank.
 
     Args:
-        planner: whose prices a planner decides by, which the run's recompute mode leaves it to.
+        peak: bytes that a run needs; left out, those of its forecast. `predict.auto_recompute.smallest_budget` has it
+            for runs that a planner decides.
 
     Raises:
         UsageError: see `predict.forecast.forecast`.
     """
-    peak = _peak if planner is None else partial(smallest_budget, hardware=planner)
+    peak = _peak if peak is None else peak
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     positions = run.model.max_positions if run.model.learned_positions else _MOST
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,7 +128,11 @@ def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool
 def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None) -> FitAnswer:
     from jettison.predict.largest import fit
 
-    return fit(asked.run, budget_bytes=budget_bytes, planner=None if choice is None else choice.hardware)
+    if choice is None:
+        return fit(asked.run, budget_bytes=budget_bytes)
+    from jettison.predict.auto_recompute import smallest_budget
+
+    return fit(asked.run, budget_bytes=budget_bytes, peak=partial(smallest_budget, hardware=choice.hardware))
 
 
 def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:
