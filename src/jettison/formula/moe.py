@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, prod
 
-from jettison.formula.basic import add, cast, enter, leave, multiply, quantise
+from jettison.formula.basic import add, cast, enter, leave, linear, multiply, quantise
 from jettison.formula.mlp import activation, gate_product, mlp
 from jettison.formula.router import route
 from jettison.formula.tape import Places, Value
@@ -59,9 +59,20 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             out = w.tape.view(_experts(w, tokens, weights, choice, spec), whole.shape, whole.places)
         out = out if sharded else leave(w, out)
         if spec.shared_ffn:
-            shared = Mlp(ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated)
-            out = add(w, out, mlp(w, x, shared, "shared"))
+            shared = Mlp(
+                ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated, fused_gate_up=spec.shared_fused
+            )
+            beside = mlp(w, x, shared, "shared")
+            out = add(w, out, _gated(w, x, beside) if spec.shared_gate else beside)
         return out
+
+
+def _gated(w: Writer, x: Value, out: Value) -> Value:
+    """What shared experts return, weighted by one number a token."""
+    score = linear(w, x, 1, "shared_gate", bias=False)
+    gate = w.tape.empty(score.shape, score.dtype, score.places, grad=True)
+    w.tape.record("aten.sigmoid.default", [score], [gate], saves=[saved(gate, "shared gate")])
+    return multiply(w, gate, out, ("shared gate", "shared output"))
 
 
 def _token_places(w: Writer, whole: Value) -> Places:

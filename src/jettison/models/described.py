@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from jettison.errors import NotDescribed
 from jettison.predict.run_request import RunRequest, model_spec
 from jettison.spec.hub import hub_config, is_hub_id
-from jettison.spec.huggingface_config import read_values
+from jettison.spec.huggingface_config import TOWERS, read_values
 from jettison.spec.model import ModelSpec
+from jettison.spec.presets import PRESETS
 
 
 def described_model(model: str, request: RunRequest, *, live: bool = False, trace: bool = False) -> ModelSpec:
@@ -25,17 +28,35 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
     """
     if not trace:
         try:
-            return model_spec(model, live=live)
+            found = model_spec(model, live=live)
         except NotDescribed as error:
             if not can_record():
+                why = str(error).partition(". Trace the model")[0]
                 raise NotDescribed(
-                    f"{str(error).partition('. For any other')[0]}. Any other is recorded where torch and transformers "
-                    "are installed: pip install 'jettison[hf]'"
+                    f"{why}. Any other is recorded where torch and transformers are installed: pip install "
+                    "'jettison[hf]'"
                 ) from None
+        else:
+            if model in PRESETS or not found.left_out or not can_record():
+                return found
+            values, _ = _values(model)
+            if not any(values.get(f"{tower}_config") for tower in TOWERS):
+                return found
+            from jettison.models.towers import with_towers
+
+            if (whole := with_towers(found, values)) is not None:
+                return whole
     from jettison.models.recorded import recorded_model
 
-    values, name = read_values(hub_config(model) if is_hub_id(model) else Path(model))
-    return recorded_model(values, request, name=model if is_hub_id(model) else name)
+    values, name = _values(model)
+    return recorded_model(values, request, name=name)
+
+
+def _values(model: str) -> tuple[Mapping[str, Any], str]:
+    """What its ``config.json`` says, and what it is called."""
+    if is_hub_id(model):
+        return read_values(hub_config(model))[0], model
+    return read_values(Path(model))
 
 
 def can_record() -> bool:

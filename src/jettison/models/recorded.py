@@ -30,6 +30,7 @@ from jettison.models.batches import batch_for, longest_of, takes_tokens
 from jettison.models.huggingface import ConfigRequest, build, class_for, config_of
 from jettison.models.recorded_regions import is_chain, regions_of
 from jettison.predict.run_request import LONGEST_DEFAULT, RunRequest
+from jettison.spec.huggingface_config import not_built
 from jettison.spec.model import ModelSpec, RecordedLayer
 from jettison.spec.precision import Precision, precision
 from jettison.spec.run import Scene
@@ -226,8 +227,18 @@ def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str)
         layers=layers,
         final_norm=None,
         max_positions=longest if tokens else facts.seq,
-        left_out=(f"{kind} is recorded by a trace of transformers' code on the CPU's kernels", *facts.left_out),
+        left_out=(
+            f"{kind} is recorded by a trace of transformers' code on the CPU's kernels",
+            *facts.left_out,
+            *not_built(values, _inner(values)),
+        ),
     )
+
+
+def _inner(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a configuration."""
+    found = values.get("text_config")
+    return found if isinstance(found, Mapping) else values
 
 
 def _number(config: Any, *names: str) -> int:

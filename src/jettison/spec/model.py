@@ -27,6 +27,7 @@ class Arrangement(StrEnum):
 
     PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
     PARALLEL = "parallel"  # x + attention(norm1(x)) + mlp(norm2(x)): GPT-NeoX
+    SHARED = "shared"  # x + attention(n) + mlp(n), n = norm(x): GPT-J, Phi
     POST = "post"  # x + norm(f(x)): OLMo 2
     SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma 2
     OUTER = "outer"  # norm(x + f(x)): BERT
@@ -63,11 +64,12 @@ class Router(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """A normalisation's parameters. ``offset`` is Gemma's 1 + weight."""
+    """A normalisation's parameters. ``offset`` is Gemma's 1 + weight; OLMo's first has no ``weight``."""
 
     kind: NormKind
     bias: bool = False
     offset: bool = False
+    weight: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +163,8 @@ class Moe:
     correction_bias: bool = False  # a buffer, not learned: DeepSeek-V3
     normalise_top_k: bool = False
     shared_ffn: int = 0  # width of the shared experts together; 0: none
+    shared_gate: bool = False  # what they return is weighted by a number a token: Qwen2-MoE
+    shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
     top_groups: int = 1
 
@@ -300,6 +304,7 @@ class ModelSpec:
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
     dropout: float = 0.0  # what its configuration asks for
     dtype: str = "bfloat16"  # what its configuration asks for
+    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights that no text runs: of towers, by name
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
