@@ -16,8 +16,7 @@ from jettison.processors import cores
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.summary import LedgerReport
-from jettison.search.request import SearchRequest
-from jettison.search.search import MARGIN
+from jettison.search.request import MARGIN, SearchRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -16,14 +16,12 @@ from jettison.search.branch_and_bound import REACH, Hunt
 from jettison.search.evaluate import Bench, Question
 from jettison.search.figures import Found
 from jettison.search.journal import Journal
+from jettison.search.request import MARGIN
 from jettison.search.space import Space
 from jettison.search.state import Room
 from jettison.spec.hardware import Hardware
 from jettison.units import format_bytes
 
-MARGIN: Final = 0.25
-"""Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
-the median."""
 MORE_MEMORY: Final = Fraction(11, 10)
 MORE_GPUS: Final = (2, 3, 4)
 """Times as many; the first with a candidate that fits."""

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from jettison.parse_units import Length
 from jettison.predict.run_request import RunRequest
-from jettison.search.request import SearchRequest
-from jettison.search.search import MARGIN
+from jettison.search.request import MARGIN, SearchRequest
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.spec.hardware import hardware_names

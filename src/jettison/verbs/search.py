@@ -14,8 +14,7 @@ from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
-from jettison.search.request import SearchRequest
-from jettison.search.search import MARGIN
+from jettison.search.request import MARGIN, SearchRequest
 from jettison.search.search import search as find
 from jettison.spec.hardware import hardware
 
