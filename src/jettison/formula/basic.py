@@ -37,7 +37,10 @@ def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str |
 
 def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
     """x times a weight of its last dim. The weight's gradient is made in x's shape and summed."""
-    return w.tape.op("aten.mul.Tensor", [x], saves=[saved(x, role)], weights=[weight], workspace=x.nbytes)
+    kept = [] if weight.frozen else [saved(x, role)]
+    return w.tape.op(
+        "aten.mul.Tensor", [x], saves=kept, weights=[weight], workspace=0 if weight.frozen else x.nbytes
+    )
 
 
 def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:

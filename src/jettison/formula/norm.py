@@ -33,7 +33,7 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
 def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight]) -> Value:
     """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input."""
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
-    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or not weights[0].frozen)
     layer = spec.kind is NormKind.LAYER
     rows = (*x.shape[:-1], 1)
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
@@ -56,7 +56,7 @@ def _root_mean_square(w: Writer, x: Value) -> Value:
     square = power(w, wide, "norm input", REFERENCE)
     mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
     variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
-    root = w.tape.empty(rows, "float32", places, grad=True)
+    root = w.tape.empty(rows, "float32", places, grad=x.grad)
     w.tape.record("aten.rsqrt.default", [variance], [root], saves=[saved(root, "norm statistics", STATISTICS)])
     return multiply(w, wide, root, ("norm input", "norm statistics"))
 
@@ -76,7 +76,8 @@ def _written_wide(w: Writer, x: Value, weight: Weight) -> Value:
 def _written_offset(w: Writer, x: Value, weight: Weight) -> Value:
     """(x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm."""
     normal = _root_mean_square(w, x)
-    wide = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+    dtype = w.run.precision.held(frozen=weight.frozen)
+    wide = w.tape.source("weight", weight.shape, dtype, weight.places, grad=not weight.frozen, free=True)
     shifted = w.tape.op("aten.add.Tensor", [cast(w, wide, "float32")], passes=True, weights=[weight])
     product = multiply(w, normal, shifted, ("normalised input", "norm weight"))
     return cast(w, product, x.dtype)
