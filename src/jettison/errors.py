@@ -29,6 +29,10 @@ class UsageError(JettisonError, ValueError):
     exit_code: ClassVar[int] = 2
 
 
+class NotDescribed(UsageError):
+    """A model that has no closed form: where torch and transformers are there, a trace has its blocks."""
+
+
 class Infeasible(JettisonError, ValueError):
     """No plan fits the budget. ``minimum_budget_bytes`` is a budget that does."""
 

@@ -21,7 +21,7 @@ from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.hardware import Hardware, hardware
 from jettison.spec.run import Mode, Recompute, Run
-from jettison.units import GIB
+from jettison.units import GIB, MIB
 
 H100, GB200 = hardware("h100-80gb"), hardware("gb200-192gb")
 PCIE5 = replace(GB200, name="the same chip on PCIe 5", host_bytes_per_second=64 * 10**9)
@@ -73,13 +73,16 @@ def test_a_timeline_has_what_is_on_its_way() -> None:
 
 @pytest.mark.parametrize(("rate", "waits"), [(4, True), (8, True), (16, False), (64, False)])
 def test_stalls_are_the_estimates(rate: int, waits: bool) -> None:
-    """At nearly the smallest budget: a link that is too slow is waited for where there is no other way."""
+    """At the smallest budget: a link that is too slow is waited for where there is no other way."""
     device = replace(H100, host_bytes_per_second=rate * 10**9)
-    answer = choose(run_of("llama3-8b", dp=8, zero=1, micro_batch=2, micro_batches=3), 54 * GIB, device)
+    asked = run_of("llama3-8b", dp=8, zero=1, micro_batch=2, micro_batches=3)
+    with pytest.raises(Infeasible) as error:
+        choose(asked, GIB, device)
+    answer = choose(asked, error.value.minimum_budget_bytes, device)
     run, chosen = answer.forecast.run, chosen_of(answer)
     assert answer.host_bytes > 0
     assert (answer.stalled_seconds > 0.0) is waits
-    stays = [None if s is None else Staying(s.buffers) for s in chosen]
+    stays = [None if s is None else replace(s, moved=frozenset()) for s in chosen]
     waited = seconds_of(answer) - estimate(run, device, chosen=stays).step_seconds
     assert waited == pytest.approx(run.micro_batches * answer.stalled_seconds, abs=1e-9)
     named = sum(reason.stalled_seconds for reason in layer_reasons(answer).values())
@@ -144,7 +147,7 @@ def test_70b_on_gb200_mixes_and_beats_either_alone() -> None:
     assert words == {"mixed"}, "each layer computes some again and sends some"
     run = replace(answer.forecast.run, recompute=Recompute(offload=True))
     moved = estimate(run, GB200).step_seconds
-    assert seconds_of(answer) < 0.93 * moved, "all of it over the link, if the host had room for that"
+    assert seconds_of(answer) < 0.95 * moved, "all of it over the link, if the host had room for that"
     assert seconds_of(answer) < 0.84 * seconds_of(again)
     assert answer.forecast.peak_bytes <= answer.budget_bytes
     assert answer.host_bytes <= (GB200.host_memory_bytes or 0) < 480 * 10**9 // 2 + 1
@@ -242,22 +245,13 @@ def test_the_next_gib_is_priced_and_says_what_flips() -> None:
 def test_a_host_budget_that_is_too_small_is_told() -> None:
     run = run_of("llama3-8b", dp=8, zero=3, micro_batch=4)
     lowest = choose(run, 76 * GIB, H100).minimum_budget_bytes
-    with pytest.raises(Infeasible, match=r"to the host, which has 1\.00 GiB for it") as error:
-        choose(run, lowest, H100, host_budget_bytes=GIB)
+    with pytest.raises(Infeasible, match=r"to the host, which has 256\.00 MiB for it") as error:
+        choose(run, lowest, H100, host_budget_bytes=256 * MIB)
     assert error.value.minimum_budget_bytes > lowest
-    tight = choose(run, error.value.minimum_budget_bytes, H100, host_budget_bytes=GIB)
-    assert tight.host_bytes <= GIB
+    tight = choose(run, error.value.minimum_budget_bytes, H100, host_budget_bytes=256 * MIB)
+    assert tight.host_bytes <= 256 * MIB
 
 
 def test_hardware_without_a_link_cannot_offload() -> None:
     with pytest.raises(UsageError, match="does not state its link to the host"):
         choose(run_of("llama3-8b", dp=8, zero=3), 60 * GIB, replace(H100, host_bytes_per_second=None))
-
-
-def test_where_no_plan_fits_segments_that_take_less_are_named() -> None:
-    """Which `--recompute sqrt` of the same run comes to."""
-    run = resolve(model_spec("llama3-8b"), RunRequest(dp=8, zero=3, seq=32768, recompute="auto")).run
-    segments = forecast(replace(run, recompute=Recompute.parse("sqrt", layers=run.model.depth))).peak_bytes
-    with pytest.raises(Infeasible, match=r"--recompute sqrt peaks at 64\.03 GiB") as found:
-        choose(run, 60 * GIB, hardware("h100-80gb"))
-    assert segments < found.value.minimum_budget_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class BlockCall:
     shared: frozenset[int] = frozenset()  # leaf positions of arguments that other blocks get as well
     links: tuple[tuple[int, int], ...] = ()  # (leaf position, output leaf of the call before) that are one tensor
     problem: str = ""
+    given: Mapping[int, int] = field(default_factory=dict)  # leaf position of a tensor argument -> the root's buffer
     signature: Any = None  # of this call; those of a class may differ in what its forward does not look at
 
 

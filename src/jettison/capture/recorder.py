@@ -53,6 +53,7 @@ class Saved(NamedTuple):
     path: str
     tensor: Tensor
     version: int
+    after: int  # ops that had run
 
 
 class _Ran(NamedTuple):
@@ -133,7 +134,9 @@ class Recorder(Tape):
         if not is_dense(part):
             raise TraceError(f"it saves a tensor whose layout is {part.layout}")
         ref = self.ref(tensor)
-        self.slots.append(Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part)))
+        self.slots.append(
+            Saved(ref, self.ops[-1].name if self.ops else "", self.where, part, version_of(part), len(self.ops))
+        )
         self._keepable(ref.buffer)
         return len(self.slots) - 1
 
@@ -361,6 +364,7 @@ class Recorder(Tape):
             program=program,
             calls=self.calls,
             slots=[saved.ref for saved in self.slots],
+            saved_after=tuple(saved.after for saved in self.slots),
             taps=self.taps,
             inputs=self.inputs,
             names=self.names,

@@ -119,6 +119,7 @@ class RegionTrace:
     output_spec: Any
     calls: list[Call] = field(default_factory=list)
     slots: list[TensorRef] = field(default_factory=list)
+    saved_after: tuple[int, ...] = ()  # by slot, how many ops had run when autograd saved it
     taps: dict[int, Tap] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # buffer -> dotted name of the parameter or registered buffer
     sequence: list[Expected] = field(default_factory=list)

@@ -297,8 +297,14 @@ class Tracer:
             for position, leaf in enumerate(leaves)
             if id(leaf) in self._last_output and position not in cls.trace.asked
         )
+        current = self.root._current
+        given = {
+            position: current[storage_of(leaf)]
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and storage_of(leaf) in current
+        }
         self.calls.append(
-            BlockCall(name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature)
+            BlockCall(name=name, class_key=cls.key, links=links, problem=cls.problem, signature=signature, given=given)
         )
         storages = {}
         for position, leaf in enumerate(leaves):

@@ -16,12 +16,14 @@ from jettison.processors import cores
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.summary import LedgerReport
-from jettison.search.request import SearchRequest
+from jettison.search.request import MARGIN, SearchRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+Tokens = Annotated[float | None, Parameter(help="Tokens to train on, such as 1e12: says how many days.")]
+Price = Annotated[float | None, Parameter(help="With --tokens: of one GPU, to say what they cost.")]
 NOTHING_ASKED = RunRequest()
 NOTHING_FIXED = SearchRequest()
 
@@ -82,6 +84,8 @@ def estimate(
     explain: Annotated[
         bool, Parameter(negative="", show_default=False, help="Where the time goes, and what else could be chosen.")
     ] = False,
+    tokens: Tokens = None,
+    price_per_gpu_hour: Price = None,
     timeline: Annotated[
         Path | None, Parameter(help="Write the first two steps there, for ui.perfetto.dev or chrome://tracing.")
     ] = None,
@@ -97,7 +101,15 @@ def estimate(
         refuse_to_overwrite(path, force=force)
     from jettison.verbs.estimate import estimate as answer
 
-    report = answer(model, request, gpu=gpu, compiled=compiled, explain=explain)
+    report = answer(
+        model,
+        request,
+        gpu=gpu,
+        compiled=compiled,
+        explain=explain,
+        tokens=tokens,
+        price_per_gpu_hour=price_per_gpu_hour,
+    )
     for warning in report.warnings:
         hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out)
@@ -184,6 +196,11 @@ def search(
     global_batch: Annotated[int, Parameter(help="Sequences in a step, on all devices.")],
     request: Annotated[SearchRequest, Parameter(name="*")] = NOTHING_FIXED,
     budget: Annotated[str | None, Parameter(help="Peak bytes of a device, if less than it has: 60GiB.")] = None,
+    margin: Annotated[
+        float, Parameter(help="Kept free: of the way from the expected allowance to its upper bound, 0 to 1.")
+    ] = MARGIN,
+    tokens: Tokens = None,
+    price_per_gpu_hour: Price = None,
     top: Annotated[int, Parameter(help="Layouts to list.")] = 10,
     jobs: Annotated[int | None, Parameter(help="Processes: as many as there are cores.")] = None,
     state: Annotated[Path | None, Parameter(help="Go on from this file, and write what is worked out to it.")] = None,
@@ -201,7 +218,16 @@ def search(
     from jettison.search.search import NothingFits
     from jettison.verbs.search import search as answer
 
-    said = asked(model=model, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, request=request)
+    said = asked(
+        model=model,
+        gpus=gpus,
+        gpu=gpu,
+        global_batch=global_batch,
+        budget=budget,
+        margin=margin,
+        top=top,
+        request=request,
+    )
     with progress() as say:
         try:
             report = answer(
@@ -211,6 +237,9 @@ def search(
                 gpu=gpu,
                 global_batch=global_batch,
                 budget=budget,
+                margin=margin,
+                tokens=tokens,
+                price_per_gpu_hour=price_per_gpu_hour,
                 top=top,
                 state=state,
                 jobs=cores() if jobs is None else jobs,

@@ -4,6 +4,12 @@ Ranks are numbered tp first, then cp, dp and pp; a node holds the first so many,
 A ring over several nodes crosses the network once for each rank that a node has in it, each with its own adapter, so
 its bandwidth is that of the links or of all these adapters, whichever is less. All ranks of a node that talk to their
 own counterparts elsewhere have an adapter each.
+
+NOTE [ Once to each node ]
+Libraries for experts (DeepEP, HybridEP: Megatron-Core's flex dispatcher) send a token once to each node that has one of
+its experts, from there once to each such rank, and add results up on the way back (README of deepseek-ai/DeepEP,
+"NVLink and RDMA forwarding"). Of c experts chosen evenly over M places, M (1 - (1 - 1/M)^c) have one, in the place of
+c rows. Rows are not copied before they are sent, nor summed after: see `launches`.
 """
 
 from __future__ import annotations
@@ -46,12 +52,14 @@ def group(layout: Layout, axis: str, node: int) -> RankGroup:
     return RankGroup(size, min(size, max(1, node // inner[axis])))
 
 
-def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardware) -> float:
+def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardware, *, copies: int = 1) -> float:
     """Of one collective.
 
     Args:
         kind: all_gather_into_tensor, reduce_scatter_tensor, all_reduce or all_to_all_single.
         nbytes: of the whole tensor, gathered or reduced; of an all-to-all, what one rank has.
+        copies: of an all-to-all that sends a token once to each node and rank: rows that it has. See NOTE [ Once to
+            each node ].
     """
     n = ranks.size
     if n == 1 or not nbytes:
@@ -59,15 +67,16 @@ def transfer_seconds(kind: str, nbytes: float, ranks: RankGroup, hardware: Hardw
     moved = nbytes * (n - 1) / n
     if kind.startswith("all_to_all"):
         away = nbytes * (n - ranks.in_node) / n
-        outside = away / _network(hardware) if away else 0.0
-        return max((moved - away) / _link(hardware, ranks) if ranks.in_node > 1 else 0.0, outside) + _delay(
-            hardware, n - ranks.in_node, ranks.in_node - 1
-        )
+        outside = away * _once(copies, ranks.nodes) / _network(hardware) if away else 0.0
+        if copies > 1:  # what came over the network goes on over the links
+            moved, away = moved * _once(copies, n), 0.0
+        inside = (moved - away) / _link(hardware, ranks, all_to_all=True) if ranks.in_node > 1 else 0.0
+        return max(inside, outside) + _delay(hardware, n - ranks.in_node, ranks.in_node - 1)
     ring = moved / bandwidth(ranks, hardware) + _delay(hardware, ranks.nodes - 1, n - ranks.nodes)
     if kind != "all_reduce":
         return ring
     tree = _delay(hardware, ceil(log2(ranks.nodes)), ceil(log2(ranks.in_node)) if ranks.in_node > 1 else 0)
-    return 2 * min(ring, moved / bandwidth(ranks, hardware) + tree)
+    return 2 * min(ring, moved / bandwidth(ranks, hardware) + tree) - hardware.delays.start
 
 
 def ring_bytes(kind: str, nbytes: int, ranks: int) -> int:
@@ -111,13 +120,20 @@ def bandwidth(ranks: RankGroup, hardware: Hardware) -> float:
     return across if ranks.in_node == 1 else min(across, _link(hardware, ranks))
 
 
+def _once(copies: int, places: int) -> float:
+    """Of a token's rows, how many travel where each place that has one of its experts is sent one."""
+    return 1.0 if places == 1 else places * (1 - (1 - 1 / places) ** copies) / copies
+
+
 def _delay(hardware: Hardware, between: int, within: int) -> float:
-    return between * hardware.delays.network + within * hardware.delays.link
+    return hardware.delays.start + between * hardware.delays.network + within * hardware.delays.link
 
 
-def _link(hardware: Hardware, ranks: RankGroup) -> float:
+def _link(hardware: Hardware, ranks: RankGroup, *, all_to_all: bool = False) -> float:
     if hardware.link_bytes_per_second is not None:
-        return hardware.link_bytes_per_second * hardware.reached.link
+        reached = hardware.reached
+        share = reached.all_to_all if all_to_all and reached.all_to_all is not None else reached.link
+        return hardware.link_bytes_per_second * share
     if hardware.host_bytes_per_second is not None:  # devices without links of their own talk through the host
         return hardware.host_bytes_per_second * hardware.reached.host
     raise UsageError(f"hardware {hardware.name} states no link, over which {ranks.size} devices would talk")

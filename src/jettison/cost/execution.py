@@ -10,7 +10,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from jettison.spec.run import Run
+from jettison.spec.kernels import Dispatcher
+from jettison.spec.run import Run, Software
 
 
 class Fusion(StrEnum):
@@ -42,6 +43,12 @@ class Execution:
         delayed_scaling: fp8 scales come from earlier steps, so that norms and activations can write fp8 themselves and
             nothing is read for its largest magnitude first; weights are quantised once a step (Transformer Engine).
         hooks: what is computed again is chosen by Jettison's runtime, whose hooks cost the host time.
+        hides_experts: rows travel to experts and back beside the work of another micro-batch.
+        once_to_node: they do as in NOTE [ Once to each node ] of `collective`.
+        loops_experts: a grouped product is handed over expert by expert, and what stands around it op by op: see
+            NOTE [ Experts in Megatron ] in `launches`. Otherwise products, activation and quantising are few kernels.
+        graphed: CUDA graphs replay the kernels of layers, and the host hands none over.
+        stack: whose figures of the hardware file hold, where it has any.
         attention: speed of its fused attention, as a multiple of what the hardware file states.
     """
 
@@ -58,6 +65,11 @@ class Execution:
     splits_outputs: bool = False
     delayed_scaling: bool = False
     hooks: bool = False
+    hides_experts: bool = False
+    once_to_node: bool = False
+    loops_experts: bool = False
+    graphed: bool = False
+    stack: str = ""
     attention: float = 1.0
 
     def exposed(self, ranks: int) -> float:
@@ -71,7 +83,13 @@ class Execution:
     def without_overlap(self) -> Execution:
         """The same with every transfer waited for."""
         return replace(
-            self, hides_tensor=False, pipelines_tensor=False, hides_data=False, hides_stages=False, hides_offload=False
+            self,
+            hides_tensor=False,
+            pipelines_tensor=False,
+            hides_data=False,
+            hides_stages=False,
+            hides_offload=False,
+            hides_experts=False,
         )
 
 
@@ -83,6 +101,8 @@ MEGATRON: Final = Execution(
     fused_optimizer=True,
     splits_outputs=True,
     delayed_scaling=True,
+    loops_experts=True,
+    stack="nemo",
 )
 PYTORCH: Final = Execution(fused_optimizer=True, hooks=True)
 _BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
@@ -91,4 +111,13 @@ _BY_KERNELS: Final = MappingProxyType({"megatron": MEGATRON})
 def execution_of(run: Run) -> Execution:
     """What goes with a run's kernels."""
     how = _BY_KERNELS.get(run.kernels.name, PYTORCH)
-    return replace(how, pipelines_tensor=True) if run.tp_comm_overlap else how
+    stack = str(run.stack) if run.stack else how.stack
+    return replace(
+        how,
+        pipelines_tensor=run.tp_comm_overlap,
+        hides_experts=run.ep_comm_overlap,
+        once_to_node=run.kernels.dispatcher is Dispatcher.FLEX,
+        loops_experts=how.loops_experts and run.stack is not Software.NEMO_26_06,
+        graphed=run.cuda_graphs,
+        stack=stack,
+    )

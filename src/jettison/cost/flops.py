@@ -20,7 +20,7 @@ from jettison.formula.parameters import active_parameter_count
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
 from jettison.spec.kernels import Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.run import Run, Scene
 
 PASSES = 3
@@ -55,10 +55,9 @@ def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionF
     return RegionFlops(products=sum(step.flops for step in chosen) - attention, attention=attention)
 
 
-def visible_share(layer: Layer, seq: int) -> float:
+def visible_share(layer: AnyLayer, seq: int) -> float:
     """Share of a layer's scores that its mask leaves."""
-    causal = getattr(layer.attention, "causal", True)
-    window = getattr(layer.attention, "window", None)
+    causal, window = layer.causal, layer.window
     reach = seq if window is None else min(window, seq)
     if causal:
         return reach / seq - (reach * (reach - 1)) / (2 * seq * seq)
@@ -71,7 +70,7 @@ def unsharded(run: Run) -> Scene:
 
 
 @lru_cache(maxsize=1024)
-def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[Layer, RegionFlops], ...]]:
+def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
     ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
     layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
     return RegionFlops(products=sum(end.products for end in ends), attention=0), layers
@@ -92,15 +91,8 @@ def _micro_batch_flops(scene: Scene, causal: bool) -> float:
 
 @lru_cache(maxsize=1024)
 def _token_flops(model: ModelSpec, seq: int, attention: bool) -> float:
-    width = sum(_attended_width(layer) for layer in model.layers)
+    width = sum(layer.attended_width for layer in model.layers)
     return 6 * active_parameter_count(model) + (12 * width * seq if attention else 0)
-
-
-def _attended_width(layer: Layer) -> int:
-    """Of all heads together: h in PaLM's formula."""
-    heads = layer.attention.heads
-    width = getattr(layer.attention, "head_dim", None)
-    return heads * (width if width is not None else getattr(layer.attention, "value_dim", 0))
 
 
 def sequences(run: Run) -> int:

@@ -16,19 +16,27 @@ NOTE [ Quantising ]
 Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
 one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
 kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
+
+NOTE [ Experts in Megatron ]
+Megatron-Core before the fused kernels of 26.06 (megatron/core/transformer/moe/experts.py, TEGroupedMLP) hands a grouped
+product over expert by expert, and quantises what goes into it before. The bias of the last product is added by
+`_apply_bias`: for each expert b·p with fp32 weights p, a sum, all of them joined and cast, where one kernel would read
+and write 2 + 2 bytes. That of the first product is the product's own. Halves that are clamped (gpt-oss) are clamped and
+joined before the kernel that multiplies them (fusions/fused_bias_geglu.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from jettison.cost.execution import Fusion
 from jettison.cost.op_kinds import (
+    ALL_TO_ALL,
     BATCHED,
     FLASH,
     GROUPED,
@@ -40,6 +48,7 @@ from jettison.cost.op_kinds import (
     PRODUCTS,
     QUANTISE,
     REDUCTIONS,
+    SCATTERS,
     TRANSFER,
 )
 from jettison.dtypes import DTYPE_BYTES
@@ -48,6 +57,12 @@ from jettison.formula.tape import Tape, TapeOp, Value
 
 FLASH_BACKWARD = 2.5
 """Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
+WIDE_BIAS = (28, 36)
+"""Bytes an element of a bias that is added in fp32, in both directions: b·p written (4), read with the output and the
+sum written (10), joined (8), cast (6); the gradient cast (6) and cast again for the output's (6), times p for b's and
+times b for p's (16), and both summed up (8)."""
+CLAMPS = (16, 12)
+"""Bytes an element of the hidden size of halves that are clamped apart and joined, and back."""
 LOSS_PASSES = 3
 """Over fp32 logits, in one direction: written, read, written as gradients."""
 
@@ -61,13 +76,17 @@ class Half(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``batch`` products of m × k and k × n, in the dtype of their inputs."""
+    """``batch`` products of m × k and k × n, in the dtype of their inputs.
+
+    ``grouped``: see NOTE [ Grouped products ] in `matmul`.
+    """
 
     batch: int
     m: int
     n: int
     k: int
     dtype: str
+    grouped: bool = False
 
     @property
     def flops(self) -> int:
@@ -84,6 +103,8 @@ class Kernel:
         nbytes: read and written.
         attention_flops: of a fused attention, masked ones included.
         launches: kernels that it stands for.
+        rows: it looks rows up, or scatters them.
+        head_dim: of a fused attention.
     """
 
     steps: tuple[int, ...]
@@ -92,6 +113,8 @@ class Kernel:
     attention_flops: float = 0.0
     half: Half | None = None
     launches: int = 1
+    rows: bool = False
+    head_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +127,21 @@ class KernelWork:
 
 @lru_cache(maxsize=4096)
 def work(
-    region: Region, fusion: Fusion, gradient: str, product: str | None, *, delayed_scaling: bool = False
+    region: Region,
+    fusion: Fusion,
+    gradient: str,
+    product: str | None,
+    *,
+    delayed_scaling: bool = False,
+    loops_experts: bool = False,
+    once_to_node: bool = False,
 ) -> KernelWork:
     """Everything that a region launches.
 
     Args:
         delayed_scaling: see NOTE [ Quantising ].
+        loops_experts: see NOTE [ Experts in Megatron ].
+        once_to_node: what sends rows copies them, too, and sums what comes back.
         gradient: dtype of weight gradients.
         product: dtype of the inputs of products with weights, where they are quantised.
     """
@@ -119,6 +151,8 @@ def work(
         gradient_bytes=DTYPE_BYTES[gradient],
         product=product,
         delayed_scaling=delayed_scaling,
+        loops_experts=loops_experts,
+        once_to_node=once_to_node,
     ).work()
 
 
@@ -169,7 +203,7 @@ def _size(step: TapeOp) -> int:
     return max((prod(v.local_shape) for v in step.outputs), default=0)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Listing:
     """Writes down the kernels of one region."""
 
@@ -178,6 +212,8 @@ class _Listing:
     gradient_bytes: int
     product: str | None
     delayed_scaling: bool
+    loops_experts: bool
+    once_to_node: bool
 
     @property
     def tape(self) -> Tape:
@@ -217,7 +253,19 @@ class _Listing:
         return groups(steps, self.fusion, delayed_scaling=self.delayed_scaling)
 
     def _is_free(self, step: TapeOp) -> bool:
-        return step.name == HOLD or step.name.startswith(TRANSFER)
+        return step.name == HOLD or step.name.startswith(TRANSFER) or (self.once_to_node and self._is_sent(step))
+
+    def _is_sent(self, step: TapeOp) -> bool:
+        """Does it copy rows that are sent as they are, or sum what has come back? The library does."""
+        if step.name == "aten.index.Tensor":
+            return step.outputs[0].storage in self.exchanged[0]
+        return step.name == "aten.scatter_add.default" and step.inputs[0].storage in self.exchanged[1]
+
+    @cached_property
+    def exchanged(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Storages that all-to-alls read and write."""
+        steps = [s for s in self.tape.steps if s.name.startswith(ALL_TO_ALL)]
+        return frozenset(s.inputs[0].storage for s in steps), frozenset(s.outputs[0].storage for s in steps)
 
     # forward ----------------------------------------------------------------------------------------------------------
 
@@ -228,19 +276,52 @@ class _Listing:
         if step.name == PICKED:
             yield Kernel(steps=indices, nbytes=2 * step.inputs[-1].nbytes)
             return
-        if step.name in LOOKUPS:
-            yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes)
+        if self._is_expert_bias(step):
+            yield from self._expert_bias(step, indices, backward=False)
             return
-        nbytes = written + self._read(own) + sum(w.nbytes for s in own for w in s.weights)
+        if step.name in LOOKUPS:
+            yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes, rows=True)
+            return
+        nbytes = written + self._read(own) + sum(w.nbytes for s in own for w in s.weights) + self._clamps(step)[0]
         if step.name in LOSSES:
             yield from self._loss(step, indices, backward=False)
         elif step.name == FLASH:
-            yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops)
+            head_dim = step.inputs[0].local_shape[-1]
+            yield Kernel(steps=indices, nbytes=nbytes, attention_flops=step.flops, head_dim=head_dim)
         else:
             if self._quantises(step) and not self.delayed_scaling:  # see NOTE [ Quantising ]
                 weight, x = step.weights[0], step.inputs[0]
                 yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
-            yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step))
+            yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step), rows=step.name in SCATTERS)
+
+    def _is_expert_bias(self, step: TapeOp) -> bool:
+        """Looked up for each row, or added: see NOTE [ Experts in Megatron ]."""
+        looked_up = step.name == "aten.index.Tensor" and bool(step.weights)
+        added = step.name == "aten.add.Tensor" and step.path in self.biased
+        return self.loops_experts and (looked_up or added)
+
+    @cached_property
+    def biased(self) -> frozenset[str]:
+        """Paths of experts' products with a bias."""
+        return frozenset(s.path for s in self.tape.steps if s.name == "aten.index.Tensor" and s.weights)
+
+    def _expert_bias(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
+        """All of it where it is looked up; where it is added there is nothing left to do."""
+        half = Half.WEIGHTS if backward else None
+        if not step.weights:
+            return
+        elements = prod(step.outputs[0].local_shape)
+        if step.path.endswith("down"):
+            yield Kernel(steps=indices, nbytes=WIDE_BIAS[backward] * elements, half=half, launches=4)
+        elif backward:
+            yield Kernel(steps=indices, nbytes=2 * elements, half=half)
+
+    def _clamps(self, step: TapeOp) -> tuple[int, int]:
+        """Bytes in both directions."""
+        if not self.loops_experts or not step.name.endswith(".clamped"):
+            return 0, 0
+        elements = prod(step.outputs[0].local_shape)
+        return CLAMPS[0] * elements, CLAMPS[1] * elements
 
     def _quantises(self, step: TapeOp) -> bool:
         return self.product is not None and step.name in PRODUCTS
@@ -270,7 +351,7 @@ class _Listing:
         rows, n = prod(shape[:-1]), shape[-1]
         if step.name == GROUPED:
             batch = max(1, step.weights[0].numel // (n * k))
-            return Product(batch, -(-rows // batch), n, k, dtype)
+            return Product(batch, -(-rows // batch), n, k, dtype, grouped=self.loops_experts)
         return Product(1, rows, n, k, dtype)
 
     def _loss(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
@@ -297,17 +378,23 @@ class _Listing:
             return
         step, indices = own[0], tuple(group)
         incoming = sum(v.nbytes for v in leaving if v.grad)
-        if step.name in LOSSES:
+        if self._is_expert_bias(step):
+            yield from self._expert_bias(step, indices, backward=True)
+        elif step.name in LOSSES:
             yield from self._loss(step, indices, backward=True)
         elif step.name == FLASH:
-            moved = 2 * self._saved(own) + incoming
             yield Kernel(
-                steps=indices, nbytes=moved, attention_flops=FLASH_BACKWARD * step.flops, half=Half.INPUTS, launches=2
+                steps=indices,
+                nbytes=2 * self._saved(own) + incoming,
+                attention_flops=FLASH_BACKWARD * step.flops,
+                half=Half.INPUTS,
+                launches=2,
+                head_dim=step.inputs[0].local_shape[-1],
             )
         elif step.name in LOOKUPS:
             table = step.weights[0].numel * self.gradient_bytes if step.weights else self._gradients(own)
             half = Half.WEIGHTS if step.weights else Half.INPUTS
-            yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2)
+            yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2, rows=True)
         elif (product := self._product(step)) is not None:
             yield from self._product_backward(step, indices, product, incoming)
         else:
@@ -316,23 +403,21 @@ class _Listing:
     def _product_backward(self, step: TapeOp, indices: tuple[int, ...], p: Product, incoming: int) -> Iterator[Kernel]:
         if step.weights:
             weight, *bias = step.weights
-            if self._quantises(step):
+            if self._quantises(step) or (p.grouped and self.product is not None):
                 narrow, reads = prod(step.outputs[0].local_shape), 1 if self.delayed_scaling else 2
                 yield Kernel(steps=indices, nbytes=reads * incoming + narrow, half=Half.INPUTS, launches=reads)
             if any(v.grad for v in step.inputs):
                 moved = incoming + weight.nbytes + step.inputs[0].nbytes
-                dx = Product(p.batch, p.m, p.k, p.n, p.dtype)
+                dx = replace(p, n=p.k, k=p.n)
                 yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
             moved = incoming + step.inputs[0].nbytes + weight.numel * self.gradient_bytes
-            dw = Product(p.batch, p.n, p.k, p.m, p.dtype)
+            dw = replace(p, m=p.n, n=p.k, k=p.m)
             yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
             if bias:
                 yield Kernel(steps=indices, nbytes=incoming, half=Half.WEIGHTS)
             return
-        for v, other, sizes in (
-            (step.inputs[0], step.inputs[1], (p.m, p.k, p.n)),
-            (step.inputs[1], step.inputs[0], (p.n, p.k, p.m)),
-        ):
+        first, second = step.inputs[0], step.inputs[min(1, len(step.inputs) - 1)]
+        for v, other, sizes in ((first, second, (p.m, p.k, p.n)), (second, first, (p.n, p.k, p.m))):
             if v.grad:
                 moved = incoming + other.nbytes + v.nbytes
                 yield Kernel(steps=indices, nbytes=moved, product=Product(p.batch, *sizes, p.dtype), half=Half.INPUTS)
@@ -344,9 +429,10 @@ class _Listing:
             return
         launches = len(made) if len(own) == 1 and len(made) > 1 else 1
         weights = sum(w.numel for step in own for w in step.weights) * self.gradient_bytes
-        nbytes = launches * incoming + self._saved(own) + sum(made) + 2 * workspace + weights
+        nbytes = launches * incoming + self._saved(own) + sum(made) + 2 * workspace + weights + self._clamps(own[0])[1]
         launches += any(step.weights for step in own)
-        yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches)
+        rows = own[0].name in SCATTERS
+        yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches, rows=rows)
 
     def _saved(self, own: list[TapeOp]) -> int:
         """Bytes that backward reads of what the steps saved, each storage once."""

@@ -6,6 +6,13 @@ column-parallel product's input is reduced beside the product for its weight, an
 product for its input, where an execution does so. A gathering in backward that mirrors a forward reduce-scatter brings
 the gradient itself and is waited for. Where products are cut into t pieces, all of these hide behind products but for
 the first piece. What hides still takes `Reached.shared` of the device while it lasts.
+
+NOTE [ Launch-bound ]
+Work that takes less than handing it over takes as long as that. For kernels it is `Delays.dispatch` each. A layer of
+experts in Megatron takes the host much longer than its kernels say: modules, quantisers and tensors of each expert are
+Python objects, and it waits for the device to say how many rows each expert has. TransformerEngine's issue 2897
+measured 1.2 ms of host time for a forward and 2.1 ms for a backward of the newest fused experts alone; fp8 costs the
+host twice what bf16 does (issue 761). `Delays.experts` is a whole layer's. CUDA graphs replay kernels without the host.
 """
 
 from __future__ import annotations
@@ -19,13 +26,16 @@ from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
 from jettison.cost.launches import Half, Kernel, KernelWork, work
 from jettison.cost.matmul import kernel_seconds
-from jettison.cost.op_kinds import BATCHED, PRODUCTS, TRANSFER
+from jettison.cost.op_kinds import BATCHED, GROUPED, PRODUCTS, TRANSFER
 from jettison.formula.region import Region
+from jettison.formula.tape import Collective
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Precision
 
 NOTHING_AGAIN: frozenset[int] = frozenset()
+FORWARD_OF_EXPERTS = 1.2 / 3.3
+"""Of the host's time for experts: NOTE [ Launch-bound ]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +113,13 @@ NOTHING = RegionSeconds(forward=Pass(), again=Pass(), inputs=Pass(), weights=Pas
 def kernels_of(region: Region, execution: Execution, precision: Precision) -> KernelWork:
     """Everything that a region launches when it is run like that."""
     return work(
-        region, execution.fusion, precision.gradient, precision.product, delayed_scaling=execution.delayed_scaling
+        region,
+        execution.fusion,
+        precision.gradient,
+        precision.product,
+        delayed_scaling=execution.delayed_scaling,
+        loops_experts=execution.loops_experts,
+        once_to_node=execution.once_to_node,
     )
 
 
@@ -173,10 +189,14 @@ def _by_class(prices: PriceModel, region: Region) -> dict[Class, float]:
 def _op_seconds(prices: PriceModel, region: Region) -> tuple[float, ...]:
     """A kernel of several ops counts for each of them in part, for it runs again whole where one of them does."""
     timer, steps = _timer(prices, region), range(len(region.tape.steps))
-    # beside products that run again, too, a transfer costs less than alone
-    exposed = prices.execution.exposed(prices.layout.tp)
-    least = exposed + (1 - exposed) * prices.hardware.reached.shared
-    found = [prices.seconds(region, frozenset((i,))).again.transfers * least for i in steps]
+    # beside work that runs again, too, a transfer costs less than alone
+    exposed, shared = prices.execution.exposed(prices.layout.tp), prices.hardware.reached.shared
+    least = exposed + (1 - exposed) * shared
+    beside = {c.step for c in region.collectives if c.axis == "ep" and prices.execution.hides_experts}
+    found = [
+        prices.seconds(region, frozenset((i,))).again.transfers * (min(least, shared) if i in beside else least)
+        for i in steps
+    ]
     for kernel in timer.listed.forward:
         for i in kernel.steps:
             found[i] += timer.kernel(kernel) / len(kernel.steps)
@@ -205,23 +225,34 @@ class _Timer:
         listed = self.listed
         repeated = [k for k in listed.forward if not again.isdisjoint(k.steps)]
         halves = {half: [k for k in listed.backward if k.half is half] for half in Half}
+        hooks = len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0
+        experts = self._host_of_experts()
         return RegionSeconds(
             forward=self._pass(
                 listed.forward,
                 self._forward_transfers(None, listed.forward) + self._ring(listed.forward),
-                host=len(self.region.program.slots) * self.hardware.delays.hook if hooked else 0.0,
+                host=hooks + experts * FORWARD_OF_EXPERTS,
             ),
             again=self._pass(repeated, self._forward_transfers(again, repeated) + self._ring(tuple(repeated))),
             inputs=self._pass(
-                halves[Half.INPUTS], self._backward_transfers(listed.backward) + self._ring(listed.backward)
+                halves[Half.INPUTS],
+                self._backward_transfers(listed.backward) + self._ring(listed.backward),
+                host=experts * (1 - FORWARD_OF_EXPERTS) / 2,
             ),
-            weights=self._pass(halves[Half.WEIGHTS], 0.0),
+            weights=self._pass(halves[Half.WEIGHTS], 0.0, host=experts * (1 - FORWARD_OF_EXPERTS) / 2),
         )
+
+    def _host_of_experts(self) -> float:
+        """See NOTE [ Launch-bound ]."""
+        if not self.execution.loops_experts or all(step.name != GROUPED for step in self.region.tape.steps):
+            return 0.0
+        return self.hardware.delays.experts * (1.0 if self.precision.product is not None else 0.5)
 
     def _pass(self, kernels: list[Kernel] | tuple[Kernel, ...], transfers: float, host: float = 0.0) -> Pass:
         """Args: host: seconds of it beside handing kernels over."""
         compute = sum(self.kernel(k) for k in kernels)
-        handed = sum(k.launches for k in kernels) * self.hardware.delays.dispatch
+        handed = 0.0 if self.execution.graphed else sum(k.launches for k in kernels) * self.hardware.delays.dispatch
+        host = 0.0 if self.execution.graphed else host
         if self.hardware.synchronous:
             return Pass(compute=compute, transfers=transfers, dispatch=handed + host)
         return Pass(compute=compute, transfers=transfers, dispatch=max(0.0, handed + host - compute - transfers))
@@ -247,8 +278,10 @@ class _Timer:
 
     # transfers --------------------------------------------------------------------------------------------------------
 
-    def _collective(self, kind: str, axis: str, nbytes: int) -> float:
-        return transfer_seconds(kind, nbytes, group(self.layout, axis, self.hardware.node), self.hardware)
+    def _collective(self, c: Collective) -> float:
+        ranks = group(self.layout, c.axis, self.hardware.node)
+        copies = c.copies if self.execution.once_to_node else 1
+        return transfer_seconds(c.kind, c.nbytes, ranks, self.hardware, copies=copies)
 
     def _exposed(self, axis: str) -> float:
         """Share of a transfer that is waited for. See NOTE [ What hides behind what ]."""
@@ -260,8 +293,20 @@ class _Timer:
             return waited
         steps = self.region.tape.steps
         products = sum(self.kernel(k) for k in kernels if k.product and steps[k.steps[0]].name in PRODUCTS)
-        out = max(0.0, hidden - products)
-        return waited + out + (hidden - out) * self.hardware.reached.shared
+        return waited + self._hidden(hidden, products)
+
+    def _hidden(self, seconds: float, work: float) -> float:
+        """What transfers cost that run beside so much work."""
+        out = max(0.0, seconds - work)
+        return out + (seconds - out) * self.hardware.reached.shared
+
+    def _experts(self, kernels: Sequence[Kernel], *, backward: bool, steps: frozenset[int] | None = None) -> float:
+        """What rows on their way to experts and back cost where they travel beside another micro-batch's work."""
+        if not self.execution.hides_experts:
+            return 0.0
+        chosen = [c for c in self.region.collectives if c.axis == "ep" and c.backward is backward]
+        seconds = sum(self._collective(c) for c in chosen if steps is None or c.step in steps)
+        return self._hidden(seconds, sum(self.kernel(k) for k in kernels)) if seconds else 0.0
 
     def _forward_transfers(self, steps: frozenset[int] | None, kernels: Sequence[Kernel]) -> float:
         """Those of a forward, or of the steps of it that run again, which are ``kernels``."""
@@ -269,19 +314,22 @@ class _Timer:
         at = [i for i, step in enumerate(self.region.tape.steps) if step.name.startswith(TRANSFER)]
         waited = hidden = 0.0
         for i, c in zip(at, forward, strict=True):
-            if steps is None or i in steps:
-                seconds, exposed = self._collective(c.kind, c.axis, c.nbytes), self._exposed(c.axis)
+            if (steps is None or i in steps) and not self._beside_others(c):
+                seconds, exposed = self._collective(c), self._exposed(c.axis)
                 waited += seconds * exposed
                 hidden += seconds * (1 - exposed)
-        return self._cost(waited, hidden, kernels)
+        return self._cost(waited, hidden, kernels) + self._experts(kernels, backward=False, steps=steps)
+
+    def _beside_others(self, c: Collective) -> bool:
+        return c.axis == "ep" and self.execution.hides_experts
 
     def _backward_transfers(self, kernels: Sequence[Kernel]) -> float:
         waited = hidden = 0.0
         mirrored = [(c.axis, c.nbytes) for c in self.region.collectives if not c.backward and "scatter" in c.kind]
         for c in self.region.collectives:
-            if not c.backward:
+            if not c.backward or self._beside_others(c):
                 continue
-            seconds = self._collective(c.kind, c.axis, c.nbytes)
+            seconds = self._collective(c)
             mirror = "gather" in c.kind and (c.axis, c.nbytes) in mirrored
             if mirror:
                 mirrored.remove((c.axis, c.nbytes))
@@ -290,7 +338,7 @@ class _Timer:
                 hidden += seconds * (1 - self._exposed(c.axis))
             else:
                 hidden += seconds
-        return self._cost(waited, hidden, kernels)
+        return self._cost(waited, hidden, kernels) + self._experts(kernels, backward=True)
 
     def _ring(self, kernels: tuple[Kernel, ...]) -> float:
         """Keys and values that go round under context parallelism, where attention does not cover it."""

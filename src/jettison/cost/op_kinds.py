@@ -24,6 +24,7 @@ POINTWISE = frozenset(
         "aten.where.ScalarOther",
         "aten.masked_fill.Scalar",
         "gated_activation",
+        "gated_activation.clamped",
         "rotary",
         "quantise.fp8",
     )
@@ -44,10 +45,13 @@ REDUCTIONS = frozenset(
 """Ops along rows."""
 LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default"))
 """Ops that read as much of their first input as they write."""
-PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
+"""Ops that write rows where an index says."""
+PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default", "aten.convolution.default"))
 BATCHED, GROUPED = "aten.bmm.default", "aten._grouped_mm.default"
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"
 """Reads one number of each row."""
 LOSSES = frozenset(("chunked_cross_entropy", "fused_linear_cross_entropy"))
+ALL_TO_ALL = "c10d.all_to_all"
 TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"

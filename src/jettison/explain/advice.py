@@ -9,7 +9,6 @@ from typing import Final
 from jettison.predict.forecast import Forecast, forecast_sizes
 from jettison.predict.run_request import Resolved
 from jettison.spec.kernels import AttentionKernel
-from jettison.spec.model import Moe
 from jettison.spec.run import Mode, Run
 from jettison.units import format_bytes
 
@@ -29,7 +28,7 @@ def advice(asked: Resolved) -> tuple[str, ...]:
             for name in ("schedule", "keep_stage_outputs")
             if name not in asked.assumed
         ]
-    if run.capacity_factor is not None and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
+    if run.capacity_factor is not None and not any(layer.experts for layer in model.kinds):
         found.append(f"--capacity-factor does nothing: {model.name} has no experts")
     return tuple(found)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jettison.cost.collective import host_seconds
@@ -73,30 +73,38 @@ def layer_reasons(answer: AutoForecast) -> dict[str, Reason]:
     known: dict[tuple[object, ...], Reason] = {}
     for stage in answer.forecast.stages:
         for chunk in (chunk for chunk in stage.parts if chunk):
-            for part, following in zip(chunk, (*chunk[1:], None), strict=True):
+            for at, part in enumerate(chunk):
                 if part.is_layer:
-                    key = (part.region, part.chosen, following and (following.region, following.chosen))
+                    beside = _following(chunk, at)
+                    key = (part.region, part.chosen, *((other.region, other.chosen) for other in beside))
                     if key not in known:
-                        known[key] = _reason(timing, part, following)
+                        known[key] = _reason(timing, part, beside)
                     found[part.name] = known[key]
     return {name: found[name] for name in run.model.layer_names}
 
 
-def _reason(timing: Timing, part: StageRegion, following: StageRegion | None) -> Reason:
+def _following(chunk: Sequence[StageRegion], at: int) -> Sequence[StageRegion]:
+    """What comes after a layer or its segment, whose passes are beside its copies: a region, or a whole segment."""
+    part = chunk[at]
+    after = at + (part.segment if part.first else 1)
+    return chunk[after : after + chunk[after].segment] if after < len(chunk) else ()
+
+
+def _reason(timing: Timing, part: StageRegion, following: Sequence[StageRegion]) -> Reason:
     took = timing.items([RegionGroup(part=part, names=(part.name,))])[0].seconds
-    beside = None if following is None else timing.items([RegionGroup(part=following, names=(following.name,))])[0]
+    beside = [timing.items([RegionGroup(part=other, names=(other.name,))])[0].seconds for other in following]
     where = whereabouts(part)
     program = part.region.program
     moved = program.kept_bytes(part.chosen.moved) if part.chosen is not None else 0
     return Reason(
         again=_names(part.region, [b for b, place in where.items() if place == AGAIN]),
-        freed_bytes=program.kept_bytes(program.saved_buffers()) - program.kept_bytes(part.kept),
+        freed_bytes=program.kept_bytes(program.saved_buffers()) - (program.kept_bytes(part.kept) if part.first else 0),
         again_seconds=took.again.seconds,
         moved=_names(part.region, [b for b, place in where.items() if place == THERE]),
         moved_bytes=moved,
         way_seconds=host_seconds(moved, timing.hardware) if moved else 0.0,
-        forward_seconds=beside.seconds.forward.seconds if beside is not None else 0.0,
-        backward_seconds=beside.seconds.backward_seconds if beside is not None else 0.0,
+        forward_seconds=beside[0].forward.seconds if beside else 0.0,
+        backward_seconds=sum(seconds.backward_seconds for seconds in beside),
     )
 
 
@@ -105,7 +113,8 @@ def whereabouts(part: StageRegion) -> Mapping[int, str]:
     moved = frozenset[int]() if part.chosen is None else part.chosen.moved
     program = part.region.program
     wanted = [b for b in sorted(program.needed_buffers()) if not program.buffers[b].free and program.buffers[b].nbytes]
-    return {b: THERE if b in moved else HERE if b in part.kept else AGAIN for b in wanted}
+    stays = part.kept if part.first else frozenset[int]()  # of a segment the first layer's input alone
+    return {b: THERE if b in moved else HERE if b in stays else AGAIN for b in wanted}
 
 
 def _names(region: Region, buffers: list[int]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stages import StageRegion
 from jettison.predict.timeline_units import passes_of
 from jettison.solve.policy import attention_core
-from jettison.spec.model import Layer
+from jettison.spec.model import AnyLayer
 from jettison.spec.run import Mode, Recompute, Run
 
 FORWARDS_OF_A_STEP: Final = 3
@@ -158,14 +158,14 @@ def _core(run: Run) -> Core:
     )
 
 
-def _core_and_rest(run: Run, layer: Layer, seq: int) -> tuple[int, int]:
+def _core_and_rest(run: Run, layer: AnyLayer, seq: int) -> tuple[int, int]:
     """Bytes that a layer saves without recompute on a sequence of ``seq``, learned positions or not."""
     region = layer_region(replace(run.scene, seq=seq), layer)
     core = region.program.kept_bytes(attention_core(region.program))
     return core, region.saved_bytes - core
 
 
-def _crossover(run: Run, layer: Layer) -> int | None:
+def _crossover(run: Run, layer: AnyLayer) -> int | None:
     """By doubling and bisection over sequences that the layout divides: the core grows faster than the rest."""
     step = run.layout.cp * (run.layout.tp if run.layout.sp else 1)
 
@@ -245,5 +245,5 @@ def recomputed_flops(found: Forecast) -> Iterator[int]:
         position = 0
         for part in chunk:
             position += part.is_layer
-            inside = part.is_layer and position % size and position < layers
+            inside = part.inner or (part.is_layer and position % size and position < layers)
             yield part.region.flops if inside else passes_of(part, rule).recompute_flops

@@ -13,7 +13,7 @@ from jettison.export.subject import Decision, Subject
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.stages import Chosen, Staying
+from jettison.predict.stages import Chosen, StageRegion, Staying
 from jettison.predict.time import estimate
 from jettison.spec.run import Mode, Recompute, Run
 
@@ -48,11 +48,7 @@ class DescribedPricer:
         choice, run = self.choice, self.choice.forecast.run
         parts = {part.name: part for part in choice.forecast.parts if part.is_layer}
         chosen = [parts[name].chosen for name in run.model.layer_names]
-        again = [
-            (parts[name].region.program.ops[o])
-            for name in run.model.layer_names
-            for o in parts[name].region.program.recompute_set(parts[name].kept)
-        ]
+        again = [op for name in run.model.layer_names for op in _again(parts[name])]
         return self._cost(run, choice.forecast, chosen, again, extra=0.0, host_bytes=choice.host_bytes)
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
@@ -132,6 +128,12 @@ class DescribedPricer:
         return max(by_stage.values(), default=0.0) * self.run.micro_batches
 
 
+def _again(part: StageRegion) -> Sequence[Op]:
+    """Ops that a layer's backward runs again: in a segment all of them, but for the last layer."""
+    ops = part.region.program.ops
+    return ops if part.inner else [ops[o] for o in part.region.program.recompute_set(part.kept)]
+
+
 def subject_of(choice: AutoForecast, document: dict[str, object], model: str) -> Subject:
     """A described plan, made again, as what is exported."""
     made_by = document.get("made_by")
@@ -143,6 +145,7 @@ def subject_of(choice: AutoForecast, document: dict[str, object], model: str) ->
         minimum_budget_bytes=choice.minimum_budget_bytes,
         decisions=decisions_of(choice),
         hardware=choice.hardware,
+        segments=choice.segments,
         described=choice,
         predicted=predicted if isinstance(predicted, dict) else {},
         asked=made_by if isinstance(made_by, dict) else {},

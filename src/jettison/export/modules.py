@@ -49,7 +49,7 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
         case "shared_experts":
             return _where(program, lambda op: op.path.startswith("mlp.shared"))
         case _:
-            return _where(program, lambda op: op.path == "mlp.experts" and op.name == "gated_activation")
+            return _where(program, lambda op: op.path == "mlp.experts" and op.name.startswith("gated_activation"))
 
 
 def saved_by(program: Program, module: str) -> frozenset[int]:

@@ -76,7 +76,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
 def rotate(w: Writer, x: Value, dim: int) -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
     dtype = "float32" if w.kernels.wide_rotary else x.dtype
-    cosine, sine = (w.table(f"rotary {name}", (w.run.seq, dim), dtype) for name in ("cosine", "sine"))
+    cosine, sine = (_table(w, f"rotary {name}", dim, dtype) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
@@ -87,6 +87,16 @@ def rotate(w: Writer, x: Value, dim: int) -> Value:
     if part is x and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
+
+
+def _table(w: Writer, name: str, dim: int, dtype: str) -> Value:
+    """Cosines or sines: what all layers read, or a block's own, which it makes once."""
+    if not w.kernels.spread_rotary or w.kernels.fused_rotary:
+        return w.table(name, (w.run.seq, dim), dtype)
+    if name not in w.spread:
+        narrow = w.table(name, (w.run.seq, dim // 2), dtype)
+        w.spread[name] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
+    return w.spread[name]
 
 
 def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bool = False) -> Value:

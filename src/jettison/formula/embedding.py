@@ -14,7 +14,7 @@ POSITIONS = "position ids"
 def embedding(w: Writer) -> Value:
     """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
     model, layout = w.run.model, w.run.layout
-    if not w.kernels.fused_rotary:
+    if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
@@ -40,12 +40,15 @@ def embedding(w: Writer) -> Value:
         x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
+    with w.tape.scope("beside"):
+        for name, shape in model.beside:
+            w.parameter(name, *shape)
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
 
 
 def rotary_tables(w: Writer) -> None:
     """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers."""
-    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.kinds)
+    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
             if dim:
@@ -69,9 +72,11 @@ def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, b
 
 
 def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
-    """Rows of a small table, the same for every sequence of the batch."""
+    """Rows of a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
+    if w.kernels.batched_positions:
+        shape = w.shape()[0], w.shape()[1]
     stored = ids_name == POSITIONS and w.kernels.stored_positions
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
     return w.tape.op(

@@ -23,6 +23,10 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
             first = _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec))
             second = _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec))
             return add(w, add(w, second, first), x)
+        case Arrangement.SHARED:
+            normal = norm(w, x, spec.norm, "attention_norm")
+            first, second = _dropped(w, _attend(w, normal, spec)), _dropped(w, _feed(w, normal, spec))
+            return add(w, add(w, first, second), x)
         case Arrangement.POST:
             x = add(w, x, norm(w, _attend(w, x, spec), spec.norm, "attention_norm"))
             return add(w, x, norm(w, _feed(w, x, spec), spec.norm, "mlp_norm"))

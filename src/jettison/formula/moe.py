@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, prod
 
-from jettison.formula.basic import add, cast, enter, leave, multiply, quantise
+from jettison.formula.basic import add, cast, enter, leave, linear, multiply, quantise
 from jettison.formula.mlp import activation, gate_product, mlp
 from jettison.formula.router import route
 from jettison.formula.tape import Places, Value
@@ -43,6 +43,8 @@ from jettison.spec.model import Activation, Mlp, Moe
 
 ORDER = "token order"
 SCORES = ("expert output", "expert weights")
+CLAMPED = "gated_activation.clamped"
+"""Halves are clamped before the kernel that multiplies them."""
 
 
 def moe(w: Writer, x: Value, spec: Moe) -> Value:
@@ -57,9 +59,20 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             out = w.tape.view(_experts(w, tokens, weights, choice, spec), whole.shape, whole.places)
         out = out if sharded else leave(w, out)
         if spec.shared_ffn:
-            shared = Mlp(ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated)
-            out = add(w, out, mlp(w, x, shared, "shared"))
+            shared = Mlp(
+                ffn=spec.shared_ffn, activation=spec.activation, gated=spec.gated, fused_gate_up=spec.shared_fused
+            )
+            beside = mlp(w, x, shared, "shared")
+            out = add(w, out, _gated(w, x, beside) if spec.shared_gate else beside)
         return out
+
+
+def _gated(w: Writer, x: Value, out: Value) -> Value:
+    """What shared experts return, weighted by one number a token."""
+    score = linear(w, x, 1, "shared_gate", bias=False)
+    gate = w.tape.empty(score.shape, score.dtype, score.places, grad=True)
+    w.tape.record("aten.sigmoid.default", [score], [gate], saves=[saved(gate, "shared gate")])
+    return multiply(w, gate, out, ("shared gate", "shared output"))
 
 
 def _token_places(w: Writer, whole: Value) -> Places:
@@ -104,11 +117,11 @@ def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe)
     x = _take(w, tokens, order.origin)
     flat = w.tape.view(weights, (weights.shape[0] * weights.shape[1], 1))
     scores = _take(w, flat, order.permutation)
-    x = _send(w, x, order)
+    x = _send(w, x, order, spec.top_k)
     early = w.kernels.combine is Combine.ACTIVATION
-    hidden = _hidden(w, x, _send(w, scores, order) if early else None, order, spec)
+    hidden = _hidden(w, x, _send(w, scores, order, spec.top_k) if early else None, order, spec)
     out = _product(w, hidden, tokens.shape[1], "down", order, spec, split="row")
-    out = _return(w, out, order, tokens.places)
+    out = _return(w, out, order, tokens.places, spec.top_k)
     return _combined(w, out, scores, order, tokens)
 
 
@@ -143,10 +156,10 @@ def _take(w: Writer, x: Value, index: Value) -> Value:
     return w.tape.op("aten.index.Tensor", [x, index], shape, places=index.places, saves=[saved(index, ORDER)])
 
 
-def _send(w: Writer, x: Value, order: _Order) -> Value:
+def _send(w: Writer, x: Value, order: _Order, copies: int) -> Value:
     """Rows to the ranks that have their experts."""
     arrived = _arrived(w, x.shape[0])
-    x = w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single")
+    x = w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single", copies=copies)
     if arrived != x.shape[0]:
         x = w.tape.op("all_to_all.rows", [x], (arrived, *x.shape[1:]))
     axis = w.expert_axis
@@ -157,7 +170,7 @@ def _send(w: Writer, x: Value, order: _Order) -> Value:
     return x if order.local is None else _take(w, x, order.local)
 
 
-def _return(w: Writer, x: Value, order: _Order, places: Places) -> Value:
+def _return(w: Writer, x: Value, order: _Order, places: Places, copies: int) -> Value:
     """The way back."""
     if order.local is not None:
         x = w.tape.op("aten.index_put.default", [x, order.local], saves=[saved(order.local, ORDER)])
@@ -166,7 +179,7 @@ def _return(w: Writer, x: Value, order: _Order, places: Places) -> Value:
         x = x if x.places == places else w.tape.view(x, x.shape, places)
     if x.shape[0] != order.permutation.shape[0]:
         x = w.tape.op("all_to_all.rows", [x], (order.permutation.shape[0], *x.shape[1:]))
-    return w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single")
+    return w.tape.collective("all_to_all_single", "ep", x, x.places, backward="all_to_all_single", copies=copies)
 
 
 def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec: Moe, *, split: str) -> Value:
@@ -215,7 +228,8 @@ def _hidden(w: Writer, x: Value, scores: Value | None, order: _Order, spec: Moe)
     if w.kernels.fused_gate:
         inputs = [gate, up] if scores is None else [gate, up, scores]
         roles = ("activation input", "activation input", SCORES[1])
-        return w.tape.op("gated_activation", inputs, saves=[saved(v, r) for v, r in zip(inputs, roles, strict=False)])
+        name = CLAMPED if spec.activation is Activation.CLAMPED_SWIGLU else "gated_activation"
+        return w.tape.op(name, inputs, saves=[saved(v, r) for v, r in zip(inputs, roles, strict=False)])
     clamped = spec.activation is Activation.CLAMPED_SWIGLU
     hidden = _clamped(w, gate, up) if clamped else gate_product(w, gate, up, spec.activation)
     return hidden if scores is None else multiply(w, hidden, scores, SCORES, w.compute)

@@ -21,8 +21,14 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
     """
     size = x.shape[-1] if width is None else width
     with w.tape.scope(name):
+        if not spec.weight:
+            return cast(w, _fused(w, cast(w, x, "float32") if w.kernels.wide_norm else x, spec, []), x.dtype)
         weight = w.parameter("weight", size, split=0 if split else None)
         weights = [weight] + ([w.parameter("bias", size)] if spec.bias else [])
+        if spec.kind is NormKind.LAYER and w.kernels.written_layer_norm:
+            return _written_layer(w, x, weight)
+        if spec.kind is NormKind.LAYER and spec.offset:
+            return _fused(w, x, spec, weights, shifted=_shifted(w, weight, w.run.precision.parameter))
         if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
             return _fused(w, x, spec, weights)
         if spec.offset:
@@ -30,8 +36,12 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
         return _written_wide(w, x, weight) if w.kernels.wide_norm else _written(w, x, weight)
 
 
-def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight]) -> Value:
-    """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input."""
+def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Value | None = None) -> Value:
+    """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input.
+
+    Args:
+        shifted: 1 + weight, which then stays as well.
+    """
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or not weights[0].frozen)
     layer = spec.kind is NormKind.LAYER
@@ -42,7 +52,11 @@ def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight]) -> Value:
         "aten.native_layer_norm.default" if layer else "aten._fused_rms_norm.default",
         [x],
         [out, *statistics],
-        saves=[saved(x, "norm input", REFERENCE), *(saved(v, "norm statistics", STATISTICS) for v in statistics)],
+        saves=[
+            saved(x, "norm input", REFERENCE),
+            *(saved(v, "norm statistics", STATISTICS) for v in statistics),
+            *([saved(shifted, "norm input")] if shifted is not None else []),
+        ],
         weights=weights,
     )
     return out
@@ -70,14 +84,42 @@ def _written(w: Writer, x: Value, weight: Weight) -> Value:
 def _written_wide(w: Writer, x: Value, weight: Weight) -> Value:
     """(weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm."""
     normal = _root_mean_square(w, x)
-    return cast(w, weigh(w, normal, weight, "normalised input"), x.dtype)
+    return cast(w, _weighed_wide(w, normal, weight), x.dtype)
+
+
+def _weighed_wide(w: Writer, normal: Value, weight: Weight) -> Value:
+    """In fp32; where the weight is cast for that, its copy stays for the gradient of what it multiplies."""
+    if not w.kernels.cast_weights or w.run.precision.parameter == "float32":
+        return weigh(w, normal, weight, "normalised input")
+    held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+    wide = w.tape.op("aten._to_copy.default", [held], dtype="float32", weights=[weight])
+    return multiply(w, normal, wide, ("normalised input", "normalised input"))
+
+
+def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
+    """weight * (x - mean) / sqrt(variance), all in fp32: transformers' CohereLayerNorm, which subtracts twice."""
+    wide = cast(w, x, "float32")
+    rows = (*x.shape[:-1], 1)
+    places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
+    mean = w.tape.op("aten.mean.dim", [wide], rows, places=places)
+    square = power(w, w.tape.op("aten.sub.Tensor", [wide, mean]), "norm input", REFERENCE)
+    variance = w.tape.op("aten.mean.dim", [square], rows, places=places)
+    shifted = w.tape.op("aten.add.Tensor", [variance], passes=True)
+    root = w.tape.empty(rows, "float32", places, grad=True)
+    w.tape.record("aten.rsqrt.default", [shifted], [root], saves=[saved(root, "norm statistics", STATISTICS)])
+    centred = w.tape.op("aten.sub.Tensor", [wide, mean])
+    normal = multiply(w, centred, root, ("normalised input", "norm statistics"))
+    return cast(w, _weighed_wide(w, normal, weight), x.dtype)
+
+
+def _shifted(w: Writer, weight: Weight, dtype: str) -> Value:
+    """1 + weight, made anew by each call."""
+    held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+    return w.tape.op("aten.add.Tensor", [cast(w, held, dtype)], passes=True, weights=[weight])
 
 
 def _written_offset(w: Writer, x: Value, weight: Weight) -> Value:
     """(x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm."""
     normal = _root_mean_square(w, x)
-    dtype = w.run.precision.held(frozen=weight.frozen)
-    wide = w.tape.source("weight", weight.shape, dtype, weight.places, grad=not weight.frozen, free=True)
-    shifted = w.tape.op("aten.add.Tensor", [cast(w, wide, "float32")], passes=True, weights=[weight])
-    product = multiply(w, normal, shifted, ("normalised input", "norm weight"))
+    product = multiply(w, normal, _shifted(w, weight, "float32"), ("normalised input", "norm weight"))
     return cast(w, product, x.dtype)

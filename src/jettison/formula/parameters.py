@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
-from jettison.spec.model import ModelSpec, Moe
+from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
 
 
@@ -30,7 +30,7 @@ def active_parameter_count(model: ModelSpec) -> int:
     scene = Run(model=model, seq=1).scene
     idle = 0
     for kind, layers in Counter(model.layers).items():
-        if isinstance(kind.mlp, Moe):
+        if (moe := kind.experts) is not None:
             experts = sum(w.total for w in layer_region(scene, kind).weights if w.expert)
-            idle += layers * experts * (kind.mlp.experts - kind.mlp.top_k) // kind.mlp.experts
+            idle += layers * experts * (moe.experts - moe.top_k) // moe.experts
     return parameter_count(model) - idle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from jettison.formula.tape import Collective, Tape, Value, Weight
 from jettison.formula.writer import Writer
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
 from jettison.ledger.record import Origin, Placement, SavedTensor
-from jettison.spec.model import Layer
+from jettison.spec.model import AnyLayer, RecordedLayer, Recorder
 from jettison.spec.run import Scene
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -161,9 +162,50 @@ class Region:
         return {}
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedRegion(Region):
+    """A block as a trace has it: its program is the recording's own, of which the tape is another form, op by op."""
+
+    recording: Program
+
+    @cached_property
+    def program(self) -> Program:
+        """As it was recorded: with what the runtime sees of it, and what may not run again."""
+        return self.recording
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedRegions:
+    """A recorded model: what is around its blocks, and by call of a block its region; alike calls share one."""
+
+    before: Region
+    blocks: tuple[Region, ...]
+    after: Region
+
+
+class RegionRecorder(Recorder):
+    """Records the regions of a scene."""
+
+    @abstractmethod
+    def regions(self, scene: Scene) -> RecordedRegions:
+        """All of them.
+
+        Raises:
+            UsageError: the model cannot be recorded like that.
+        """
+
+
+def _recorded(scene: Scene) -> RecordedRegions:
+    recorder = scene.model.recorder
+    assert isinstance(recorder, RegionRecorder), "a recorded layer without its recording"
+    return recorder.regions(scene)
+
+
 @lru_cache(maxsize=4096)
-def layer_region(scene: Scene, layer: Layer) -> Region:
+def layer_region(scene: Scene, layer: AnyLayer) -> Region:
     """One transformer layer."""
+    if isinstance(layer, RecordedLayer):
+        return _recorded(scene).blocks[layer.call]
     writer = Writer.of(scene)
     return Region(output=write_layer(writer, writer.hidden(), layer), tape=writer.tape)
 
@@ -171,6 +213,8 @@ def layer_region(scene: Scene, layer: Layer) -> Region:
 @lru_cache(maxsize=1024)
 def embedding_region(scene: Scene) -> Region:
     """What stands before the layers."""
+    if scene.model.recorder is not None:
+        return _recorded(scene).before
     writer = Writer.of(scene)
     return Region(output=embedding(writer), tape=writer.tape)
 
@@ -178,5 +222,7 @@ def embedding_region(scene: Scene) -> Region:
 @lru_cache(maxsize=1024)
 def head_region(scene: Scene) -> Region:
     """What stands after the layers."""
+    if scene.model.recorder is not None:
+        return _recorded(scene).after
     writer = Writer.of(scene)
     return Region(output=head(writer, writer.hidden()), tape=writer.tape)

@@ -28,8 +28,9 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
         logits = _logits(w, tokens, spec)
         if spec.router is Router.TOPK_SOFTMAX:
             values, choice = _topk(w, logits, shape)
-            dtype = "float32" if w.kernels.weights_float32 else logits.dtype
-            return _softmax(w, cast(w, values, dtype)), choice
+            wide = w.kernels.weights_float32 or w.kernels.softmax_float32
+            weights = _softmax(w, cast(w, values, "float32" if wide else logits.dtype))
+            return (cast(w, weights, w.compute) if w.kernels.softmax_float32 else weights), choice
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
             weights = _normalise(w, weights)

@@ -81,6 +81,7 @@ class Collective:
     """A transfer between the ranks of one axis. ``nbytes`` is the whole tensor's, the gathered or reduced one.
 
     ``step``: how many steps stand before the place in the forward where it, or what it is the backward of, belongs.
+    ``copies``: rows that stand for the same token, each for another expert.
     """
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all
@@ -88,6 +89,7 @@ class Collective:
     nbytes: int
     backward: bool
     step: int
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,16 +267,18 @@ class Tape:
         """A value that the next recorded op makes."""
         return self._new(tuple(shape), dtype, places, None, grad)
 
-    def collective(self, kind: str, axis: str, value: Value, places: Places, *, backward: str | None) -> Value:
+    def collective(
+        self, kind: str, axis: str, value: Value, places: Places, *, backward: str | None, copies: int = 1
+    ) -> Value:
         """Redistribute a value over an axis; ``backward`` is the collective of its gradient. No-op on an axis of 1."""
         if self.mesh.get(axis, 1) == 1:
             return value
         step = len(self.steps)
         result = self.op(f"c10d.{kind}", [value], places=places)
         larger = max(value.nbytes, result.nbytes)
-        self.collectives.append(Collective(kind, axis, larger, backward=False, step=step))
+        self.collectives.append(Collective(kind, axis, larger, backward=False, step=step, copies=copies))
         if backward is not None and value.grad:
-            self.collectives.append(Collective(backward, axis, larger, backward=True, step=step))
+            self.collectives.append(Collective(backward, axis, larger, backward=True, step=step, copies=copies))
         return result
 
     @contextmanager

@@ -20,6 +20,7 @@ class Writer:
     run: Scene
     tape: Tape
     quantised: dict[int, Value] = field(default_factory=dict)
+    spread: dict[str, Value] = field(default_factory=dict)
     _random: Value | None = None
 
     @classmethod

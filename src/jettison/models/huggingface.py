@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,14 @@ MAPPINGS = (
     "MODEL_FOR_MASKED_LM_MAPPING",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_CTC_MAPPING",
+    "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_MASKED_IMAGE_MODELING_MAPPING",
+    "MODEL_FOR_PRETRAINING_MAPPING",
 )
 """Where a trainable class is looked for if the config names none: the first that knows the config."""
 
@@ -65,22 +73,39 @@ def read_config(path: Path) -> Any:
         raise UsageError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
+    return config_of(values, str(file))
+
+
+def config_of(values: Mapping[str, Any], name: str) -> Any:
+    """The configuration object of a decoded ``config.json``.
+
+    Raises:
+        UsageError: transformers does not know its model_type, or not its values.
+    """
     transformers = _transformers()
+    if values.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise UsageError(
+            f"{name}: got the model_type {values.get('model_type')!r}, which neither has a closed form nor is known to "
+            f"transformers {transformers.__version__}; use module:factory"
+        )
     try:
         return transformers.AutoConfig.for_model(**values)
     except Exception as error:  # transformers validates each config in its own way
         raise UsageError(
-            f"transformers cannot read {file}: {_one_line(error)}. Check model_type, or pass a factory: module:function"
+            f"transformers cannot read {name}: {_one_line(error)}. Check model_type, or pass a factory: module:function"
         ) from error
 
 
-def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.Module:
+def build(
+    config: Any, asked: ConfigRequest, mode: FakeTensorMode | None, *, dtype: torch.dtype | None = None
+) -> nn.Module:
     """The model in training mode, with random weights; under ``mode``, of fake tensors that take no memory.
 
     Raises:
         UsageError: transformers has no trainable class for the config, or cannot make a model of it.
     """
-    dtype = PRECISIONS[asked.precision] if asked.precision else _own_dtype(config)
+    if dtype is None:
+        dtype = PRECISIONS[asked.precision] if asked.precision else _own_dtype(config)
     config.dtype = dtype
     if hasattr(config, "use_cache"):
         config.use_cache = False  # a cache for generation would grow from step to step
@@ -91,7 +116,7 @@ def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.
             config.decoder_start_token_id = config.pad_token_id
     if asked.attention:
         config._attn_implementation = ATTENTIONS[asked.attention]
-    cls = _class_for(config)
+    cls = class_for(config)
     # built on meta and not under the fake mode: constructors may read small tensors that they ask for on the CPU
     with _default_dtype(dtype), torch.device("meta") if mode else contextlib.nullcontext():
         try:
@@ -106,57 +131,18 @@ def build(config: Any, asked: ConfigRequest, mode: FakeTensorMode | None) -> nn.
     return (model if mode is None else fake_copy(model, mode, "cpu")).train()
 
 
-def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, Any]:
-    """A batch of random tokens or pixels with labels: always real tensors, since a forward may look at them.
-
-    Raises:
-        UsageError: the model takes something else, or the sequence is longer than its positions.
-    """
-    rows = asked.micro_batch or 1
-    generator = torch.Generator().manual_seed(0)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    wanted = getattr(model, "main_input_name", "input_ids")
-    name = type(model).__name__
-    if wanted == "input_ids" and getattr(text, "vocab_size", None):
-        ids = torch.randint(0, text.vocab_size, (rows, _sequence(text, asked)), generator=generator)
-        if name.endswith("ForSequenceClassification"):
-            return {"input_ids": ids, "labels": _classes(config, rows, generator)}
-        return {"input_ids": ids, "labels": ids.clone()}
-    if wanted == "pixel_values" and getattr(config, "image_size", None):
-        if asked.seq is not None:
-            raise UsageError(f"--seq does not apply to {name}: its input is an image")
-        height, width = _pair(config.image_size)
-        shape = (rows, getattr(config, "num_channels", 3), height, width)
-        dtype = next(model.parameters()).dtype
-        pixels = torch.randn(shape, generator=generator).to(dtype)
-        return {"pixel_values": pixels, "labels": _classes(config, rows, generator)}
-    raise UsageError(
-        f"no batch is known for {name}, which takes {wanted!r}; use module:factory and return (model, batch)"
-    )
-
-
-def _sequence(config: Any, asked: ConfigRequest) -> int:
-    longest = getattr(config, "max_position_embeddings", None)
-    if asked.seq is not None and longest is not None and asked.seq > longest:
-        raise UsageError(f"got --seq {asked.seq}; the model has {longest} positions")
-    return asked.seq or min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
-
-
-def _classes(config: Any, rows: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, max(1, getattr(config, "num_labels", 2)), (rows,), generator=generator)
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
 def _own_dtype(config: Any) -> torch.dtype:
     stated = getattr(config, "dtype", None)
     name = str(stated).removeprefix("torch.")
     return {"bfloat16": torch.bfloat16, "float16": torch.bfloat16}.get(name, torch.float32)
 
 
-def _class_for(config: Any) -> Any:
+def class_for(config: Any) -> Any:
+    """The class of transformers that trains a configuration.
+
+    Raises:
+        UsageError: there is none with a loss.
+    """
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None)
@@ -164,7 +150,7 @@ def _class_for(config: Any) -> Any:
             return cls
     from transformers.models.auto import modeling_auto
 
-    for mapping in MAPPINGS:
+    for mapping in _mappings(config):
         known = getattr(modeling_auto, mapping, {})
         if type(config) in known:
             found = known[type(config)]
@@ -173,6 +159,16 @@ def _class_for(config: Any) -> Any:
         f"transformers has no class with a loss for model_type {config.model_type!r}; use module:factory and return "
         "(model, batch, loss_fn)"
     )
+
+
+def _mappings(config: Any) -> tuple[str, ...]:
+    """Where its class is looked for: encoders with decoders as such, encoders as what fills in words."""
+    first: tuple[str, ...] = ()
+    if getattr(config, "is_encoder_decoder", False):
+        first = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+    elif getattr(config, "is_decoder", None) is False:
+        first = ("MODEL_FOR_MASKED_LM_MAPPING",)
+    return (*first, *MAPPINGS)
 
 
 def _one_line(error: Exception) -> str:

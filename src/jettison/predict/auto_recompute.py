@@ -12,15 +12,14 @@ from types import MappingProxyType
 
 from jettison.cost.execution import execution_of
 from jettison.errors import Infeasible
-from jettison.predict.forecast import Forecast, Stage, forecast, forecast_sizes
-from jettison.predict.peak import peak_bytes
+from jettison.predict.forecast import Forecast, Stage, forecast
 from jettison.predict.stage_choice import Answer, StageChoice
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import StageRegion, Staying, kept_by
 from jettison.predict.time import recomputing
 from jettison.solve.plan import PolicyWord, policy_word
 from jettison.spec.hardware import Hardware
-from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.run import Mode, Run
 from jettison.units import format_bytes
 
 
@@ -55,6 +54,16 @@ class AutoForecast:
     def step_seconds(self) -> float:
         """Of all micro-batches on that stage, without bubbles and communication: a lower limit."""
         return (self.seconds + self.plain_seconds) * self.forecast.run.micro_batches
+
+    @property
+    def segments(self) -> tuple[tuple[str, str], ...]:
+        """Runs of layers that hold the first one's input alone: the names of the first and the last, in model order."""
+        layers = [part for part in self.forecast.parts if part.is_layer]
+        return tuple(
+            (part.name, layers[at + part.segment - 1].name)
+            for at, part in enumerate(layers)
+            if part.segment > 1 and part.first
+        )
 
 
 Stages = dict[tuple[object, ...], StageChoice]
@@ -110,7 +119,7 @@ def choose(
         names = [part.name for chunk in stage.parts for part in chunk]
         chosen.update(zip(names, answer.staying, strict=True))
     if len(answers) < len(plain.stages):
-        reason = " ".join((_reason(offload, host), *_lower(run, smallest)))
+        reason = _reason(offload, host)
         raise Infeasible(minimum_budget_bytes=smallest, budget_bytes=budget_bytes, reason=reason)
     by_layer = [chosen.get(name) for name in run.model.layer_names]
     most = max(answers, key=lambda answer: answer.added_seconds)
@@ -126,6 +135,16 @@ def choose(
         host_budget_bytes=host if offload else None,
         gap=max(answer.gap for answer in answers),
     )
+
+
+def smallest_budget(run: Run, hardware: Hardware) -> int:
+    """The fewest bytes of allocations on each rank for which `choose` has an answer."""
+    plain = _undecided(run)
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    host = hardware.host_memory_bytes
+    stages = [plain.stages[index] for index in distinct_stages(run)]
+    each = (StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host) for stage in stages)
+    return max(one.smallest_budget_bytes for one in each)
 
 
 def distinct_stages(run: Run) -> list[int]:
@@ -154,25 +173,9 @@ def _undecided(run: Run) -> Forecast:
 
 def _reason(offload: bool, host: int | None) -> str:
     if not offload:
-        return "Every layer computes all that it can again."
+        return "Every layer computes all that it can again, alone or in a segment with others."
     room = "" if host is None else f", which has {format_bytes(host)} for it"
-    return f"Every layer computes all that it can again, or sends it to the host{room}."
-
-
-def _lower(run: Run, smallest: int) -> Iterator[str]:
-    """What takes less than any choice by layers: segments of several, which hold fewer inputs."""
-    if run.recompute.whole:
-        return
-    found: dict[str, int] = {}
-    for word in ("every:2", "sqrt"):
-        segments = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
-        found[word] = peak_bytes(forecast_sizes(replace(run, recompute=segments)))
-    word = min(found, key=lambda each: found[each])
-    if found[word] < smallest:
-        yield (
-            f"Segments of layers are not among its choices and take less: --recompute {word} peaks at "
-            f"{format_bytes(found[word])}."
-        )
+    return f"Every layer computes all that it can again, alone or with others, or sends it to the host{room}."
 
 
 def _plain_seconds(timing: Timing, stage: Stage) -> float:

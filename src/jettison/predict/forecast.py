@@ -130,7 +130,7 @@ class Forecast:
         """For layers in segments: is it the one whose input stays?"""
         size = self.run.recompute.number
         if str(self.run.recompute.mode) != "every" or size == 1:
-            return {}
+            return {part.name: False for part in self.parts if not part.first}
         found = {}
         for stage in self.stages:
             for chunk in stage.parts:

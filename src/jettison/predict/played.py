@@ -266,11 +266,11 @@ def _by_unit(run: Run, chunk: Chunk, units: Sequence[Unit], timing: Timing) -> I
         for name in unit.names:
             last = name.rpartition(" to ")[2]
             forward = backward = 0.0
-            moved = 0
+            moved = regions[at][3]  # of a segment, what its first layer holds
             while True:
-                region, f, b, nbytes = regions[at]
+                region, f, b, _ = regions[at]
                 forward, backward = forward + f, backward + b
-                moved += 0 if at == layers[-1] else nbytes
+                moved = 0 if layers and at == layers[-1] else moved
                 at += 1
                 if region == last:
                     break

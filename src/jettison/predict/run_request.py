@@ -26,7 +26,8 @@ from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
-from jettison.spec.run import MOST, Gradients, Recompute, Run
+from jettison.spec.recorded import refuse_as_built
+from jettison.spec.run import MOST, Gradients, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import workspaces
 
@@ -52,10 +53,13 @@ class CommonRequest:
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused or chunked.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
-        dispatcher: How tokens reach their experts: alltoall or allgather.
+        dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
         deterministic: Megatron's deterministic mode: what experts return is kept, too.
         sequential_experts: One expert after the other, instead of grouped products.
         tp_comm_overlap: Transfers of tensor parallelism run beside the products that they belong to: costs less time.
+        ep_comm_overlap: Rows travel to experts and back beside the work of another micro-batch: costs less time.
+        cuda_graphs: CUDA graphs replay the kernels of layers, so that the host does not hand them over.
+        stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
         gradients: one-by-one, as backward makes them, or upfront, in buffers.
@@ -80,6 +84,9 @@ class CommonRequest:
     sequential_experts: bool | None = None
     deterministic: bool | None = None
     tp_comm_overlap: bool | None = None
+    ep_comm_overlap: bool | None = None
+    cuda_graphs: bool | None = None
+    stack: str | None = None
     gathered_inputs: bool | None = None
     keep_stage_outputs: bool | None = None
     gradients: str | None = None
@@ -217,6 +224,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     Raises:
         UsageError: a word that is not known, or a run that is none.
     """
+    refuse_as_built(model, request.given())
     if request.like is not None:
         return _resolve_like(model, request, request.like)
     if request.capacity_factor is not None and not isfinite(request.capacity_factor):
@@ -247,6 +255,9 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         capacity_factor=request.capacity_factor,
         imbalance=_or(request.expert_imbalance, 1.0),
         tp_comm_overlap=_or(request.tp_comm_overlap, False),
+        ep_comm_overlap=_or(request.ep_comm_overlap, False),
+        cuda_graphs=_or(request.cuda_graphs, False),
+        stack=None if request.stack is None else _word(Software, request.stack, "stack"),
         adding=Adding.WHOLE if request.accumulation is None else _word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(_or(request.workspaces, "none")),
         loader_masks=_or(request.loader_masks, False),

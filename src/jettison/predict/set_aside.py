@@ -10,7 +10,6 @@ from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
 from jettison.spec.kernels import AttentionKernel, Dispatcher
-from jettison.spec.model import Moe
 from jettison.spec.precision import Adding
 from jettison.spec.run import Run
 
@@ -21,7 +20,7 @@ def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
         return 0, 0
     parts = [group.part for chunk in chunks for group in chunk]
     spaces = run.workspaces
-    experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
+    experts = any(part.layer is not None and part.layer.experts for part in parts)
     own = spaces.torch_bytes if _has_torch_products(run, parts, experts) else 0
     grouped = experts and not run.kernels.sequential_experts
     library = spaces.library_bytes + (spaces.grouped_bytes if grouped else 0)
@@ -42,7 +41,7 @@ def gathering_buffer(run: Run, chunks: Sequence[Chunk]) -> int:
     tokens = 0
     if layout.tp > 1 and layout.sp and any(part.name == HEAD for part in parts):
         tokens = run.micro_batch * run.seq // layout.cp
-    experts = any(part.layer is not None and isinstance(part.layer.mlp, Moe) for part in parts)
+    experts = any(part.layer is not None and part.layer.experts for part in parts)
     if experts and run.kernels.dispatcher is Dispatcher.ALLGATHER and layout.tp * layout.ep > 1:
         tokens = run.micro_batch * run.seq // layout.cp * layout.ep
     return tokens * run.model.hidden * DTYPE_BYTES[run.precision.compute]

@@ -9,6 +9,9 @@ choice is therefore played through the stage's real timeline, which is the judge
 What is offloaded is on the host n times, and on the device once: a stage does one pass of one micro-batch at a time,
 and only neighbours' copies stand beside it (NOTE [ What is on its way ] in `solve.problem`). Of each chunk the last
 layer sends nothing: what comes after it is the head, another micro-batch's pass, or its own backward at once.
+
+Runs of layers may be segments (NOTE [ Which segments ] in `stage_segments`). Where the host's budget binds, they are
+only asked for where layers by themselves do not fit: plans near the relaxation's vertex (`solve.rounding`) have none.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from jettison.formula.region import Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
 from jettison.predict.peak import stage_peak_bytes
+from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import MIXED, RegionGroup, StageRegion, Staying
-from jettison.predict.timeline_units import units
+from jettison.predict.stages import MIXED, Chunk, RegionGroup, StageRegion, Staying
+from jettison.predict.timeline_units import unit_within
 from jettison.solve.actions import ActionPoint, action_points, kept_points
 from jettison.solve.chain import choose as choose_options
 from jettison.solve.frontier import pareto_frontier, plain_point
+from jettison.solve.levels import Choice
 from jettison.solve.moves import Walk, least_of, walks
 from jettison.solve.problem import Link, ProblemRegion, RegionOption, RootOption, StepProblem
 from jettison.solve.refine import fastest, refine
@@ -56,6 +61,20 @@ class Answer:
     stalled_seconds: float
     host_bytes: int
     gap: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A problem as paths, and the smallest budget that one of them fits."""
+
+    problem: StepProblem
+    walks: tuple[Walk, ...]
+    least_bytes: int
+
+    @classmethod
+    def of(cls, problem: StepProblem) -> _Way:
+        found = walks(problem)
+        return cls(problem=problem, walks=found, least_bytes=least_of(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,41 +117,63 @@ class StageChoice:
         if all(one.needs > budget_bytes for one in found):
             return least.needs, None  # the answer that any budget leads to
         best = fastest(found, budget_bytes)
-        return min(least.needs, best.needs), best
+        return min(least.needs, *(one.needs for one in found)), best
+
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The fewest bytes that some answer is known to fit."""
+        return self._least.needs
 
     @cached_property
     def _lowest(self) -> int:
         """A budget below which the problem, as the solver sees it, has no answer."""
-        return least_of(self._walks)
+        return min(way.least_bytes for way in self._ways)
 
     @cached_property
     def _least(self) -> Answer:
-        """The answer with the lower peak by the timeline of two, the same whatever the budget.
+        """Of answers that hold little the one with the lowest peak by the timeline, the same whatever the budget.
 
-        Without a link it is that of the fewest bytes that stay; with one, fewer bytes that stay are more on their way.
+        They are what recompute modes say, and what the solver has for the smallest budget that it sees.
         """
+        found = [self._fewest, self._ask(self._lowest), *self._uniform()]
+        least = min(found, key=lambda one: (one.needs, one.added_seconds))
+        plain = sum(r.forward_seconds + r.backward_seconds for r in self._problem.regions)
+        step = plain + least.added_seconds
+        return replace(least, gap=least.added_seconds / step if step else 0.0)  # a better one may add nothing
+
+    @property
+    def _fewest(self) -> Answer:
+        """Each layer by itself holds what it must."""
         ends = [
             min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.offloaded_bytes)) for options in self.points
         ]
-        staying = self._staying(tuple(end.key for end in ends))
+        return self._unasked(Choice(root="", regions=tuple(end.key for end in ends)), sum(end.seconds for end in ends))
+
+    def _uniform(self) -> Iterator[Answer]:
+        """Segments of one length, of which the peak is lowest."""
+        size, _ = min(self._segments.uniform(), key=lambda pair: pair[1], default=(0, 0))
+        if not size:
+            return
+        ends = [min(options, key=lambda o: (o.kept_bytes + o.offloaded_bytes, o.seconds)) for options in self.points]
+        cut = tuple(self._segments.cut(size))
+        inside = {r for start, stop in cut for r in range(start, stop)}
+        keys = tuple(HELD if r in inside else end.key for r, end in enumerate(ends))
+        seconds = sum(end.seconds for r, end in enumerate(ends) if r not in inside)
+        seconds += sum(self._segments.seconds(start, stop) for start, stop in cut)
+        yield self._unasked(Choice(root="", regions=keys, segments=cut), seconds)
+
+    def _unasked(self, choice: Choice, seconds: float) -> Answer:
+        """What holds little, whatever the budget is, and sends nothing."""
+        staying = self._staying(choice)
         needs = self._peak(staying)
-        fewest = Answer(
-            staying=staying,
-            needs=needs,
-            level=needs,
-            added_seconds=sum(end.seconds for end in ends),
-            stalled_seconds=0.0,
-            host_bytes=0,
-            gap=1.0,
+        return Answer(
+            staying=staying, needs=needs, level=needs, added_seconds=seconds, stalled_seconds=0.0, host_bytes=0, gap=1.0
         )
-        if self._link is None:
-            return fewest
-        lean = replace(self._ask(self._lowest), gap=1.0)
-        return min(fewest, lean, key=lambda one: (one.needs, one.added_seconds))
 
     def _ask(self, asked: int) -> Answer:
-        found = choose_options(self._problem, asked, known=self._walks)
-        staying = self._staying(found.choice.regions)
+        way = next(way for way in self._ways if way.least_bytes <= asked)
+        found = choose_options(way.problem, asked, known=way.walks)
+        staying = self._staying(found.choice)
         return Answer(
             staying=staying,
             needs=self._peak(staying),
@@ -230,18 +271,31 @@ class StageChoice:
         return max(sum((o.forward[c] + o.weight[c]) * held[c] for c in whole) for o in load.occupancies)
 
     @cached_property
-    def _walks(self) -> tuple[Walk, ...]:
-        return walks(self._problem)
+    def _ways(self) -> tuple[_Way, ...]:
+        """The problem with segments; before it without, where the host's budget binds."""
+        alone = _Way.of(self._problem)
+        segments = tuple(self._segments.options(self._problem, alone.least_bytes))
+        if not segments:
+            return (alone,)
+        together = _Way.of(replace(self._problem, segments=segments))
+        binds = any(walk.host_budget_bytes is not None for walk in alone.walks)
+        return (alone, together) if binds else (together,)
+
+    @cached_property
+    def _segments(self) -> StageSegments:
+        return StageSegments(
+            run=self.run, stage=self.stage, timing=self.timing, fresh=self._fresh, least_moved=LEAST_MOVED
+        )
 
     def _regions(self) -> Iterator[ProblemRegion]:
         """One a part; what is alike is worked out once."""
-        known: dict[tuple[int, int], ProblemRegion] = {}
+        known: dict[tuple[int, int, bool], ProblemRegion] = {}
         points = iter(self.points)
         for chunk, parts in enumerate(self.stage.parts):
             copies = max(o.forward[chunk] + o.weight[chunk] for o in self.stage.load.occupancies)
             for part in parts:
                 options = next(points)
-                alike = id(options), copies
+                alike = id(options), copies, part is parts[-1]
                 if alike not in known:
                     known[alike] = self._region(part, options, copies)
                 yield replace(known[alike], name=part.name, class_key=part.name)
@@ -278,14 +332,30 @@ class StageChoice:
 
     def _unit(self, part: StageRegion, stays: frozenset[int]) -> Unit:
         alone = replace(part, policy=MIXED, chosen=Staying(stays)) if part.is_layer else part
-        return units(self.run, [RegionGroup(part=alone, names=(part.name,))])[0]
+        chunk, last = self._places[part.name]
+        return unit_within(self.run, [RegionGroup(part=alone, names=(part.name,))], chunk, last=last)
 
-    def _staying(self, keys: Sequence[str]) -> tuple[Staying | None, ...]:
-        found = [next(p for p in options if p.key == key) for options, key in zip(self.points, keys, strict=True)]
-        return tuple(
-            Staying(point.stays, point.offloaded) if part.is_layer else None
-            for part, point in zip(self.parts, found, strict=True)
-        )
+    @cached_property
+    def _places(self) -> dict[str, tuple[Chunk, bool]]:
+        """By region, the chunk that it is in, and whether it ends it."""
+        return {
+            part.name: (groups, part is parts[-1])
+            for groups, parts in zip(self.stage.groups, self.stage.parts, strict=True)
+            for part in parts
+        }
+
+    def _staying(self, choice: Choice) -> tuple[Staying | None, ...]:
+        found: list[Staying | None] = []
+        stops = dict(choice.segments)
+        while len(found) < len(self.parts):
+            at = len(found)
+            key = choice.regions[at]
+            if at in stops:
+                found += self._segments.staying(at, stops[at], key)
+                continue
+            point = next(p for p in self.points[at] if p.key == key)
+            found.append(Staying(point.stays, point.offloaded) if self.parts[at].is_layer else None)
+        return tuple(found)
 
     def _peak(self, staying: Sequence[Staying | None]) -> int:
         """Of the stage, by its timeline."""

@@ -23,7 +23,7 @@ from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_b
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer
+from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Recompute, Run
 
@@ -87,6 +87,7 @@ class Item:
         offloaded: of what stays of it, to the host, one way.
         optimizer_bytes: read and written at the end of a step.
         prices: whose seconds they are.
+        segment: items, from this one on, that a planner has put into one segment.
     """
 
     count: int
@@ -99,6 +100,7 @@ class Item:
     in_layer: bool
     prices: PriceModel
     offloaded: float = 0.0
+    segment: int = 1
 
 
 def total_of(parts: Sequence[RegionSeconds]) -> RegionSeconds:
@@ -122,7 +124,10 @@ class Timing:
     execution: Execution
     planned: bool = False
 
-    def prices(self, layer: Layer | None = None) -> PriceModel:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hardware", self.hardware.under(self.execution.stack))
+
+    def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
         visible = 1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks)
@@ -133,18 +138,22 @@ class Timing:
     def items(self, chunk: Sequence[RegionGroup]) -> list[Item]:
         """Regions of one visit to a stage."""
         segment = self.run.recompute.number if self.run.recompute.mode is Mode.EVERY else 1
-        found = []
+        found, begun = [], 0
         for same in chunk:
             part, count = same.part, len(same.names)
             # of a segment, every layer but the last is computed again whole
             inner = count - count // segment if part.is_layer else 0
+            inner = count if part.inner else inner
+            if part.first:  # what a segment sends goes beside what follows it
+                begun = moved_bytes(self.run, part)
             if inner:
-                found.append(self._item(part, inner, everything(part.region)))
+                item = self._item(part, inner, everything(part.region), 0)
+                found.append(replace(item, segment=part.segment) if part.inner and part.first else item)
             if count > inner:
-                found.append(self._item(part, count - inner, self._again(part)))
+                found.append(self._item(part, count - inner, self._again(part), begun))
         return found
 
-    def _item(self, part: StageRegion, count: int, again: frozenset[int]) -> Item:
+    def _item(self, part: StageRegion, count: int, again: frozenset[int], moved: int) -> Item:
         run = self.run
         found = _several(
             count,
@@ -157,7 +166,6 @@ class Timing:
             run.optimizer,
             part.is_layer,
         )
-        moved = moved_bytes(run, part)
         return replace(found, offloaded=host_seconds(moved, self.hardware)) if moved else found
 
     def _again(self, part: StageRegion) -> frozenset[int]:
@@ -232,10 +240,13 @@ class Timing:
             reduces = self.execution.reduces_each
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
         if self.run.recompute.offload:
-            pairs = [(item.count - 1, item, item) for item in items]
-            pairs += [(1, item, after) for item, after in pairwise(items) if after.in_layer]  # the last layer's stay
-            forward += sum(n * self._over(i.offloaded, after.seconds.forward.seconds) for n, i, after in pairs)
-            backward += sum(n * self._over(i.offloaded, after.seconds.backward_seconds) for n, i, after in pairs)
+            pairs = [(item.count - 1, item, item.seconds.backward_seconds, item) for item in items]
+            for at, (item, other) in enumerate(pairwise(items), 1):
+                if other.in_layer:  # the last layer's stay
+                    behind = sum(each.seconds.backward_seconds for each in items[at : at + other.segment])
+                    pairs.append((1, item, behind, other))
+            forward += sum(n * self._over(i.offloaded, other.seconds.forward.seconds) for n, i, _, other in pairs)
+            backward += sum(n * self._over(i.offloaded, work) for n, i, work, _ in pairs)
         if not (forward or backward):
             return NOTHING
         return replace(NOTHING, forward=Pass(transfers=forward), inputs=Pass(transfers=backward))
@@ -390,9 +401,9 @@ def _one(
 
 
 @lru_cache(maxsize=4096)
-def computed_share(layer: Layer, seq: int, masked: bool) -> float:
+def computed_share(layer: AnyLayer, seq: int, masked: bool) -> float:
     """Share of a layer's scores that a fused kernel computes."""
-    window = getattr(layer.attention, "window", None)
+    window = layer.window
     if masked and window is not None and window <= seq:
         return 1.0  # the mask is a tensor, and nothing is skipped
     return visible_share(layer, seq)

@@ -11,7 +11,7 @@ from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, h
 from jettison.formula.static import Static, static
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
-from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run, Scene
 
@@ -22,10 +22,16 @@ _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host."""
+    """Buffers of a layer that a planner lets stay between its passes; those that are ``moved`` are on the host.
+
+    In a segment of several ``layers`` only those of the first one, at ``place`` 0, stay: NOTE [ Segments ] in
+    `timeline_units`.
+    """
 
     buffers: frozenset[int]
     moved: frozenset[int] = frozenset()
+    place: int = 0
+    layers: int = 1
 
 
 Chosen = Sequence[Staying | None]
@@ -46,7 +52,7 @@ class StageRegion:
     region: Region
     policy: str
     static: Static
-    layer: Layer | None = None
+    layer: AnyLayer | None = None
     chosen: Staying | None = None
 
     @property
@@ -58,6 +64,21 @@ class StageRegion:
     def kept(self) -> frozenset[int]:
         """Buffers that stay of it between forward and backward."""
         return kept_by(self.region, self.policy) if self.chosen is None else self.chosen.buffers
+
+    @property
+    def segment(self) -> int:
+        """Layers of the segment that a planner has put it into; 1: it is alone."""
+        return 1 if self.chosen is None else self.chosen.layers
+
+    @property
+    def first(self) -> bool:
+        """Is it alone, or the one whose input its segment holds?"""
+        return self.chosen is None or self.chosen.place == 0
+
+    @property
+    def inner(self) -> bool:
+        """Does its backward need its output, for the next layer of its segment?"""
+        return self.chosen is not None and self.chosen.place < self.chosen.layers - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

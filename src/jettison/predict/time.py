@@ -83,7 +83,7 @@ class Estimate:
         ended = self.step_seconds - optimizer - self.replay.makespan
         return Breakdown(
             compute=times * sum(part.compute for part in parts),
-            communication=times * moved + self.lagged + ended,
+            communication=max(0.0, times * moved + self.lagged + ended),  # a difference of sums: nothing is not -1e-16
             bubble=max(0.0, self.replay.makespan - self.replay.busy[self.busiest] - self.lagged),
             recompute=times * total.again.seconds,
             other=times * sum(part.dispatch for part in parts) + optimizer,

@@ -1,13 +1,14 @@
 """The units that a stage's timeline consists of: what each region holds, and how high its passes rise.
 
 NOTE [ Segments ]
-`every:K` holds the input of the first of K layers. Backward runs the K forwards again, keeping everything, and then
-their backwards. So within a segment the replay of no recompute holds, on top of one input.
+`every:K` holds the input of the first of K layers, and so may a planner's choice for any run of layers of a chunk.
+Backward runs the K forwards again, keeping everything, and then their backwards. So within a segment the replay of no
+recompute holds, on top of one input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -25,9 +26,14 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
+    return tuple(_with_transients(run, groups, _made(run, groups)))
+
+
+def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[Unit]:
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
-    made = _segments(run, groups, size) if size > 1 else [_unit(run, group) for group in groups]
-    return tuple(_with_transients(run, groups, made))
+    if size > 1 or any(group.part.segment > 1 for group in groups):
+        return _segments(run, groups, size)
+    return [_unit(run, group) for group in groups]
 
 
 def _unit(run: Run, group: RegionGroup) -> Unit:
@@ -54,17 +60,35 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
 
 
 def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Unit]:
-    """One unit for each run of equal segments. See NOTE [ Segments ]."""
+    """One unit for each run of equal segments. See NOTE [ Segments ].
+
+    Args:
+        size: of every segment; 1: as a planner has cut them, and layers that it has left alone are units of their own.
+    """
     for is_layer, run_of_groups in groupby(groups, lambda group: group.part.is_layer):
         if not is_layer:
             yield from (_unit(run, group) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
-        cut = [parts[i : i + size] for i in range(0, len(parts), size)]
-        for _, same in groupby(cut, lambda segment: [part for part, _name in segment]):
+        for _, same in groupby(_cut(parts, size), lambda segment: [part for part, _name in segment]):
             segments = list(same)
             names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
-            yield _segment(run, [part for part, _ in segments[0]], names)
+            first = segments[0][0][0]
+            if size == 1 and first.segment == 1:
+                yield _unit(run, RegionGroup(part=first, names=names))
+            else:
+                yield _segment(run, [part for part, _ in segments[0]], names)
+
+
+_Named = tuple[StageRegion, str]
+
+
+def _cut(parts: Sequence[_Named], size: int) -> Iterator[Sequence[_Named]]:
+    at = 0
+    while at < len(parts):
+        length = size if size > 1 else parts[at][0].segment
+        yield parts[at : at + length]
+        at += length
 
 
 def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> Unit:
@@ -105,8 +129,7 @@ def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
     """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
     if not (groups and run.recompute.offload):
         return {}
-    size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
-    made = list(_segments(run, groups, size)) if size > 1 else [_unit(run, group) for group in groups]
+    made = list(_made(run, groups))
     return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
 
 
@@ -118,8 +141,7 @@ def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Uni
     that wait. What is offloaded is on its way beside the next unit's passes: NOTE [ What is on its way ] in
     `solve.problem`.
     """
-    gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
-    reduced = max(group.part.static.reduced for group in groups)
+    gathered, reduced = _moving(run, groups)
     if not (gathered or reduced or run.recompute.offload):
         yield from made
         return
@@ -135,13 +157,36 @@ def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Uni
         )
 
 
+def _moving(run: Run, groups: Sequence[RegionGroup]) -> tuple[int, int]:
+    """Bytes of weights that are gathered beside any pass of a chunk, and of gradients that wait to be reduced."""
+    gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
+    return gathered, max(group.part.static.reduced for group in groups)
+
+
+def unit_within(run: Run, groups: Sequence[RegionGroup], chunk: Sequence[RegionGroup], *, last: bool) -> Unit:
+    """What some neighbours of a chunk are together, with the transients that they have there, and nothing sent.
+
+    Args:
+        last: they end it.
+    """
+    (unit,) = _made(run, groups)
+    gathered, reduced = _moving(run, chunk)
+    beside = gathered + (0 if last else reduced)
+    return replace(
+        unit,
+        forward_peak=unit.forward_peak + gathered,
+        backward_peak=unit.backward_peak + beside,
+        adding_peak=unit.adding_peak + beside,
+    )
+
+
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
     """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last."""
     if not run.recompute.offload:
         yield from ((unit, 0, 0) for unit in made)
         return
     parts = {name: group.part for group in groups for name in group.names}
-    each = [(unit, name, _moved(run, parts.get(name), unit)) for unit in made for name in unit.names]
+    each = [(unit, name, _moved(run, parts, unit, name)) for unit in made for name in unit.names]
     layers = [i for i, (_, name, _) in enumerate(each) if name not in parts or parts[name].is_layer]
     last = max(layers, default=-1)  # a stage may have no layers
     each = [(unit, name, 0 if i == last else moved) for i, (unit, name, moved) in enumerate(each)]
@@ -152,14 +197,16 @@ def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> I
         yield replace(found[0][0], names=tuple(name for _, name, _ in found)), moved, ahead
 
 
-def _moved(run: Run, part: StageRegion | None, unit: Unit) -> int:
-    """What a unit sends: all that it holds, or what a planner says; a segment of several layers is no ``part``."""
-    return unit.resident if part is None else moved_bytes(run, part)
+def _moved(run: Run, parts: Mapping[str, StageRegion], unit: Unit, name: str) -> int:
+    """What a unit sends: all that it holds, or what a planner says; a segment is named after its first and last."""
+    if name not in parts and run.recompute.mode is Mode.EVERY:
+        return unit.resident
+    return moved_bytes(run, parts[name.partition(" to ")[0]])
 
 
 def moved_bytes(run: Run, part: StageRegion) -> int:
     """What a region sends to the host, of what stays of it."""
-    if not (run.recompute.offload and part.is_layer):
+    if not (run.recompute.offload and part.is_layer and part.first):
         return 0
     moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
     return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)

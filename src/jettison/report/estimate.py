@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from jettison.cost.flops import Counting
+from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
+from jettison.predict.residuals import Sureness, sure_of
 from jettison.predict.run_request import Resolved
 from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
+from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
 from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text
-from jettison.report.parts import exact, facts_table, titled
+from jettison.report.parts import exact, facts_table, stack_note, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
 from jettison.units import format_bytes, format_change, format_flops, format_percent, format_seconds
@@ -39,6 +41,23 @@ class EstimateReport:
     memory: Forecast
     available_bytes: int
     trilemma: Trilemma | None = None
+    wanted: Wanted = NOTHING_WANTED
+
+    @property
+    def sure(self) -> Sureness:
+        """How sure the time of a step is."""
+        return sure_of(self.found)
+
+    @property
+    def training(self) -> TrainingCost | None:
+        """What so many tokens take, where that was asked."""
+        return training_cost(
+            self.wanted,
+            step_seconds=self.found.step_seconds,
+            step_tokens=tokens(self.found.run),
+            gpus=self.found.run.layout.world,
+            sure=self.sure,
+        )
 
     @property
     def fits(self) -> bool:
@@ -56,12 +75,14 @@ class EstimateReport:
             )
         if self.found.hardware.reached_source.startswith("estimated"):
             yield f"how much of its peaks {self.found.hardware.name} reaches is estimated, not measured"
+        yield from stack_note(self.found.hardware, self.found.run)
         if self.found.hardware.note:
             yield f"{self.found.hardware.name}: {self.found.hardware.note}"
 
     def document(self) -> dict[str, Any]:
         """For programs. Seconds are of one step on the busiest stage, bytes of the worst rank."""
         found, run = self.found, self.found.run
+        device, sure = found.hardware.under(found.execution.stack), self.sure
         document: dict[str, Any] = {
             "schema": SCHEMA,
             "model": self.model,
@@ -71,7 +92,11 @@ class EstimateReport:
             "recompute": str(run.recompute),
             "whole_micro_batches": run.recompute.whole,
             "fusion": str(found.execution.fusion),
+            "stack": found.execution.stack,
             "step_seconds": found.step_seconds,
+            "step_range_seconds": list(sure.seconds(found.step_seconds)),
+            "sureness": sure.document(),
+            "training": None if self.training is None else self.training.document(),
             "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
             "mfu": found.mfu,
             "hfu": found.hfu,
@@ -84,8 +109,8 @@ class EstimateReport:
             "peak_bytes": self.memory.peak_bytes,
             "available_bytes": self.available_bytes,
             "fits": self.fits,
-            "reached": asdict(found.hardware.reached),
-            "reached_source": found.hardware.reached_source,
+            "reached": {name: share for name, share in asdict(device.reached).items() if share is not None},
+            "reached_source": device.reached_source,
         }
         if self.trilemma is not None:
             document |= _explanation(self.trilemma)
@@ -149,10 +174,14 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "batch", batch_text(report.asked)
     yield ("recompute", f"{run.recompute.words}; fusion {found.execution.fusion}")
     yield "step", format_seconds(found.step_seconds)
+    yield "range", report.sure.words(found.step_seconds)
     yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
     palm = found.mfu_by(Counting.PALM)
     yield "MFU", f"{format_percent(found.mfu)} ({format_percent(palm)} by 6N + 12Lhs); HFU {format_percent(found.hfu)}"
     yield "model FLOPs", f"{format_flops(found.model_flops())} a step; {format_flops(found.hardware_flops)} run"
+    if report.training is not None:
+        yield "training", f"{report.training.amount}: {report.training.duration}"
+        yield "cost", report.training.expense
     verdict = "fits" if report.fits else "DOES NOT FIT"
     yield "peak", f"{exact(report.memory.peak_bytes)}: {verdict} in {format_bytes(report.available_bytes)}"
 

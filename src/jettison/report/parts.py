@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.table import Table
 from rich.text import Text
 
 from jettison.report.fitted import FittedTable
+from jettison.spec.hardware import Hardware
+from jettison.spec.run import Run, Software
 from jettison.units import format_bytes
 
 MOST_RUNS = 4
@@ -67,3 +69,9 @@ def _consecutive(numbers: list[int]) -> list[list[int]]:
 
 def _run(numbers: list[int], to: str) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}{to}{numbers[-1]}"
+
+
+def stack_note(hardware: Hardware, run: Run) -> Iterator[str]:
+    """Where a stack was asked for that the hardware's file does not know."""
+    if run.stack not in (None, Software.BASE) and hardware.under(str(run.stack)) is hardware:
+        yield f"{hardware.name} has no figures of the stack {run.stack}: its file's own are taken"

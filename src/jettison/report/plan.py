@@ -75,10 +75,12 @@ class ForecastPlan:
     what_if: tuple[NextGiB, ...] | None = None
 
     def document(self) -> dict[str, Any]:
-        """Schema ``jettison.plan/1``. The hash covers the layers' choices."""
+        """Schema ``jettison.plan/1``. The hash covers the layers' choices and segments."""
         live = ("digest", "option", "kept", "offloaded", "packed", "price")  # what of a layer only a live plan says
         layers = [{name: getattr(layer, name) for name in LayerChoice.__slots__} for layer in self.layers]
-        text = json.dumps([self.model, layers], sort_keys=True, separators=(",", ":"))
+        segments = [list(each) for each in self.choice.segments]
+        decided = [self.model, layers, segments] if segments else [self.model, layers]
+        text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         document = {
             "schema": SCHEMA,
             "made_from": DESCRIBED,
@@ -104,6 +106,7 @@ class ForecastPlan:
                 for stage in self.choice.forecast.stages
             ],
             "layers": [layer | dict.fromkeys(live) for layer in layers],
+            "segments": segments,
             "reasons": [{"layer": name, **asdict(reason)} for name, reason in self.reasons.items()],
             "made_by": self.made_by,
             "request": self.made_by,
@@ -125,6 +128,9 @@ class ForecastPlan:
         ]
         if found.run.recompute.offload:
             rows.append(("offload", self._offload()))
+        if self.choice.segments:
+            runs = ", ".join(f"{first} to {last}" for first, last in self.choice.segments)
+            rows.append(("segments", f"only the first layer holds its input in {runs}"))
         if found.run.recompute.whole:
             rows.append(("kept whole", f"{found.run.recompute.whole} of each window of micro-batches in flight"))
         rows.append(("solver", f"gap {format_percent(self.choice.gap)}, {format_seconds(self.solver_seconds)}"))

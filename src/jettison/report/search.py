@@ -9,8 +9,12 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from jettison.cost.execution import execution_of
+from jettison.predict.allowance import available_to
+from jettison.predict.residuals import Sureness, sureness
+from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
-from jettison.report.parts import facts_table, titled
+from jettison.report.parts import facts_table, stack_note, titled
 from jettison.report.schemas import shaped
 from jettison.search.branch_and_bound import REACH
 from jettison.search.figures import Found, Seconds
@@ -44,27 +48,62 @@ class SearchReport:
     hardware: Hardware
     answer: Answer
     seconds: float
+    wanted: Wanted = NOTHING_WANTED
     request: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sure(self) -> Sureness:
+        """How sure the times are: all candidates are of one kind."""
+        template = self.answer.space.template
+        return sureness(self.hardware, template.kernels.name, execution_of(template), template.model)
+
+    @property
+    def trainings(self) -> tuple[TrainingCost, ...]:
+        """What so many tokens take with the fastest, and with the fastest on more devices."""
+        space, more = self.answer.space, self.answer.more_gpus
+        chosen = [(space.gpus, self.answer.best)] + ([(more.gpus, more.best)] if isinstance(more, More) else [])
+        step_tokens = space.global_batch * space.template.seq
+        found = (
+            training_cost(
+                self.wanted, step_seconds=each.seconds.step, step_tokens=step_tokens, gpus=gpus, sure=self.sure
+            )
+            for gpus, each in chosen
+        )
+        return tuple(one for one in found if one is not None)
 
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.search/1``; candidates are ranked, the fastest first."""
-        answer = self.answer
+        answer, sure, trainings = self.answer, self.sure, self.trainings
         found = {
             **_asked(self.model, self.hardware, answer),
+            "margin": answer.margin,
             "request": self.request,
             "feasible": True,
-            "candidates": [_candidate(found) for found in answer.ranked],
-            "front": [_candidate(found) for found in answer.front],
+            "sureness": sure.document(),
+            "trainings": [one.document() for one in trainings] or None,
+            "candidates": [_candidate(found, sure) for found in answer.ranked],
+            "front": [_candidate(found, sure) for found in answer.front],
             "front_reach": REACH,
             "runner_up": [_loss(answer.best, found) for found in rivals(answer)],
-            "without_recompute": _candidate(answer.plain),
-            "more_memory": _more(answer.more_memory, answer.best),
-            "more_gpus": _more(answer.more_gpus, answer.best) if isinstance(answer.more_gpus, More) else None,
+            "without_recompute": _candidate(answer.plain, sure),
+            "more_memory": _more(answer.more_memory, answer.best, sure),
+            "more_gpus": _more(answer.more_gpus, answer.best, sure) if isinstance(answer.more_gpus, More) else None,
             "explanation": list(sentences(answer)),
             "evaluated": answer.evaluated,
             "seconds": self.seconds,
         }
         return shaped(found)
+
+    def _margin(self) -> str:
+        answer = self.answer
+        layout, device = answer.best.candidate.setup.layout, answer.space.template.kernels.device
+        nbytes = available_to(self.hardware, layout, device) - available_to(
+            self.hardware, layout, device, answer.margin
+        )
+        return (
+            f"{format_bytes(nbytes)} stay free beside what contexts, communicators and fragments are expected to take: "
+            f"{format_percent(answer.margin)} of the way to the most that they may (--margin)"
+        )
 
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
@@ -79,13 +118,19 @@ class SearchReport:
                 f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
             ),
         ]
+        if answer.margin:
+            facts.append(("margin", self._margin()))
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
+        facts.extend(("note", text) for text in stack_note(self.hardware, template))
         if self.hardware.note:
             facts.append(("note", self.hardware.note))
+        facts.append(("range", self.sure.words(answer.best.seconds.step)))
+        facts.extend(_training_facts(self.trainings))
         count = len(answer.ranked)
-        ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked)
-        front = _table("Less memory costs time", _thinned(answer.front))
+        sure = self.sure
+        ranking = _table(f"The fastest {count}, one plan each" if count > 1 else "The fastest", answer.ranked, sure)
+        front = _table("Less memory costs time", _thinned(answer.front), sure)
         return Group(facts_table(facts), "", ranking, "", *(Text(line) for line in sentences(answer)), "", front)
 
 
@@ -100,7 +145,7 @@ def nothing_document(
         "gpu": gpu,
         "feasible": False,
         "candidates": [],
-        "closest": _candidate(error.closest),
+        "closest": _candidate(error.closest, None),
         "lacks_bytes": error.closest.lacks,
         "request": dict(request or {}),
     }
@@ -197,7 +242,7 @@ def _mesh(found: Found) -> tuple[int, ...]:
 # tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, rows: Sequence[Found]) -> FittedTable:
+def _table(title: str, rows: Sequence[Found], sure: Sureness) -> FittedTable:
     """Axes that are 1 throughout have no column."""
     layouts = [found.candidate.setup.layout for found in rows]
     axes = [
@@ -205,7 +250,7 @@ def _table(title: str, rows: Sequence[Found]) -> FittedTable:
         for name, value in _AXES
         if name in ("tp", "pp", "dp") or any(value(layout) not in ("1", "0", "") for layout in layouts)
     ]
-    figures = ("batch", "step", "MFU", "tokens/s/GPU", "peak", "left")
+    figures = ("batch", "step", "range", "MFU", "tokens/s/GPU", "peak", "left")
     table = titled(title, ("", "recompute"), (*(name for name, _ in axes), *figures))
     for number, found in enumerate(rows):
         setup, seconds = found.candidate.setup, found.seconds
@@ -215,6 +260,7 @@ def _table(title: str, rows: Sequence[Found]) -> FittedTable:
             *(values[number] for _, values in axes),
             f"{setup.micro_batch} x {setup.micro_batches}",
             format_seconds(seconds.step),
+            _between(sure.seconds(seconds.step)),
             format_percent(seconds.mfu),
             format_count(round(seconds.tokens_per_second_per_gpu)),
             format_bytes(found.needed_bytes),
@@ -222,6 +268,26 @@ def _table(title: str, rows: Sequence[Found]) -> FittedTable:
             style="bold" if number == 0 else "",
         )
     return table
+
+
+def _between(ends: tuple[float, float]) -> str:
+    """A range, with its unit where the ends have two."""
+    low, high = map(format_seconds, ends)
+    number, unit = low.rsplit(" ", 1)
+    return f"{number}-{high.removesuffix(f' {unit}')}" if high.endswith(f" {unit}") else f"{low} - {high}"
+
+
+def _training_facts(found: Sequence[TrainingCost]) -> Iterator[tuple[str, str]]:
+    """The fewest GPU hours, and the fewest days where those are another's."""
+    if not found:
+        return
+    cheapest = min(found, key=lambda one: one.gpu_hours(one.seconds))
+    fastest = min(found, key=lambda one: one.seconds)
+    yield "training", found[0].amount
+    if cheapest is not fastest:
+        yield "cheapest", f"{cheapest.duration}, {cheapest.expense}"
+    name = "fastest" if cheapest is not fastest else "cheapest and fastest"
+    yield name, f"{fastest.duration}, {fastest.expense}"
 
 
 _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
@@ -272,7 +338,7 @@ def _asked(model: str, device: Hardware, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _candidate(found: Found) -> dict[str, Any]:
+def _candidate(found: Found, sure: Sureness | None) -> dict[str, Any]:
     setup, recompute, figures = found.candidate.setup, found.candidate.recompute, found.figures
     chosen = bool(figures.policies)
     plan: dict[str, Any] = {
@@ -294,6 +360,7 @@ def _candidate(found: Found) -> dict[str, Any]:
         "flags": found.candidate.flags,
         "host_bytes": figures.host_bytes if recompute.offload else None,
         "step_seconds": None if seconds is None else seconds.step,
+        "step_range_seconds": None if seconds is None or sure is None else list(sure.seconds(seconds.step)),
         "mfu": None if seconds is None else seconds.mfu,
         "tokens_per_second_per_gpu": None if seconds is None else seconds.tokens_per_second_per_gpu,
         "breakdown": None if seconds is None else {f"{name}_seconds": took for name, took in seconds.parts.items()},
@@ -317,10 +384,10 @@ def _loss(best: Found, other: Found) -> dict[str, Any]:
     }
 
 
-def _more(more: More, best: Found) -> dict[str, Any]:
+def _more(more: More, best: Found, sure: Sureness) -> dict[str, Any]:
     return {
         "gpus": more.gpus,
         "memory": float(more.memory),
         "saved_seconds": best.seconds.step - more.best.seconds.step,
-        "candidate": _candidate(more.best),
+        "candidate": _candidate(more.best, sure),
     }

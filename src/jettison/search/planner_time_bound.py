@@ -6,7 +6,11 @@ whose backward comes next does one of the few things that a planner chooses from
 lets go of, and how far its backward rises above what is held. The other layers let go of bytes for seconds, too: for
 a region, the least that must run again for the bytes that stay, op by op, is the hull of `solve.frontier`, with the
 seconds that the planner takes. Layers that may let go of any part of any byte, the cheapest bytes first, take no longer
-than those that choose: the least of that over what the one layer does is r_i, seconds of recompute in one micro-batch's
+than those that choose. Layers in a segment let go of their inputs, too, all but the first one's, and all but the last
+run whole: as much as if each let go of part of its input for as large a part of what running whole takes beyond
+computing again what its input gives. That holds for layers that are alike; of different ones inputs cost nothing here.
+The last layer may end a segment, whose backward rises by at least what it saves. The least of all that over what the
+one layer does is r_i, seconds of recompute in one micro-batch's
 backward on stage i. Where
 ZeRO moves weights and gradients beside backwards, what more work would hide of the waiting without recompute comes off.
 
@@ -35,7 +39,7 @@ from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import StageSeconds, Timing
-from jettison.predict.stages import NONE, Chunk, kept_by
+from jettison.predict.stages import FULL, NONE, Chunk, kept_by
 from jettison.predict.time import Estimate
 from jettison.predict.timeline_units import chosen_passes
 from jettison.search.bounds import least_seconds, with_ends
@@ -63,7 +67,8 @@ def planner_seconds(plain: Forecast, timed: Estimate, limit_bytes: int) -> float
     timing = Timing(run=run, hardware=timed.hardware, execution=execution_of(run))
     chunks = {id(chunk): timing.items(chunk) for stage in plain.stages for chunk in stage.groups}
     items = [item for each in chunks.values() for item in each]
-    hulls = {item.region: _segments(item.prices, item.region) for item in items if item.in_layer}
+    alike = len(run.model.kinds) == 1
+    hulls = {item.region: _segments(item.prices, item.region, alike) for item in items if item.in_layer}
     waits = {each: timing.hideable(own) for each, own in chunks.items()}
     again, hiding = [], []
     known: dict[int, Above] = {}
@@ -199,6 +204,9 @@ def _ways(prices: PriceModel, region: Region, rule: GradientRule, there: bool) -
     for point in layer_points(prices, region):
         passes = chosen_passes(region, point.stays, rule, there)
         found.append((passes.backward_peak, everything - passes.resident, point.seconds))
+    plain = chosen_passes(region, kept_by(region, NONE), rule, there)
+    again = sum(map(prices.op_seconds(region).__getitem__, region.program.recompute_set(kept_by(region, FULL))))
+    found.append((plain.resident + plain.backward_peak, everything, again))  # it ends a segment
     return tuple(found)
 
 
@@ -242,7 +250,23 @@ class _Offers:
 
 
 @lru_cache(maxsize=1024)
-def _segments(prices: PriceModel, region: Region) -> Segments:
-    """The hull, from plain autograd on."""
-    points = pareto_frontier(region.program, prices.op_seconds(region), max_points=ALL_POINTS)[::-1]
-    return tuple((more.kept_bytes - less.kept_bytes, less.seconds - more.seconds) for more, less in pairwise(points))
+def _segments(prices: PriceModel, region: Region, alike: bool) -> Segments:
+    """The hull, from plain autograd on, to where a layer holds nothing at all.
+
+    Args:
+        alike: all layers of the model are.
+    """
+    spent = prices.op_seconds(region)
+    points = pareto_frontier(region.program, spent, max_points=ALL_POINTS)[::-1]
+    hull = [(points[0].kept_bytes - point.kept_bytes, point.seconds) for point in points]
+    again = sum(spent) if alike else sum(spent[o] for o in region.program.recompute_set(kept_by(region, FULL)))
+    nothing = points[0].kept_bytes, max(again, hull[-1][1]) if alike else again
+    while hull and (hull[-1][0] >= nothing[0] or (len(hull) > 1 and _dearer(hull[-2], hull[-1], nothing))):
+        hull.pop()
+    hull.append(nothing)
+    return tuple((more - less, after - before) for (less, before), (more, after) in pairwise(hull))
+
+
+def _dearer(first: tuple[int, float], middle: tuple[int, float], last: tuple[int, float]) -> bool:
+    """Is the point in the middle on or above the line through the others?"""
+    return (middle[1] - first[1]) * (last[0] - first[0]) >= (last[1] - first[1]) * (middle[0] - first[0])

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from jettison.errors import UsageError
 from jettison.spec.layout import Layout, Schedule
-from jettison.spec.model import Moe
 from jettison.spec.run import MOST, Mode, Recompute, Run
 from jettison.spec.stage_layers import uneven_cuts
 
@@ -288,7 +287,7 @@ class Space:
             refused.update(f"--{name} {v} does not divide {self.gpus}" for v in asked or () if self.gpus % v)
 
     def _expert_ranks(self, ranks: int) -> Iterable[int]:
-        experts = [layer.mlp.experts for layer in self.template.model.kinds if isinstance(layer.mlp, Moe)]
+        experts = [moe.experts for layer in self.template.model.kinds if (moe := layer.experts) is not None]
         if self.axes.ep is not None:
             return [ep for ep in self.axes.ep if ranks % ep == 0]
         return [ep for ep in _divisors(ranks) if not any(count % ep for count in experts)] if experts else (1,)

@@ -69,7 +69,7 @@ def evaluate(problem: StepProblem, choice: Choice) -> Levels:
     """
     root = _root_option(problem, choice.root)
     covers = tuple(_covers(problem, choice))
-    moved = _moved(problem, choice, covers)
+    moved = [cover.offloaded_bytes if r == cover.stop - 1 else 0 for r, cover in enumerate(covers)]
     stalled = _stalled(problem, covers, moved)
     static, count = problem.static_bytes, len(problem.regions)
     levels: list[tuple[LevelPhase, int | None, int]] = []
@@ -84,7 +84,8 @@ def evaluate(problem: StepProblem, choice: Choice) -> Levels:
     gradients = 0
     for r in reversed(range(count)):
         cover = covers[r]
-        peak = cover.backward_peak_bytes[r - cover.start] + moved[r] + (moved[cover.start - 1] if cover.start else 0)
+        peak = cover.backward_peak_bytes[r - cover.start] + moved[cover.stop - 1]
+        peak += moved[cover.start - 1] if cover.start else 0
         levels.append((LevelPhase.BACKWARD, r, static + root.held_backward_bytes[r] + held + gradients + peak))
         held -= cover.resident_bytes if r == cover.start else 0
         gradients += problem.regions[r].gradient_bytes
@@ -97,15 +98,6 @@ def evaluate(problem: StepProblem, choice: Choice) -> Levels:
         stalled_seconds=stalled,
         host_bytes=sum(region.copies * nbytes for region, nbytes in zip(problem.regions, moved, strict=True)),
     )
-
-
-def _moved(problem: StepProblem, choice: Choice, covers: Sequence[SegmentOption]) -> list[int]:
-    """Bytes that each region offloads; segments do not."""
-    inside = {r for start, stop in choice.segments for r in range(start, stop)}
-    return [
-        0 if r in inside else next(o.offloaded_bytes for o in region.options if o.key == cover.key)
-        for r, (region, cover) in enumerate(zip(problem.regions, covers, strict=True))
-    ]
 
 
 def _stalled(problem: StepProblem, covers: Sequence[SegmentOption], moved: Sequence[int]) -> float:
@@ -171,4 +163,5 @@ def _single(index: int, region: ProblemRegion, key: str) -> SegmentOption:
         forward_peak_bytes=option.forward_peak_bytes,
         backward_peak_bytes=(option.backward_peak_bytes,),
         seconds=option.seconds,
+        offloaded_bytes=option.offloaded_bytes,
     )

@@ -238,8 +238,9 @@ def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
         for r, region in enumerate(regions)
     ]
     for segment in problem.segments:
-        inside = range(segment.start, segment.stop)
+        inside, sent = range(segment.start, segment.stop), segment.offloaded_bytes
         beside = sum(regions[r].backward_seconds for r in inside) + segment.seconds
+        copying, stall = _copies(problem, segment.stop - 1, sent)
         moves[segment.start].append(
             Move(
                 key=segment.key,
@@ -249,12 +250,15 @@ def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
                 need_bytes=max(
                     max(forward[r] + segment.forward_peak_bytes for r in inside),
                     max(
-                        backward[r] + segment.resident_bytes + peak
+                        backward[r] + segment.resident_bytes + sent + peak
                         for r, peak in zip(inside, segment.backward_peak_bytes, strict=True)
                     ),
                 ),
-                picoseconds=_picoseconds(segment.seconds),
+                picoseconds=_picoseconds(segment.seconds) + stall,
                 segment=True,
+                sent_bytes=sent,
+                copying=copying,
+                host_bytes=sent * regions[segment.stop - 1].copies,
                 hides=_hides(problem, beside),
             )
         )
@@ -263,12 +267,8 @@ def _moves(problem: StepProblem, root: RootOption) -> list[list[Move]]:
 
 def _single(problem: StepProblem, r: int, option: RegionOption, forward: int, backward: int) -> Move:
     """One region's move, on top of what stands beside it in both passes."""
-    region, sent, link = problem.regions[r], option.offloaded_bytes, problem.link
-    copying = stall = 0
-    if sent and link is not None:
-        copying = _picoseconds(sent / link.bytes_per_second)
-        stall = _picoseconds(link.stall(sent, problem.regions[r + 1].forward_seconds))
-        stall += -(-sent // MOVED_FOR_A_PICOSECOND)
+    region, sent = problem.regions[r], option.offloaded_bytes
+    copying, stall = _copies(problem, r, sent)
     return Move(
         key=option.key,
         start=r,
@@ -283,6 +283,15 @@ def _single(problem: StepProblem, r: int, option: RegionOption, forward: int, ba
         host_bytes=sent * region.copies,
         hides=_hides(problem, region.backward_seconds + option.seconds),
     )
+
+
+def _copies(problem: StepProblem, r: int, sent: int) -> tuple[int, int]:
+    """Picoseconds of a copy one way, and what it costs in forward, of what is sent when region r has run."""
+    link = problem.link
+    if not sent or link is None:
+        return 0, 0
+    stall = _picoseconds(link.stall(sent, problem.regions[r + 1].forward_seconds))
+    return _picoseconds(sent / link.bytes_per_second), stall - (-sent // MOVED_FOR_A_PICOSECOND)
 
 
 def _hides(problem: StepProblem, beside: float) -> int:

@@ -33,7 +33,8 @@ Each way of a copy takes offloaded / link seconds and hides behind one pass of t
                     + max(0, offloaded_{r-1} / link - backward_seconds_r - what r computes again)
 
 A segment is one region here: what the region before it sent stays beside all of it, and comes back behind all of its
-backward; in forward the copy is taken to hide behind the segment's first region alone. A pipeline's micro-batches take
+backward; in forward the copy is taken to hide behind the segment's first region alone. What a segment sends itself is
+its input, and counts as its last region's. A pipeline's micro-batches take
 turns on the link: a stage does one pass of one micro-batch at a time, the first region has nothing before it and the
 last sends nothing, so no copy reaches into another pass. Their bytes meet on the host, which is a second budget:
 
@@ -120,7 +121,7 @@ class SegmentOption:
     """One checkpoint segment over regions ``start .. stop-1``: only the first one's input is held.
 
     ``backward_peak_bytes[i]`` belongs to region ``start + i`` and counts what the segment computed again and still
-    holds.
+    holds. ``offloaded_bytes`` as in `RegionOption`.
     """
 
     key: str
@@ -130,6 +131,7 @@ class SegmentOption:
     forward_peak_bytes: int
     backward_peak_bytes: tuple[int, ...]
     seconds: float
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,10 +170,7 @@ class StepProblem:
             for option in region.options:
                 what = f"option {option.key!r} of region {region.name!r}"
                 _check_costs(what, option.resident_bytes, option.seconds)
-                _check_costs(what, option.offloaded_bytes, option.seconds)
-                if option.offloaded_bytes and (self.link is None or region is self.regions[-1]):
-                    why = "there is no link" if self.link is None else "what the last region saves never moves"
-                    raise ValueError(f"{what} offloads {option.offloaded_bytes} bytes; {why}")
+                self._check_sent(what, option, last=region is self.regions[-1])
         for root in self.root:
             _check_costs(f"root option {root.key!r}", 0, root.seconds)
             for figures in (root.held_forward_bytes, root.held_backward_bytes):
@@ -181,10 +180,17 @@ class StepProblem:
                     )
         for s in self.segments:
             _check_costs(f"segment {s.key!r}", s.resident_bytes, s.seconds)
+            self._check_sent(f"segment {s.key!r}", s, last=s.stop == len(self.regions))
             if not (0 <= s.start < s.stop <= len(self.regions) and len(s.backward_peak_bytes) == s.stop - s.start):
                 raise ValueError(f"segment {s.key!r} over {s.start} .. {s.stop - 1} lies outside, or misses a figure")
         if len({(s.start, s.stop, s.key) for s in self.segments}) != len(self.segments):
             raise ValueError("two segments over the same regions have the same key")
+
+    def _check_sent(self, what: str, option: RegionOption | SegmentOption, *, last: bool) -> None:
+        _check_costs(what, option.offloaded_bytes, option.seconds)
+        if option.offloaded_bytes and (self.link is None or last):
+            why = "there is no link" if self.link is None else "what the last region saves never moves"
+            raise ValueError(f"{what} offloads {option.offloaded_bytes} bytes; {why}")
 
 
 def _check_keys(owner: str, keys: list[str]) -> None:

@@ -10,6 +10,15 @@ from typing import Final
 from jettison.spec.kernels import HUGGINGFACE, Kernels, kernels
 from jettison.spec.model import ModelSpec
 
+
+def _bert(k: Kernels) -> Kernels:
+    return replace(k, scores_float32=False, stored_positions=True, shifted_labels=False, loss_float32=False)
+
+
+def _roberta(k: Kernels) -> Kernels:
+    return replace(_bert(k), stored_positions=False, batched_positions=True)
+
+
 _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyType(
     {
         "qwen3_moe": lambda k: replace(k, weights_float32=False),
@@ -25,10 +34,26 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "olmo2": lambda k: replace(k, wide_norm=True, wide_rotary=True),
         "olmo3": lambda k: replace(k, wide_norm=True, wide_rotary=True, rotary_by_window=True),
         "olmoe": lambda k: replace(k, weights_float32=False),
+        "cohere": lambda k: replace(k, written_layer_norm=True, cast_weights=True),
+        "cohere2": lambda k: replace(k, written_layer_norm=True, cast_weights=True),
+        "ernie4_5": lambda k: replace(k, spread_rotary=True, wide_rotary=True),
+        "flex_olmo": lambda k: replace(k, wide_norm=True, wide_rotary=True, weights_float32=False),
+        "glm": lambda k: replace(k, spread_rotary=True, joined_rotary=True),
+        "glm4": lambda k: replace(k, spread_rotary=True, joined_rotary=True),
+        "granitemoe": lambda k: replace(k, weights_float32=False, softmax_float32=True),
+        "granitemoeshared": lambda k: replace(k, weights_float32=False, softmax_float32=True),
+        "helium": lambda k: replace(k, wide_norm=True, cast_weights=True, spread_rotary=True),
+        "minimax_m2": lambda k: replace(k, joined_rotary=True),
+        "nemotron": lambda k: replace(k, joined_rotary=True),
+        "olmo": lambda k: replace(k, wide_norm=True, wide_rotary=True),
+        "opt": lambda k: replace(k, batched_positions=True, scores_float32=False),
+        "phi": lambda k: replace(k, joined_rotary=True),
+        "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
-        "bert": lambda k: replace(
-            k, scores_float32=False, stored_positions=True, shifted_labels=False, loss_float32=False
-        ),
+        "bert": _bert,
+        "camembert": _roberta,
+        "roberta": _roberta,
+        "xlm-roberta": _roberta,
     }
 )
 """By ``model_type``; a family that is not here is as `HUGGINGFACE` says."""

@@ -36,6 +36,9 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     correction_bias: bool = False
+    shared_width: str | None = None  # the key of the shared experts' width, where it is none of one expert's
+    shared_gate: bool = False
+    shared_fused: bool = False  # their gate and up are one weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,8 @@ class Family:
     experts: Experts | None = None
     embedding_scale: bool = False
     masked_language_model: bool = False
+    head_bias: bool = False
+    more_positions: int = 0  # rows of learned positions beyond the longest sequence
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
 
 

@@ -16,15 +16,18 @@ The files that ship are in `hardware_data`; a path to a file of the same form do
     [edges]                         # fp32 = [52, 80, 57]: see `Edges`; left out, tiles over multiprocessors
     reached_source, delays_source = "…"
     note = "…"                      # what to say to whoever asks for times on it
+    [stacks.NAME]                   # source = "…", and what --stack NAME reaches instead:
+    [stacks.NAME.reached]           # the keys of [reached] that differ
+    [stacks.NAME.microseconds]      # the keys of [microseconds] that differ
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +51,7 @@ _TEXTS: Final = (
 )
 _COUNTS: Final = ("units", "node")
 _RATES: Final = ("fp32", "tf32", "bf16", "fp8", "fp4")
+_SECTIONS: Final = ("teraflops", "gigabytes_per_second", "reached", "microseconds", "edges", "stacks")
 _BANDWIDTHS: Final = ("memory", "link", "host", "network")
 
 
@@ -74,8 +78,12 @@ class Reached:
         matmul_fp8: the same for products of fp8.
         attention: of FLOP/s, by a fused attention's forward, in FLOPs that it cannot skip.
         attention_backward: the same for its backward, which computes the scores again.
+        attention_64: the forward's with heads of 64 or less, and in proportion the backward's; None: the same.
         memory: of memory bandwidth, by a kernel that streams.
+        operands: of memory bandwidth, by matrix products; None: as `memory`.
+        gather: of memory bandwidth, by one that looks rows up or scatters them; None: as `memory`.
         link: of the links, by collectives within a node.
+        all_to_all: of the links, by an all-to-all within a node; None: as `link`.
         network: of the network, by collectives between nodes.
         host: of the host link, by copies.
         shared: of its speed, what a device loses to a transfer that hides behind its work.
@@ -85,8 +93,12 @@ class Reached:
     matmul_fp8: float = 0.7
     attention: float = 0.5
     attention_backward: float = 0.42
+    attention_64: float | None = None
     memory: float = 0.85
+    operands: float | None = None
+    gather: float | None = None
     link: float = 0.75
+    all_to_all: float | None = None
     network: float = 0.85
     host: float = 0.8
     shared: float = 0.15
@@ -99,16 +111,21 @@ class Delays:
     Args:
         kernel: between the end of a kernel and the start of the next, on the device.
         dispatch: until an op has been handed over by the host, which bounds kernels that are shorter.
+        start: until a collective moves anything.
         link: for each step of a collective within a node.
         network: for each step between nodes.
+        experts: for the host to hand over a layer of experts of Megatron in fp8, forward and backward, where no CUDA
+            graph does: see NOTE [ Launch-bound ] in `cost.layer`.
         hook: for each tensor that a planned layer saves, until Jettison's runtime has dealt with it on the host; 0: not
             measured.
     """
 
     kernel: float = 2e-6
     dispatch: float = 6e-6
+    start: float = 0.0
     link: float = 2e-6
     network: float = 6e-6
+    experts: float = 0.0
     hook: float = 0.0
 
 
@@ -131,6 +148,16 @@ class EdgesOf:
 
     fp32: Edges | None = None
     bf16: Edges | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stack:
+    """What another software reaches on the same device: a section ``[stacks.NAME]`` of its file."""
+
+    name: str
+    source: str
+    reached: Reached
+    delays: Delays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +197,11 @@ class Hardware:
     reached_source: str = ""
     delays_source: str = ""
     note: str = ""
+    stacks: tuple[Stack, ...] = ()
+
+    def under(self, stack: str) -> Hardware:
+        """The same device as a software stack reaches it; by the file's own figures where it does not know that one."""
+        return _under(self, stack) if stack and self.stacks else self
 
     def __hash__(self) -> int:
         """Cheap: devices are keys of caches, and most differ in these."""
@@ -238,11 +270,7 @@ def _read(path: Path) -> Hardware:
         raise UsageError(f"{who} is not UTF-8 text; expected a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{who} is not TOML: {str(error).splitlines()[0]}") from None
-    _known(
-        who,
-        table,
-        (*_TEXTS, *_COUNTS, "synchronous", "teraflops", "gigabytes_per_second", "reached", "microseconds", "edges"),
-    )
+    _known(who, table, (*_TEXTS, *_COUNTS, "synchronous", *_SECTIONS))
     texts = {key: _text(who, key, table[key]) for key in _TEXTS if key in table}
     if "memory" not in texts:
         raise UsageError(f'{who} does not say how much memory there is; expected a line such as memory = "80GiB"')
@@ -253,7 +281,8 @@ def _read(path: Path) -> Hardware:
     rates = _numbers(who, table, "teraflops", _RATES, 10**12)
     widths = _numbers(who, table, "gigabytes_per_second", _BANDWIDTHS, 10**9)
     shares = _shares(who, table)
-    delays = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
+    given = _section(who, table, "microseconds", [f.name for f in fields(Delays)])
+    reached, delays = Reached(**shares), Delays(**{key: float(value) / 1e6 for key, value in given.items()})
     return Hardware(
         name=texts.get("name", path.stem),
         memory_bytes=memory,
@@ -268,12 +297,13 @@ def _read(path: Path) -> Hardware:
         host_memory_bytes=_bytes(who, "host_memory", texts["host_memory"]) if "host_memory" in texts else None,
         **{key: _count(who, key, table[key]) for key in _COUNTS if key in table},
         synchronous=_flag(who, "synchronous", table.get("synchronous", False)),
-        reached=Reached(**shares),
-        delays=Delays(**{key: float(value) / 1e6 for key, value in delays.items()}),
+        reached=reached,
+        delays=delays,
         edges=_edges(who, table.get("edges", {})),
         reached_source=texts.get("reached_source", ""),
         delays_source=texts.get("delays_source", ""),
         note=texts.get("note", ""),
+        stacks=_stacks(who, table.get("stacks", {}), reached, delays),
     )
 
 
@@ -318,6 +348,41 @@ def _shares(who: str, table: Mapping[str, Any]) -> dict[str, float]:
                 f"{who}, section [reached]: got {name} = {value}; expected a share of at most 1 and above nothing"
             )
     return {name: float(value) for name, value in found.items()}
+
+
+def _stacks(who: str, section: object, reached: Reached, delays: Delays) -> tuple[Stack, ...]:
+    """Each with the shares and delays that it does not state taken from the file."""
+    if not isinstance(section, dict):
+        raise UsageError(f"{who}: got stacks = {section}; expected sections such as [stacks.nemo]")
+    found = []
+    for name, table in section.items():
+        where = f"{who}, section [stacks.{name}]"
+        if not isinstance(table, dict):
+            raise UsageError(f"{where}: got {table}; expected a section")
+        _known(where, table, ("source", "reached", "microseconds"))
+        shares = _shares(where, table)
+        given = _section(where, table, "microseconds", [f.name for f in fields(Delays)])
+        found.append(
+            Stack(
+                name=name,
+                source=_text(where, "source", table.get("source", "")),
+                reached=replace(reached, **shares),
+                delays=replace(delays, **{key: float(value) / 1e6 for key, value in given.items()}),
+            )
+        )
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _under(hardware: Hardware, stack: str) -> Hardware:
+    """Of a later release of a stack, where the file does not have it, the stack's own."""
+    stated = {one.name: one for one in hardware.stacks}
+    found = stated.get(stack) or stated.get(stack.rsplit("-", 1)[0])
+    return (
+        hardware
+        if found is None
+        else replace(hardware, reached=found.reached, delays=found.delays, reached_source=found.source)
+    )
 
 
 def _edges(who: str, section: object) -> EdgesOf:

@@ -15,7 +15,7 @@ from reprlib import repr as short
 from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.errors import UsageError
+from jettison.errors import NotDescribed, UsageError
 from jettison.spec.families import ACTIVATIONS, Family
 from jettison.spec.model import (
     Activation,
@@ -33,8 +33,12 @@ from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
+_TRACE_IT: Final = _TRACE[0].upper() + _TRACE[1:]
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 _OUT_BIAS: Final = "attention_out_bias"
+_ROTARY_DIM: Final = "rotary_dim"
+TOWERS: Final = ("vision", "audio")
+"""What may stand beside a text model."""
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
@@ -46,16 +50,25 @@ def read_config(path: Path) -> ModelSpec:
     Raises:
         UsageError: no such file, not JSON, not an object, or `parse_config` refuses it.
     """
+    values, name = read_values(path)
+    return parse_config(values, name=name)
+
+
+def read_values(path: Path) -> tuple[Any, str]:
+    """What a ``config.json`` says, or the one in this folder, and what the model is called.
+
+    Raises:
+        UsageError: no such file, or not JSON.
+    """
     file = path / "config.json" if path.is_dir() else path
     name = file.absolute().parent.name if file.name == "config.json" else file.stem
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8")), name or "model"
     except OSError as error:
         reason = error.strerror or "it cannot be read"
         raise UsageError(f"got {str(file)!r}; expected a config.json or its folder: {reason}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not JSON: {' '.join(str(error).split())}") from error
-    return parse_config(values, name=name or "model")
 
 
 def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
@@ -75,12 +88,17 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
 
 def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
     """What a configuration has that the text model does not, one remark each."""
-    for key in ("vision_config", "audio_config"):
+    for key in (f"{tower}_config" for tower in TOWERS):
         tower = outer.get(key)
         if isinstance(tower, Mapping) and tower:
             about = _tower_parameters(tower)
             size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
             yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
+    yield from not_built(outer, inner)
+
+
+def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
+    """What a configuration has that the code of transformers does not build, one remark each."""
     further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers")
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
@@ -118,8 +136,10 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     elif default is not None:
         raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
-    known = ", ".join(sorted({*EVERY_FAMILY, *EVERY_WRAPPER}))
-    raise UsageError(f"{name}: got {got}; expected one of {known}. For any other, {_TRACE}")
+    refused = UsageError if kind is None else NotDescribed
+    raise refused(
+        f"{name}: got {got}, which has no closed form; docs/architectures.md lists those that do. {_TRACE_IT}"
+    )
 
 
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,7 +167,7 @@ class _Fields:
             raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
         for key in (*_NOT_EXPRESSED, *self.family.refused):
             if self.values.get(key):
-                raise UsageError(
+                raise NotDescribed(
                     f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
                 )
 
@@ -216,6 +236,7 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
     layers = _layers(fields)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
+    positions = fields.size("max_position_embeddings")
     return ModelSpec(
         name=fields.name,
         family=kind,
@@ -223,14 +244,15 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         vocab=fields.size("vocab_size"),
         layers=layers,
         final_norm=None if masked else family.norm,
-        max_positions=fields.size("max_position_embeddings"),
+        max_positions=positions,
         learned_positions=not family.rotary,
+        position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if masked else 0,
         embedding_norm=family.norm if masked else None,
         embedding_scale=family.embedding_scale,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
-            bias=masked,
+            bias=masked or family.head_bias,
             transform=fields.activation() if masked else None,
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
@@ -261,7 +283,7 @@ def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
             chances[site] = fields.number(key)
             if not 0 <= chances[site] < 1:
                 raise fields.error(key, "a probability of at least 0 and below 1")
-    most = max(chances.values())
+    most = max(chances.values(), default=0.0)
     return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most
 
 
@@ -328,7 +350,7 @@ def _attention(fields: _Fields) -> Attention:
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,
-        rotary_dim=int(head_dim * _rotated_share(fields)) if family.rotary else 0,
+        rotary_dim=int(head_dim * _rotated_share(fields, head_dim)) if family.rotary else 0,
         softcap=bool(fields.number("attn_logit_softcapping")),
         sinks=family.sinks,
         causal=_causal(fields),
@@ -341,12 +363,16 @@ def _causal(fields: _Fields) -> bool:
     return not fields.flag("use_bidirectional_attention")
 
 
-def _rotated_share(fields: _Fields) -> float:
-    """Share of a head that is rotated. transformers 5 writes it into ``rope_parameters``, and that counts first."""
+def _rotated_share(fields: _Fields, head_dim: int) -> float:
+    """Share of a head that is rotated. transformers 5 writes it into ``rope_parameters``, and that counts first; older
+    files may say how much of a head it is.
+    """
     key = fields.family.rotary_key
     if key is None:
         return 1.0
     share: Any = fields.number(key)
+    if key == _ROTARY_DIM:
+        share = share / head_dim if share else 1.0
     for nest in ("rope_parameters", "rope_scaling"):
         nested = fields.values.get(nest)
         if isinstance(nested, Mapping) and nested.get("partial_rotary_factor") is not None:
@@ -406,7 +432,11 @@ def _experts(fields: _Fields) -> Moe:
         router_bias=style.router_bias,
         correction_bias=style.correction_bias,
         normalise_top_k=style.normalised or fields.flag("norm_topk_prob"),
-        shared_ffn=ffn * (fields.optional_size("n_shared_experts", least=0) or 0),
+        shared_ffn=ffn * (fields.optional_size("n_shared_experts", least=0) or 0)
+        if style.shared_width is None
+        else fields.size(style.shared_width),
+        shared_gate=style.shared_gate,
+        shared_fused=style.shared_fused,
         groups=groups,
         top_groups=top_groups,
     )
@@ -431,9 +461,8 @@ def _groups(fields: _Fields, experts: int) -> tuple[int, int]:
 
 def _windows(fields: _Fields, depth: int) -> Iterator[int | None]:
     """How far each layer looks back; None: to the beginning."""
-    window = fields.optional_size("sliding_window")
-    if fields.knows("use_sliding_window") and not fields.flag("use_sliding_window"):
-        window = None
+    off = fields.knows("use_sliding_window") and not fields.flag("use_sliding_window")
+    window = None if off else fields.optional_size("sliding_window")
     if window is not None and fields.flag("use_bidirectional_attention"):
         window = 2 * (window // 2) + 1  # half of it on either side, and the token itself
     for sliding in _slides(fields, depth):
@@ -449,7 +478,7 @@ def _slides(fields: _Fields, depth: int) -> list[bool]:
         strange = [word for word in types if not isinstance(word, str) or word not in _SLIDING]
         if strange:
             expected = f"sliding_attention or full_attention; for any other, {_TRACE}"
-            raise UsageError(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
+            raise NotDescribed(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
         return [_SLIDING[word] for word in types]
     if fields.knows("max_window_layers"):
         first = fields.size("max_window_layers", least=0)

@@ -46,6 +46,7 @@ class Dispatcher(StrEnum):
     """How tokens reach the ranks of their experts."""
 
     ALLTOALL = "alltoall"  # rows travel to the ranks that have their experts, and back
+    FLEX = "flex"  # the same by DeepEP or HybridEP: over the network once to each node, which changes times alone
     ALLGATHER = "allgather"  # every rank gathers all tokens in a buffer that stays, and takes rows for its experts
 
 
@@ -81,18 +82,22 @@ class Kernels:
         bidirectional_masks: it is given one where attention looks both ways, too.
         fused_norm: a norm is one kernel that saves its input and its statistics.
         wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
+        cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
+        written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
         fused_projections: query, key and value come out of one product, gate and up out of another, whatever the
             model's code has.
         fused_rotary: rotation is one kernel that saves nothing but its tables.
         wide_rotary: the tables are fp32, and so is the rotation.
         paired_rotary: the tables have one column for two elements of a head.
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
+        spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
         rotary_by_window: layers with a window have rotary tables of their own.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
+        batched_positions: ids of positions and segments are made for each sequence of a batch.
         stored_positions: position ids are a buffer of the model.
         shifted_labels: the model itself moves labels by one position, after padding them.
         loss_float32: logits are cast up for the loss.
@@ -104,6 +109,7 @@ class Kernels:
         sequential_experts: one expert after the other, each with products of its own, not one grouped product.
         router_float32: a router's input and weight are cast to fp32 for its product.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
+        softmax_float32: that cast back comes after a softmax in fp32, where a softmax makes the weights.
     """
 
     name: str
@@ -118,16 +124,20 @@ class Kernels:
     bidirectional_masks: bool = False
     fused_norm: bool = True
     wide_norm: bool = False
+    cast_weights: bool = False
+    written_layer_norm: bool = False
     fused_projections: bool = False
     fused_rotary: bool = False
     wide_rotary: bool = False
     paired_rotary: bool = False
     complex_rotary: bool = False
+    spread_rotary: bool = False
     rotary_by_window: bool = False
     joined_rotary: bool = False
     fused_gate: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
+    batched_positions: bool = False
     stored_positions: bool = False
     shifted_labels: bool = False
     loss_float32: bool = True
@@ -138,6 +148,7 @@ class Kernels:
     deterministic: bool = False
     router_float32: bool = False
     weights_float32: bool = True
+    softmax_float32: bool = False
     device: Device = Device.CUDA
 
     def with_attention(self, word: str | None) -> Kernels:

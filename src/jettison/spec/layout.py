@@ -11,7 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 
 from jettison.errors import UsageError
-from jettison.spec.model import ModelSpec, Moe
+from jettison.spec.model import ModelSpec, Moe, RecordedLayer
+from jettison.spec.recorded import uncut
 from jettison.spec.stage_layers import check_stage_layers
 
 
@@ -158,7 +159,9 @@ class Layout:
         Raises:
             UsageError: heads, key-value heads, experts, layers or the sequence do not divide.
         """
-        for layer in model.kinds:
+        if model.recorder is not None:
+            self._check_whole(model)
+        for layer in model.described:
             self._check_heads(layer.attention.heads, layer.attention.kv_heads)
             width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
             if width % (self.expert_tp if narrow else self.tp):
@@ -166,7 +169,7 @@ class Layout:
                 raise UsageError(f"{flag} does not divide the feed-forward width {width}")
             if isinstance(layer.mlp, Moe) and layer.mlp.experts % self.ep:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
-        if self.ep > 1 and not any(isinstance(layer.mlp, Moe) for layer in model.kinds):
+        if self.ep > 1 and not any(layer.experts for layer in model.kinds):
             raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
@@ -196,6 +199,17 @@ class Layout:
                 "embedding and the head counted as a layer each; say how with --stage-layers"
             )
         return (each - 1, *(each,) * (chunks - 2), each - 1)
+
+    def _check_whole(self, model: ModelSpec) -> None:
+        """Of a recorded model, no axis may cut a block."""
+        for name, ways in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
+            if ways > 1:
+                raise UsageError(f"got --{name} {ways}, which cuts blocks; {uncut(model)}")
+        if self.pp > 1 and not all(layer.chained for layer in model.layers if isinstance(layer, RecordedLayer)):
+            raise UsageError(
+                f"got --pp {self.pp}; a block of {model.name} reads more than what the one before it returned (an "
+                "encoder's result, embeddings), and what a stage would be sent is not known. Leave --pp away"
+            )
 
     def _check_heads(self, heads: int, kv_heads: int) -> None:
         if heads % self.tp:

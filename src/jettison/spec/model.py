@@ -6,6 +6,7 @@ All sizes are the whole model's; a parallel layout divides them elsewhere.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -26,6 +27,7 @@ class Arrangement(StrEnum):
 
     PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
     PARALLEL = "parallel"  # x + attention(norm1(x)) + mlp(norm2(x)): GPT-NeoX
+    SHARED = "shared"  # x + attention(n) + mlp(n), n = norm(x): GPT-J, Phi
     POST = "post"  # x + norm(f(x)): OLMo 2
     SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma 2
     OUTER = "outer"  # norm(x + f(x)): BERT
@@ -62,11 +64,12 @@ class Router(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Norm:
-    """A normalisation's parameters. ``offset`` is Gemma's 1 + weight."""
+    """A normalisation's parameters. ``offset`` is Gemma's 1 + weight; OLMo's first has no ``weight``."""
 
     kind: NormKind
     bias: bool = False
     offset: bool = False
+    weight: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +163,8 @@ class Moe:
     correction_bias: bool = False  # a buffer, not learned: DeepSeek-V3
     normalise_top_k: bool = False
     shared_ffn: int = 0  # width of the shared experts together; 0: none
+    shared_gate: bool = False  # what they return is weighted by a number a token: Qwen2-MoE
+    shared_fused: bool = False  # their gate and up are one weight
     groups: int = 1
     top_groups: int = 1
 
@@ -177,6 +182,78 @@ class Layer:
     mlp: Mlp | Moe
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
+
+    @property
+    def experts(self) -> Moe | None:
+        """Its experts, where it has some."""
+        return self.mlp if isinstance(self.mlp, Moe) else None
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees; None: all before it."""
+        return self.attention.window if isinstance(self.attention, Attention) else None
+
+    @property
+    def causal(self) -> bool:
+        """Does a token see those before it alone?"""
+        return self.attention.causal if isinstance(self.attention, Attention) else True
+
+    @property
+    def heads(self) -> int:
+        """Of queries."""
+        return self.attention.heads
+
+    @property
+    def attended_width(self) -> int:
+        """Of all heads' values together: h in PaLM's formula."""
+        attention = self.attention
+        return self.heads * (attention.head_dim if isinstance(attention, Attention) else attention.value_dim)
+
+
+class Recorder(ABC):
+    """Whoever can record the blocks of a model that nobody has described. Equal ones record the same."""
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """What it records, in a message."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedLayer:
+    """A block as a trace has it: its record is complete, and nothing in it says how ranks would share it.
+
+    Args:
+        call: which of the calls of a forward it stands for: the first of those that are alike.
+        kind: its class, for people.
+        attended_width: of all heads together; 0 where there are none.
+        chained: each block reads the one before it and no other, so that a pipeline can be cut between any two.
+    """
+
+    recorder: Recorder
+    call: int
+    kind: str
+    causal: bool = True
+    attended_width: int = 0
+    chained: bool = True
+
+    @property
+    def experts(self) -> None:
+        """None that ranks could share."""
+        return
+
+    @property
+    def window(self) -> None:
+        """What a mask leaves out is computed."""
+        return
+
+    @property
+    def heads(self) -> int:
+        """One, since nothing divides it."""
+        return 1
+
+
+AnyLayer = Layer | RecordedLayer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +291,7 @@ class ModelSpec:
     family: str
     hidden: int
     vocab: int
-    layers: tuple[Layer, ...]
+    layers: tuple[AnyLayer, ...]
     final_norm: Norm | None
     max_positions: int
     learned_positions: bool = False
@@ -227,6 +304,7 @@ class ModelSpec:
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
     dropout: float = 0.0  # what its configuration asks for
     dtype: str = "bfloat16"  # what its configuration asks for
+    beside: tuple[tuple[str, tuple[int, ...]], ...] = ()  # weights that no text runs: of towers, by name
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
@@ -239,7 +317,7 @@ class ModelSpec:
         return hash((self.name, self.family, self.hidden, self.vocab, self.depth))
 
     @cached_property
-    def kinds(self) -> tuple[Layer, ...]:
+    def kinds(self) -> tuple[AnyLayer, ...]:
         """The distinct layers, in order of first appearance."""
         return tuple(dict.fromkeys(self.layers))
 
@@ -260,6 +338,17 @@ class ModelSpec:
     def layer_names(self) -> tuple[str, ...]:
         """What ledgers call the layers."""
         return tuple(f"layers.{index}" for index in range(self.depth))
+
+    @cached_property
+    def recorder(self) -> Recorder | None:
+        """Who has its blocks, where they are not described."""
+        first = self.layers[0]
+        return first.recorder if isinstance(first, RecordedLayer) else None
+
+    @cached_property
+    def described(self) -> tuple[Layer, ...]:
+        """Of its kinds, those that say what they are made of."""
+        return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
     @property
     def depth(self) -> int:

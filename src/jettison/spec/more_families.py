@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.spec.families import FAMILIES, SIZES, WRAPPERS, DropoutKeys, Experts, Family
+from jettison.spec.further_families import FURTHER
 from jettison.spec.model import Arrangement, Norm, NormKind, QkNorm, Router
 
 _LAYER_NORM: Final = Norm(kind=NormKind.LAYER, bias=True)
@@ -101,7 +102,7 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
     }
 )
 """By ``model_type``."""
-EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE})
+EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER})
 EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
     {
         **WRAPPERS,

@@ -107,6 +107,15 @@ def round_sqrt(layers: int) -> int:
     return root + (layers - root * root > root)
 
 
+class Software(StrEnum):
+    """Whose software runs a step, where hardware files tell several apart."""
+
+    BASE = "base"  # the file's own figures
+    MEGATRON = "megatron"  # Megatron-LM with TransformerEngine as they are installed
+    NEMO = "nemo"  # NVIDIA's NeMo containers from 25.09 on, tuned for each device
+    NEMO_26_06 = "nemo-26.06"  # from 26.06 on: experts' products, activations and quantising in few kernels
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
     """What decides the tensors of one region, and nothing else: runs that share it share their layers' ledgers."""
@@ -139,6 +148,9 @@ class Run:
         imbalance: rows that arrive at a rank's experts, as a multiple of an even share, where ranks share experts.
         padding: the batch has an attention mask, as encoders' batches do.
         tp_comm_overlap: products are cut into pieces, and transfers of tensor parallelism run beside them. Bytes stay.
+        ep_comm_overlap: rows travel to experts and back beside the work of another micro-batch. Bytes stay.
+        cuda_graphs: the kernels of layers are replayed without the host. Bytes stay.
+        stack: whose software runs it, where hardware files tell several apart; None: what goes with the kernels.
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
@@ -162,6 +174,9 @@ class Run:
     padding: bool = False
     imbalance: float = 1.0
     tp_comm_overlap: bool = False
+    ep_comm_overlap: bool = False
+    cuda_graphs: bool = False
+    stack: Software | None = None
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False

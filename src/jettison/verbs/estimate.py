@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from jettison.cost.execution import execution_of
 from jettison.errors import UsageError
+from jettison.models.described import described_model
 from jettison.predict.allowance import available_bytes
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.run_request import RunRequest, is_live, model_spec, resolve
+from jettison.predict.run_request import RunRequest, is_live, resolve
 from jettison.predict.stages import Chosen
 from jettison.predict.time import Estimate
 from jettison.predict.time import estimate as estimate_run
+from jettison.predict.training_cost import Wanted
 from jettison.predict.whole_micro_batches import settled
 from jettison.report.estimate import EstimateReport
 from jettison.spec.hardware import Hardware, hardware
@@ -22,13 +24,21 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: str, request: RunRequest, *, gpu: str, compiled: bool = False, explain: bool = False
+    model: str,
+    request: RunRequest,
+    *,
+    gpu: str,
+    compiled: bool = False,
+    explain: bool = False,
+    tokens: float | None = None,
+    price_per_gpu_hour: float | None = None,
 ) -> EstimateReport:
     """What a step of a described run takes on a GPU.
 
     Args:
         compiled: under torch.compile.
         explain: where the time goes, and what else could be chosen, too.
+        tokens: to train on: says how long, and with a price what it costs.
 
     Raises:
         UsageError: no such model or GPU, a run that makes no sense, or a figure that the GPU's file lacks.
@@ -36,7 +46,8 @@ def estimate(
     """
     if is_live(model):
         raise UsageError(f"got the live model {model}; an estimate is of a preset or of a config.json")
-    asked, device = resolve(model_spec(model), request), hardware(gpu)
+    wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
+    asked, device = resolve(described_model(model, request), request), hardware(gpu)
     run = asked.run
     if explain and run.recompute.mode is Mode.AUTO:
         raise UsageError("--explain compares recompute modes; give another than auto")
@@ -51,6 +62,7 @@ def estimate(
         memory=memory,
         available_bytes=available_bytes(device, run),
         trilemma=_explain(found) if explain else None,
+        wanted=wanted,
     )
 
 

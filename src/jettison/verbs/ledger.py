@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jettison.errors import UsageError
+from jettison.errors import Infeasible, UsageError
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
+from jettison.models.described import described_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.limit import limit_of
-from jettison.predict.run_request import Resolved, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.predict.run_request import TRACED, Resolved, RunRequest, is_live, refuse_for_trace, resolve
 from jettison.predict.whole_micro_batches import settled
 from jettison.progress import Progress, silent
 from jettison.report.forecast import forecast_report
 from jettison.report.summary import Comparison, LedgerReport
+from jettison.spec.presets import PRESETS
 from jettison.spec.run import Mode
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ def ledger(
     """What `jettison ledger` says of a preset, of a config.json or of a live model.
 
     Args:
-        trace: build a config's model and trace it.
+        trace: build a config's model and trace it: one rank of it as it is built, or its blocks under a layout.
         budget, gpu: hold the peak against these.
         fit: answer, too, what would fit them.
         explain: answer, too, where the peak comes from.
@@ -51,13 +54,14 @@ def ledger(
         Infeasible: recompute was left to a planner, and no plan fits.
     """
     other = None if against is None else _read(against)
-    if trace or is_live(model):
+    beyond = fit or explain or any(name not in TRACED for name in request.given())
+    if is_live(model) or (trace and (model in PRESETS or not beyond)):
         also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain)) if given)
         refuse_for_trace(model, request, asked=trace, also=also)
         limit = limit_of(budget=budget, gpu=gpu)
         report = replace(_live(model, request, progress), limit=limit)
     else:
-        report = _described(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain)
+        report = _described(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain, trace=trace)
     if other is None:
         return report
     own = report.ledger.on_rank(report.mesh_sizes)
@@ -72,7 +76,7 @@ def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
 
 
 def _described(
-    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool
+    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool, trace: bool
 ) -> LedgerReport:
     """What `jettison ledger` says of a preset or of a config.json.
 
@@ -80,21 +84,20 @@ def _described(
         budget, gpu: hold the peak against these.
         fit: answer, too, what would fit them.
         explain: answer, too, where the peak comes from.
+        trace: its blocks are recorded even if it has a closed form.
 
     Raises:
         UsageError: no such model, or a request that makes no sense for it.
         Infeasible: recompute was left to a planner, and no plan fits.
     """
-    asked = resolve(model_spec(model, live=True), request)
+    asked = resolve(described_model(model, request, live=True, trace=trace), request)
     limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO
     if budget_bytes is None and (fit or auto):
         flag = "--fit" if fit else "--recompute auto"
         raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
-    if fit and auto:
-        raise UsageError("--fit looks for runs of one recompute mode; give another than auto")
-    choice = _choose(asked, budget_bytes, gpu) if budget_bytes is not None and auto else None
+    choice = _choose(asked, budget_bytes, gpu, anyway=fit) if budget_bytes is not None and auto else None
     found = forecast(settled(asked.run, budget_bytes)) if choice is None else choice.forecast
     asked = replace(asked, run=found.run)
     return forecast_report(
@@ -103,23 +106,33 @@ def _described(
         found,
         limit=limit,
         choice=choice,
-        fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
+        fit=_fit(asked, budget_bytes, choice) if fit and budget_bytes is not None else None,
         explanation=_explain(found, budget_bytes) if explain else None,
     )
 
 
-def _choose(asked: Resolved, budget_bytes: int, gpu: str | None) -> AutoForecast:
+def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool) -> AutoForecast:
+    """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
     from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
     from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
-    return choose_with_whole(asked.run, budget_bytes, device)
+    try:
+        return choose_with_whole(asked.run, budget_bytes, device)
+    except Infeasible as error:
+        if not anyway:
+            raise
+        return choose_with_whole(asked.run, error.minimum_budget_bytes, device)
 
 
-def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:
+def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None) -> FitAnswer:
     from jettison.predict.largest import fit
 
-    return fit(asked.run, budget_bytes=budget_bytes)
+    if choice is None:
+        return fit(asked.run, budget_bytes=budget_bytes)
+    from jettison.predict.auto_recompute import smallest_budget
+
+    return fit(asked.run, budget_bytes=budget_bytes, peak=partial(smallest_budget, hardware=choice.hardware))
 
 
 def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:

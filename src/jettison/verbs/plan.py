@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jettison.errors import UsageError
+from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
-from jettison.predict.run_request import TRACED, RunRequest, is_live, model_spec, refuse_for_trace, resolve
+from jettison.predict.run_request import TRACED, RunRequest, is_live, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
@@ -104,7 +105,9 @@ def _described(
     from jettison.explain.what_if import what_if as next_gib
     from jettison.predict.whole_plan import choose_with_whole
 
-    run = resolve(model_spec(model, live=True), replace(request, recompute="auto", offload=bool(request.offload))).run
+    run = resolve(
+        described_model(model, request, live=True), replace(request, recompute="auto", offload=bool(request.offload))
+    ).run
     whole = run.recompute.whole
     device = usual_hardware(run.kernels.device) if gpu is None else hardware(gpu)
     offload = request.offload
@@ -191,12 +194,13 @@ def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
     for stage in choice.forecast.stages:
         for part in (part for chunk in stage.parts for part in chunk if part.is_layer):
             moved = frozenset[int]() if part.chosen is None else part.chosen.moved
+            again = part.region.flops if part.inner else passes_of(part, run.gradient_rule).recompute_flops
             found[part.name] = LayerChoice(
                 layer=part.name,
                 stage=stage.index,
                 policy=policies[part.name],
-                kept_bytes=part.region.program.kept_bytes(part.kept - moved),
+                kept_bytes=part.region.program.kept_bytes(part.kept - moved) if part.first else 0,
                 offloaded_bytes=part.region.program.kept_bytes(moved),
-                recompute_flops=passes_of(part, run.gradient_rule).recompute_flops,
+                recompute_flops=again,
             )
     return tuple(found[name] for name in run.model.layer_names)

@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from jettison.errors import UsageError
+from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
-from jettison.predict.run_request import is_live, model_spec
+from jettison.predict.run_request import RunRequest, is_live
+from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
-from jettison.search.request import SearchRequest
+from jettison.search.request import MARGIN, SearchRequest
 from jettison.search.search import search as find
 from jettison.spec.hardware import hardware
 
@@ -25,6 +27,9 @@ def search(
     gpu: str,
     global_batch: int,
     budget: str | None = None,
+    margin: float = MARGIN,
+    tokens: float | None = None,
+    price_per_gpu_hour: float | None = None,
     top: int = 10,
     jobs: int = 1,
     state: Path | None = None,
@@ -33,6 +38,8 @@ def search(
     """Search for the fastest way to train a preset or a config.json.
 
     Args:
+        margin: what stays free beside the expected allowance, as a share of the way to its upper bound.
+        tokens: to train on: says how long, and with a price what it costs.
         state: a file to go on from and to write to.
 
     Raises:
@@ -41,24 +48,33 @@ def search(
     """
     if is_live(model):
         raise UsageError(f"got the live model {model}; a search is for a preset or for a config.json")
+    wanted = Wanted(tokens=tokens, price_per_gpu_hour=price_per_gpu_hour)
     device = hardware(gpu)
-    space = request.space(model_spec(model), device, gpus=gpus, global_batch=global_batch)
+    space = request.space(
+        described_model(model, RunRequest(seq=request.seq, attention=request.attention, precision=request.precision)),
+        device,
+        gpus=gpus,
+        global_batch=global_batch,
+    )
     begin = time.perf_counter()
     with nullcontext() if state is None else Journal(state) as journal:
         answer = find(
             space,
             device,
             budget_bytes=None if budget is None else parse_bytes(budget),
+            margin=margin,
             top=top,
             jobs=jobs,
             journal=journal,
             progress=progress,
         )
     asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": budget, "top": top}
+    asked["margin"] = margin
     return SearchReport(
         model=model,
         hardware=device,
         answer=answer,
         seconds=time.perf_counter() - begin,
+        wanted=wanted,
         request={**asked, **{name: getattr(request, name) for name in request.given()}},
     )

@@ -279,6 +279,31 @@ class Offloaded(TypedDict):
     break_even_bytes_per_second: float
 
 
+class Sureness(TypedDict):
+    """Measured over predicted seconds of published runs, from low to high; of any kind unless ``of_this_kind``."""
+
+    kind: str
+    runs: int
+    low: float
+    high: float
+    of_this_kind: bool
+
+
+class Training(TypedDict):
+    """What so many tokens take; ranges have a low and a high end, and the price is in the money of an hour's."""
+
+    tokens: float
+    gpus: int
+    steps: int
+    days: float
+    days_range: list[float]
+    gpu_hours: float
+    gpu_hours_range: list[float]
+    price_per_gpu_hour: float | None
+    price: float | None
+    price_range: list[float] | None
+
+
 class EstimateDocument(TypedDict):
     """What a step of a described run takes. Seconds are of one step on the busiest stage, bytes of the worst rank.
 
@@ -293,7 +318,11 @@ class EstimateDocument(TypedDict):
     recompute: str
     whole_micro_batches: int
     fusion: str
+    stack: str
     step_seconds: float
+    step_range_seconds: list[float]
+    sureness: Sureness
+    training: Training | None
     tokens_per_second_per_gpu: float
     mfu: float
     hfu: float
@@ -339,6 +368,7 @@ class Candidate(TypedDict):
     flags: str
     host_bytes: int | None
     step_seconds: float | None
+    step_range_seconds: list[float] | None
     mfu: float | None
     tokens_per_second_per_gpu: float | None
     breakdown: Breakdown | None
@@ -384,7 +414,10 @@ class SearchDocument(TypedDict):
     kernels: str | None
     attention: str | None
     space: Space | None
+    margin: float | None
     feasible: bool
+    sureness: Sureness | None
+    trainings: list[Training] | None
     candidates: list[Candidate]
     front: list[Candidate] | None
     front_reach: float | None

@@ -1,0 +1,187 @@
+"""Runs that NVIDIA and SimuMax published since 2025, as they are described to the price model.
+
+`tests/facts/nemo_bridge_throughput.csv`: the tables of NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its
+archive, pre-training of the models that there are presets for, in bf16 and fp8; what a row's columns do not say
+(graphs, dispatcher, recompute) is in the configurations of the same repository, at the time of the release.
+`tests/facts/simumax_times.csv`: docs/b200 of MooreThreads/SimuMax, Megatron-LM of its notes on eight B200.
+
+NOTE [ Looked at ]
+Every second row of NVIDIA's tables was looked at while terms were found (``listed``), and so were SimuMax's twelve runs
+of Llama 3 70B at 4096 tokens. The others were compared when the terms were settled.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from jettison.cost.execution import Execution, execution_of
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.time import Estimate, estimate
+from jettison.spec.hardware import hardware
+from jettison.spec.kernels import MEGATRON
+from jettison.spec.model import ModelSpec
+from jettison.spec.presets import preset
+from jettison.spec.run import Run
+
+FACTS = Path(__file__).parent.parent / "tests" / "facts"
+GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
+FUSED = "NeMo 26.06"
+"""The first release whose experts are few kernels, in MXFP8."""
+ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
+"""Dense layers that SimuMax's cut models begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewerRun:
+    """One published run.
+
+    Args:
+        stack: whose software ran it: a key of the table of residuals.
+        published: tokens a second on each device.
+        listed: was it looked at while terms were found?
+    """
+
+    name: str
+    source: str
+    gpu: str
+    stack: str
+    run: Run
+    execution: Execution
+    published: float
+    listed: bool
+
+    @cached_property
+    def found(self) -> Estimate:
+        """What it takes, as predicted."""
+        return estimate(self.run, hardware(self.gpu), execution=self.execution)
+
+    @property
+    def error(self) -> float:
+        """Relative, of the predicted throughput."""
+        return self.found.tokens_per_second_per_gpu / self.published - 1
+
+    @property
+    def experts(self) -> bool:
+        """Has the model any?"""
+        return any(getattr(layer.mlp, "experts", 0) for layer in self.run.model.layers)
+
+
+def rows() -> list[NewerRun]:
+    """NVIDIA's, then SimuMax's."""
+    return [*_nemo_rows(), *_simumax_rows()]
+
+
+def _read(name: str) -> Iterator[Mapping[str, str]]:
+    with (FACTS / name).open(encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+def _nemo_rows() -> Iterator[NewerRun]:
+    for row in _read("nemo_bridge_throughput.csv"):
+        run, how = nemo_run(row)
+        fsdp = "fsdp " if row["fsdp"] != "0" else ""
+        layout = " ".join(f"{axis}{row[axis]}" for axis in ("tp", "pp", "cp", "ep") if row[axis] not in ("1", ""))
+        where = f"{row['gpus']} x {row['gpu']} {row['precision']}"
+        yield NewerRun(
+            name=f"{row['model']}, {where}, {fsdp}{layout or 'dp'}, s = {row['sequence']}, b = {row['micro_batch']}",
+            source=row["source"],
+            gpu=GPUS[row["gpu"]],
+            stack="nemo",
+            run=run,
+            execution=how,
+            published=float(row["tokens_per_second_per_gpu"]),
+            listed=row["listed"] == "yes",
+        )
+
+
+def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
+    """Megatron-Core with Transformer Engine, ZeRO 1 or its FSDP, bf16 gradients and sends that hide; scales are found
+    in the step itself. DeepSeek V3 trains one layer more, for the token after next, unless the row says otherwise."""
+    tp, pp, cp, ep, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "ep", "gpus"))
+    micro_batch, dp = int(row["micro_batch"]), gpus // (tp * pp * cp)
+    model = preset(row["model"])
+    if row["model"] == "deepseek-v3" and "w/o MTP" not in row["note"]:
+        model = replace(model, layers=(*model.layers, model.layers[-1]))
+    fsdp, virtual = row["fsdp"] != "0", int(row["virtual_stages"])
+    request = RunRequest(
+        seq=int(row["sequence"]),
+        micro_batch=micro_batch,
+        micro_batches=int(row["global_batch"]) // (micro_batch * dp),
+        tp=tp,
+        sp=tp > 1,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        expert_tp=1 if ep > 1 and tp > 1 else None,
+        virtual_stages=virtual,
+        stage_layers=_spread(model, pp * virtual),
+        dp=dp,
+        zero=3 if fsdp else 1,
+        precision="bf16" if row["precision"] == "BF16" else "fp8",
+        attention="flash",
+        kernels=MEGATRON.name,
+        dispatcher="flex" if row["dispatcher"] in ("deepep", "hybridep") else None,
+        ep_comm_overlap=row["a2a_overlap"] == "yes",
+        cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
+        stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" else "nemo",
+        tp_comm_overlap=not row["model"].startswith(("qwen", "gpt", "deepseek")) and tp > 1,
+    )
+    run = resolve(model, request).run
+    return run, replace(execution_of(run), hides_stages=True, delayed_scaling=False)
+
+
+def _spread(model: ModelSpec, chunks: int) -> str | None:
+    """Layers of each chunk where they do not divide evenly: the first ones have one more."""
+    each, more = divmod(model.depth, chunks)
+    return ",".join(str(each + (index < more)) for index in range(chunks)) if more else None
+
+
+def _simumax_rows() -> Iterator[NewerRun]:
+    for row in _read("simumax_times.csv"):
+        run = simumax_run(row)
+        tokens = run.seq * run.micro_batch * run.micro_batches * run.layout.dp
+        yield NewerRun(
+            name=row["source"].split()[-1].removesuffix("_cef"),
+            source="SimuMax v1.2",
+            gpu="b200-192gb",
+            stack="megatron",
+            run=run,
+            execution=execution_of(run).without_overlap(),
+            published=tokens / float(row["step_ms"]) * 1e3 / int(row["gpus"]),
+            listed=row["listed"] == "yes",
+        )
+
+
+def simumax_run(row: Mapping[str, str]) -> Run:
+    """Megatron-LM with everything waited for, fp32 gradients, fused cross entropy, ZeRO 1, and the vocabulary of
+    Megatron's NullTokenizer: one more, padded to a multiple of 128 t. Its 405B has 16 key-value heads."""
+    tp, cp, layers = int(row["tp"]), int(row["cp"]), int(row["layers"])
+    whole = preset(row["model"])
+    pad = 128 * tp
+    kept = whole.layers[:layers]
+    if row["model"] in ONE_DENSE:
+        kept = (*whole.layers[: ONE_DENSE[row["model"]]], *whole.layers[-(layers - ONE_DENSE[row["model"]]) :])
+    if row["model"] == "llama3-405b":
+        kept = tuple(replace(layer, attention=replace(layer.attention, kv_heads=16)) for layer in kept)
+    model = replace(whole, layers=kept, vocab=-(-(whole.vocab + 1) // pad) * pad)
+    dp = int(row["gpus"]) // (tp * cp * int(row["pp"]))
+    asked = RunRequest(
+        like="megatron-0.19",
+        loss="te",
+        seq=int(row["sequence"]),
+        micro_batch=int(row["micro_batch"]),
+        micro_batches=int(row["micro_batches"]),
+        tp=tp,
+        pp=int(row["pp"]),
+        cp=cp,
+        ep=int(row["ep"]),
+        dp=dp,
+        zero=1 if dp * cp > 1 else 0,
+        stack="megatron",
+        context_exchange="a2a" if cp > 1 else None,
+    )
+    return resolve(model, asked).run

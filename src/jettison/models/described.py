@@ -1,0 +1,75 @@
+"""From a name to a `ModelSpec`: described in closed form where there is one, else recorded by a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jettison.errors import NotDescribed
+from jettison.predict.run_request import RunRequest, model_spec
+from jettison.spec.hub import hub_config, is_hub_id
+from jettison.spec.huggingface_config import TOWERS, read_values
+from jettison.spec.model import ModelSpec
+from jettison.spec.presets import PRESETS
+
+
+def described_model(model: str, request: RunRequest, *, live: bool = False, trace: bool = False) -> ModelSpec:
+    """The model that a preset's name, a config.json, its folder or a Hugging Face id stands for.
+
+    Args:
+        request: what will be asked of it: the first trace is taken for that.
+        live: whoever asks would also have taken ``module:factory``.
+        trace: record it even if it has a closed form.
+
+    Raises:
+        UsageError: it is none of them, it cannot be read, or it has no closed form and cannot be recorded.
+    """
+    if not trace:
+        try:
+            found = model_spec(model, live=live)
+        except NotDescribed as error:
+            if not can_record():
+                why = str(error).partition(". Trace the model")[0]
+                if _forbidden:
+                    raise NotDescribed(why) from None
+                raise NotDescribed(
+                    f"{why}. Any other is recorded where torch and transformers are installed: pip install "
+                    "'jettison[hf]'"
+                ) from None
+        else:
+            if model in PRESETS or not found.left_out or not can_record():
+                return found
+            values, _ = _values(model)
+            if not any(values.get(f"{tower}_config") for tower in TOWERS):
+                return found
+            from jettison.models.towers import with_towers
+
+            if (whole := with_towers(found, values)) is not None:
+                return whole
+    from jettison.models.recorded import recorded_model
+
+    values, name = _values(model)
+    return recorded_model(values, request, name=name)
+
+
+def _values(model: str) -> tuple[Mapping[str, Any], str]:
+    """What its ``config.json`` says, and what it is called."""
+    if is_hub_id(model):
+        return read_values(hub_config(model))[0], model
+    return read_values(Path(model))
+
+
+_forbidden = False
+
+
+def never_record() -> None:
+    """From now on this process builds no model of what it is asked about: configurations come from strangers."""
+    global _forbidden
+    _forbidden = True
+
+
+def can_record() -> bool:
+    """Are the libraries there that a trace needs, and may they be used?"""
+    return not _forbidden and all(find_spec(library) is not None for library in ("torch", "transformers"))

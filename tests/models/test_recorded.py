@@ -1,0 +1,106 @@
+"""Models that nobody described: their blocks from a trace, in the record that described ones fill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.model_types import ROWS, SEQUENCE, tiny_config, tried
+
+from jettison.errors import NotDescribed, UsageError
+from jettison.formula.parameters import parameter_count
+from jettison.models import described
+from jettison.models.described import described_model
+from jettison.models.recorded import recorded_model
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.spec.huggingface_config import parse_config
+from jettison.spec.model import ModelSpec
+from jettison.verbs.estimate import estimate
+from jettison.verbs.ledger import ledger
+from jettison.verbs.plan import plan
+
+REQUEST = RunRequest(seq=SEQUENCE, micro_batch=ROWS, precision="bf16-pure")
+
+
+def _recorded(kind: str, request: RunRequest = REQUEST) -> ModelSpec:
+    return recorded_model(tiny_config(kind), request, name=kind)
+
+
+def _run(model: ModelSpec, **more: Any) -> Forecast:
+    return forecast(resolve(model, replace(REQUEST, **more)).run)
+
+
+def _file(folder: Path, kind: str) -> str:
+    file = folder / "config.json"
+    file.write_text(json.dumps(tiny_config(kind)), encoding="utf-8")
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "t5", "vit"])
+def test_parameters_and_saved_bytes_are_the_traces(kind: str) -> None:
+    found = tried(kind)
+    assert found.way == "trace"
+    assert found.exact, (found.parameters, found.saved)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective-op"])
+def test_a_recorded_model_is_its_closed_form(recompute: str) -> None:
+    """Of a family that has one: what a rank has on each stage, and the peak of a step, to the byte."""
+    asked = replace(REQUEST, recompute=recompute, dp=2, zero=2, pp=2, micro_batches=3)
+    described = resolve(
+        parse_config(tiny_config("gpt_neox"), name="gpt_neox"), replace(asked, kernels="huggingface", dropout=0.0)
+    ).run
+    theirs = forecast(replace(described, kernels=described.kernels.on_cpu()))
+    ours = forecast(resolve(_recorded("gpt_neox"), asked).run)
+    assert parameter_count(ours.run.model) == parameter_count(described.model)
+    for mine, other in zip(ours.stages, theirs.stages, strict=True):
+        assert mine.static == replace(other.static, largest=mine.static.largest)
+        assert mine.peak.nbytes == other.peak.nbytes
+
+
+def test_zero_shares_what_is_whole_in_a_block() -> None:
+    """Every weight of bloom divides by 4: with ZeRO 3 a rank has a quarter of each, in two bytes."""
+    found = _run(_recorded("bloom"), dp=4, zero=3)
+    assert found.stages[0].static.parameters * 4 == 2 * parameter_count(found.run.model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "words"),
+    [
+        ("bloom", {"tp": 2}, "got --tp 2, which cuts blocks; the blocks of the architecture bloom are recorded"),
+        ("bloom", {"cp": 2}, "got --cp 2, which cuts blocks"),
+        ("bloom", {"dropout": 0.1}, "--dropout does not apply to bloom"),
+        ("bloom", {"precision": "fp8"}, "got --precision fp8; .* recorded in 16 or 32 bits"),
+        ("t5", {"pp": 2}, "a block of t5 reads more than what the one before it returned"),
+    ],
+)
+def test_what_a_recording_cannot_answer_is_refused(kind: str, asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        _run(_recorded(kind), **asked)
+
+
+def test_an_image_has_the_length_of_its_configuration() -> None:
+    with pytest.raises(UsageError, match="--seq does not apply to vit"):
+        _recorded("vit")
+
+
+def test_the_commands_take_it(tmp_path: Path) -> None:
+    model = _file(tmp_path, "bloom")
+    asked = replace(REQUEST, dp=2, zero=1)
+    report = ledger(model, asked)
+    assert report.parameters == parameter_count(_recorded("bloom"))
+    assert "recorded by a trace" in report.warnings[0]
+    assert estimate(model, asked, gpu="a100-80gb").found.step_seconds > 0
+    peak = report.stages[0].peak_bytes
+    planned = plan(model, asked, budget=f"{peak * 9 // 10}B")
+    assert planned.choice.forecast.peak_bytes <= peak * 9 // 10
+
+
+def test_without_the_libraries_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(described, "can_record", lambda: False)
+    with pytest.raises(NotDescribed, match=r"Any other is recorded where torch and transformers are installed"):
+        described_model(_file(tmp_path, "bloom"), REQUEST)
