@@ -45,7 +45,7 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         x = cast(w, tokens, "float32") if w.kernels.router_float32 else tokens
         inputs, kept = [x], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
         if w.kernels.router_float32:
-            dtype, learned = w.run.precision.held(frozen=weight.frozen), not weight.frozen
+            dtype, learned = w.held(frozen=weight.frozen), not weight.frozen
             held = w.tape.source("weight", weight.shape, dtype, weight.places, grad=learned, free=True)
             inputs.append(cast(w, held, "float32"))
             kept += [saved(inputs[-1], "router weight")] if x.grad else []

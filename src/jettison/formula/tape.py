@@ -71,6 +71,11 @@ class Weight:
     packed_bytes: int = 0
 
     @property
+    def held_bytes(self) -> int:
+        """Of a frozen one, on one rank."""
+        return self.packed_bytes or self.nbytes
+
+    @property
     def total(self) -> int:
         """Elements of the whole parameter."""
         return prod(self.shape)
@@ -109,6 +114,11 @@ class TapeOp:
     gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
     workspace: int  # bytes that only live while its backward runs
     in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
+
+    @property
+    def learned(self) -> tuple[Weight, ...]:
+        """Its weights that have a gradient."""
+        return tuple(w for w in self.weights if not w.frozen)
 
     @property
     def differentiable(self) -> bool:
@@ -169,7 +179,9 @@ class Tape:
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
-        made = Weight(full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes)
+        made = Weight(
+            full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes
+        )
         self.weights.append(made)
         return made
 

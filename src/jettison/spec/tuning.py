@@ -92,7 +92,6 @@ class Tuning:
         targets: words of `TARGETS`, or ``all-linear``.
         dropout: of what adapters read.
         base: how frozen matrices are held.
-        autocast: products run under autocast, adapters included.
         inputs_need_gradients: the first layer's input has a gradient although the embedding is frozen.
     """
 
@@ -100,7 +99,6 @@ class Tuning:
     targets: frozenset[str] = frozenset((ALL,))
     dropout: float = 0.0
     base: Base = Base.PLAIN
-    autocast: bool = False
     inputs_need_gradients: bool = False
 
     def __post_init__(self) -> None:
@@ -120,33 +118,35 @@ class Tuning:
         drop = f", dropout {self.dropout:g}" if self.dropout else ""
         return f"LoRA r={self.rank} on {'+'.join(sorted(self.targets))}{drop}, base {self.base}"
 
+    @classmethod
+    def parse(cls, text: str, *, base: Base = Base.PLAIN, inputs_need_gradients: bool = False) -> Tuning:
+        """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``.
 
-def parse_lora(text: str) -> dict[str, object]:
-    """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``, into fields of `Tuning`.
-
-    Raises:
-        UsageError: another key, or a value that is no number.
-    """
-    if text.isdecimal():
-        return {"rank": int(text)}
-    given = {}
-    for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if key not in _KEYS or not equals or key in given:
-            raise UsageError(f"got --lora {text!r}; expected r=16, and perhaps alpha=32,targets=qkv+mlp,dropout=0.05")
-        given[key] = value
-    found: dict[str, object] = {"rank": _number(text, given.pop("r", ""), int)}
-    if "targets" in given:
-        found["targets"] = frozenset(given["targets"].split("+"))
-    if "dropout" in given:
-        found["dropout"] = _number(text, given["dropout"], float)
-    if "alpha" in given:
-        _number(text, given["alpha"], float)
-    return found
+        Raises:
+            UsageError: another key, or a value that is no number.
+        """
+        given = {"r": text} if text.isdecimal() else {}
+        for part in () if given else text.split(","):
+            key, equals, value = part.partition("=")
+            if key not in _KEYS or not equals or key in given:
+                raise UsageError(
+                    f"got --lora {text!r}; expected r=16, and perhaps alpha=32,targets=qkv+mlp,dropout=0.05"
+                )
+            given[key] = value
+        _number(text, given.get("alpha", "1"), float)
+        return cls(
+            rank=int(_number(text, given.get("r", ""), int)),
+            targets=frozenset(given.get("targets", ALL).split("+")),
+            dropout=_number(text, given.get("dropout", "0"), float),
+            base=base,
+            inputs_need_gradients=inputs_need_gradients,
+        )
 
 
 def _number(text: str, value: str, kind: type[int] | type[float]) -> float:
     try:
         return kind(value)
     except ValueError:
-        raise UsageError(f"got --lora {text!r}; expected a number in the place of {value!r}, and r=16 at least") from None
+        raise UsageError(
+            f"got --lora {text!r}; expected a number in the place of {value!r}, and r=16 at least"
+        ) from None
