@@ -12,7 +12,11 @@ from transformers.utils import logging
 
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger import compare
-from jettison.spec.run import Run
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
+from jettison.predict.forecast import forecast
+from jettison.spec.precision import PRECISIONS
+from jettison.spec.run import Recompute, Run
 from jettison.spec.tuning import Base, Tuning
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
@@ -43,16 +47,17 @@ def tuned(case: FormulaCase, tuning: Tuning) -> Run:
     return replace(run, model=model, tuning=tuning)
 
 
-def adapted(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear") -> torch.nn.Module:
+def adapted(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear", *, upcast: bool = False) -> Any:
     """The model, as PEFT makes it."""
     config = peft.LoraConfig(r=tuning.rank, target_modules=targets, lora_dropout=tuning.dropout, task_type="CAUSAL_LM")
-    made = peft.get_peft_model(model_of(case), config, autocast_adapter_dtype=False)
+    made = peft.get_peft_model(model_of(case), config, autocast_adapter_dtype=upcast)
     if tuning.inputs_need_gradients:
         made.enable_input_require_grads()
     return made
 
 
 def differences(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear") -> list[str]:
+    """How PEFT's model differs from the closed form."""
     ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
     found = traced_call(adapted(case, tuning, targets), {"input_ids": ids, "labels": ids.clone()})
     return [str(difference) for difference in compare(written(tuned(case, tuning)), found)]
@@ -80,6 +85,45 @@ def test_some_targets_keep_the_inputs_of_theirs_alone(targets: str, asks: bool) 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_dropout_of_what_adapters_read(attention: str) -> None:
     assert differences(FormulaCase(family="llama", attention=attention), Tuning(rank=4, dropout=0.1)) == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_wide_adapters_under_autocast(dropout: float) -> None:
+    """The base in bf16, adapters in fp32, as a Trainer with bf16=True has it."""
+    case, tuning = FormulaCase(family="llama", attention="sdpa", precision="bf16-pure"), Tuning(rank=4, dropout=dropout)
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = traced_call(adapted(case, tuning, upcast=True), {"input_ids": ids, "labels": ids.clone()})
+    run = replace(tuned(case, tuning), precision=PRECISIONS["bf16-autocast"])
+    assert [str(difference) for difference in compare(written(run), found)] == []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_of_a_step_is_the_measured_one(asks: bool, recompute: str) -> None:
+    """Forward, backward and AdamW on the adapters, on real tensors; with layers computed again as torch does it."""
+    if recompute == "full" and not asks:
+        pytest.skip("checkpoints need an input with a gradient")
+    case = FormulaCase(family="llama", attention="sdpa", batch=4, sequence=64)
+    tuning = Tuning(rank=4, inputs_need_gradients=asks)
+    model = adapted(case, tuning)
+    if recompute == "full":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids, optimizer)) as counter:
+        step()
+    run = tuned(case, tuning)
+    run = replace(run, recompute=Recompute.parse(recompute, layers=run.model.depth))
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

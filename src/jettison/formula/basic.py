@@ -131,7 +131,7 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         [narrow],
         (*x.shape[:-1], tuning.rank),
         places=rest,
-        saves=[saved(kept, "adapter input")],
+        saves=[saved(kept, "adapter input"), *(_cast_weights(w, down) if x.grad else ())],
         weights=[down],
         dtype=w.compute,
         contracted=x.local_shape[-1],
@@ -142,12 +142,21 @@ def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split:
         [low],
         out.shape,
         places=out.places,
-        saves=[saved(low, "adapter output")],
+        saves=[saved(low, "adapter output"), *_cast_weights(w, up)],
         weights=[up],
         dtype=w.compute,
         contracted=tuning.rank,
     )
     return add(w, out, scale(w, high))
+
+
+def _cast_weights(w: Writer, weight: Weight) -> list[Saved]:
+    """Autocast makes a copy of an adapter, which its product keeps."""
+    wide = w.run.precision.parameter
+    if wide == w.compute:
+        return []
+    held = w.tape.source("adapter", weight.shape, wide, weight.places, grad=True, free=True)
+    return [saved(cast(w, held, w.compute), "adapter in the dtype of products")]
 
 
 def _lora_dropout(w: Writer, x: Value, probability: float) -> Value:
