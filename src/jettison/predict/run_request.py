@@ -23,7 +23,7 @@ from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
-from jettison.spec.model import ModelSpec
+from jettison.spec.model import Layer, ModelSpec
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
@@ -242,7 +242,9 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     kernels = _kernels(model, request)
     tuning = _tuning(request)
     if tuning is not None and not tuning.inputs_need_gradients:
-        model = replace(model, layers=(replace(model.layers[0], detached=True), *model.layers[1:]))
+        first = model.layers[0]
+        assert isinstance(first, Layer), "recorded models are refused adapters"
+        model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
     run = Run(

@@ -179,10 +179,8 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "range", report.sure.words(found.step_seconds)
     yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
     palm = found.mfu_by(Counting.PALM)
-    yield (
-        "MFU",
-        f"{format_percent(found.mfu)} ({format_percent(palm)} by {4 if run.tuning else 6}N + 12Lhs); HFU {format_percent(found.hfu)}",
-    )
+    by = f"{format_percent(palm)} by {4 if run.tuning else 6}N + 12Lhs"
+    yield "MFU", f"{format_percent(found.mfu)} ({by}); HFU {format_percent(found.hfu)}"
     yield "model FLOPs", f"{format_flops(found.model_flops())} a step; {format_flops(found.hardware_flops)} run"
     if report.training is not None:
         yield "training", f"{report.training.amount}: {report.training.duration}"
