@@ -287,8 +287,8 @@ class _Listing:
                 head_dim=step.inputs[0].local_shape[-1],
             )
         elif step.name in LOOKUPS:
-            table = step.weights[0].numel * self.gradient_bytes if step.weights else self._gradients(own)
-            half = Half.WEIGHTS if step.weights else Half.INPUTS
+            table = step.weights[0].numel * self.gradient_bytes if step.learned else self._gradients(own)
+            half = Half.WEIGHTS if step.learned else Half.INPUTS
             yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2, rows=True)
         elif (product := self._product(step)) is not None:
             yield from self._product_backward(step, indices, product, incoming)
@@ -305,6 +305,8 @@ class _Listing:
                 moved = incoming + weight.nbytes + step.inputs[0].nbytes
                 dx = replace(p, n=p.k, k=p.n)
                 yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
+            if weight.frozen:
+                return
             moved = incoming + step.inputs[0].nbytes + weight.numel * self.gradient_bytes
             dw = replace(p, m=p.n, n=p.k, k=p.m)
             yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
@@ -320,10 +322,10 @@ class _Listing:
     def _memory_backward(self, indices: tuple[int, ...], own: list[TapeOp], incoming: int) -> Iterator[Kernel]:
         made = self._made(own)
         workspace = sum(step.workspace for step in own) if self.fusion is not Fusion.COMPILED else 0
-        if not made and not workspace and not any(step.weights for step in own):
+        if not made and not workspace and not any(step.learned for step in own):
             return
         launches = len(made) if len(own) == 1 and len(made) > 1 else 1
-        weights = sum(w.numel for step in own for w in step.weights) * self.gradient_bytes
+        weights = sum(w.numel for step in own for w in step.learned) * self.gradient_bytes
         nbytes = (
             launches * incoming
             + self._saved(own)
@@ -332,7 +334,7 @@ class _Listing:
             + weights
             + self.experts.clamps(own[0])[1]
         )
-        launches += any(step.weights for step in own)
+        launches += any(step.learned for step in own)
         rows = own[0].name in SCATTERS
         yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches, rows=rows)
 
