@@ -333,24 +333,27 @@ HEAD: Final = """# Architectures
 
 Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan` and `search`:
 
-- **Closed form**: the architecture is an entry of a table. It needs neither torch nor transformers, and every layout, every set of
-  kernels and every precision applies. Each entry is tested: parameters, and each tensor that autograd saves, are those of a trace.
-- **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on tensors without
-  memory, one forward is recorded, and the recorded blocks stand where described ones would: `--dp`, `--zero`, `--pp`, `--recompute`,
-  `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would cut a block, and nothing says how; they are refused by name, as are
-  `--dropout`, `--kernels` and `--loss`, since a recorded block is as it is built. Bytes are those of the CPU's kernels. A model whose
-  blocks read more than the block before them (an encoder's result, the embeddings) has no `--pp`. `--trace` asks for this way
-  even where there is a closed form, once a layout is given beside it.
+- **Closed form**: the architecture is an entry of a table. It needs neither torch nor transformers, and every
+  layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
+  autograd saves, are those of a trace.
+- **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on
+  tensors without memory, one forward is recorded, and the recorded blocks stand where described ones would: `--dp`,
+  `--zero`, `--pp`, `--recompute`, `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would cut a block, and
+  nothing says how; they are refused by name, as are `--dropout`, `--kernels` and `--loss`, since a recorded block
+  is as it is built. Bytes are those of the CPU's kernels. A model whose blocks read more than the block before them
+  (an encoder's result, the embeddings) has no `--pp`. `--trace` asks for this way even where there is a closed
+  form, once a layout is given beside it.
 - **Refused**, in words: no forward can be recorded without real values, or nothing in the model repeats.
 
-Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer state, by name and to
-the parameter, where the two libraries are installed; without them their size is said to be left out. What they would save and compute for
-an image is not in the figures, and that is said, too.
+Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer
+state, by name and to the parameter, where the two libraries are installed; without them their size is said to be
+left out. What they would save and compute for an image is not in the figures, and that is said, too.
 
-Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and held beside a trace of transformers
-{transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two have the trace's parameters and
-saved bytes. "laid out" is the peak of a step in bytes with ZeRO 3 on two replicas, whole layers computed again, and two
-pipeline stages where the blocks are a chain. `python -m benchmarks.model_types --write` makes this page again, in three minutes.
+Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and held beside a trace of
+transformers {transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two
+have the trace's parameters and saved bytes. "laid out" is the peak of a step in bytes with ZeRO 3 on two replicas,
+whole layers computed again, and two pipeline stages where the blocks are a chain. `python -m benchmarks.model_types
+--write` makes this page again, in three minutes.
 """
 
 

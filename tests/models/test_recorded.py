@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from benchmarks.model_types import ROWS, SEQUENCE, tiny_config, tried
 
+from jettison.capture.fakes import fake_mode
 from jettison.errors import NotDescribed, UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.models import described
 from jettison.models.described import described_model
+from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, resolve
@@ -104,3 +106,16 @@ def test_without_the_libraries_it_is_said_what_to_install(tmp_path: Path, monkey
     monkeypatch.setattr(described, "can_record", lambda: False)
     with pytest.raises(NotDescribed, match=r"Any other is recorded where torch and transformers are installed"):
         described_model(_file(tmp_path, "bloom"), REQUEST)
+
+
+@pytest.mark.parametrize("kind", ["llava"])
+def test_a_tower_is_counted_to_the_parameter(kind: str, tmp_path: Path) -> None:
+    """Beside a closed form: every weight that transformers builds, and words for what no text runs."""
+    found = described_model(_file(tmp_path, kind), REQUEST)
+    values = tiny_config(kind)
+    built = build(config_of(values, kind), ConfigRequest(), fake_mode(allow_non_fake_inputs=True))
+    assert parameter_count(found) == sum(p.numel() for p in built.parameters())
+    tower = parameter_count(found) - parameter_count(parse_config(values, name=kind))
+    assert f"({tower:,} parameters) are counted with the embedding" in found.left_out[0]
+    text, whole = (_run(model) for model in (parse_config(values, name=kind), found))
+    assert whole.stages[0].static.parameters - text.stages[0].static.parameters == 2 * tower
