@@ -129,6 +129,7 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """What a type needs beside that."""
+CLOSED: Final = "closed form"
 TOWER: Final = "closed form, tower's weights"
 GROUPED: Final = ("deepseek_v3",)
 LET_GO: Final = ": routing within groups gives it to autograd and lets go of it before the layer is over"
@@ -241,7 +242,7 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
 
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
-        model, way = parse_config(values, name=kind), "closed form"
+        model, way = parse_config(values, name=kind), CLOSED
         request = replace(request, seq=SEQUENCE)
         if any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
@@ -312,7 +313,7 @@ def page(rows: Sequence[Answer]) -> str:
     lines = [
         HEAD.format(
             tried=len(rows),
-            closed=count["closed form"] + count[TOWER],
+            closed=count[CLOSED] + count[TOWER],
             traced=count["trace"],
             refused=count["refused"],
             equal=equal,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.model_types import ROWS, SEQUENCE, tiny_config, tried
+from benchmarks.model_types import CLOSED, PAGE, ROWS, SEQUENCE, TOWER, TRIED, tiny_config, tried
 
 from jettison.capture.fakes import fake_mode
 from jettison.errors import NotDescribed, UsageError
@@ -21,6 +21,7 @@ from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
+from jettison.spec.more_families import EVERY_FAMILY
 from jettison.verbs.estimate import estimate
 from jettison.verbs.ledger import ledger
 from jettison.verbs.plan import plan
@@ -47,6 +48,20 @@ def test_parameters_and_saved_bytes_are_the_traces(kind: str) -> None:
     found = tried(kind)
     assert found.way == "trace"
     assert found.exact, (found.parameters, found.saved)
+    assert found.markdown in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_page_has_every_type_once() -> None:
+    """Those with an entry of a table in closed form, others by trace or refused; all that are answered are equal."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for line in text.splitlines() if len(cells := line.split("|")) == 8}
+    ways = {kind: cells[2].strip() for kind, cells in rows.items() if kind in TRIED}
+    refused = {kind for kind in TRIED if f"- `{kind}`: " in text}
+    assert ways.keys() | refused == set(TRIED) and not ways.keys() & refused
+    assert {kind for kind, way in ways.items() if way == CLOSED} == set(TRIED) & set(EVERY_FAMILY)
+    assert set(ways.values()) == {CLOSED, TOWER, "trace"} and len(ways) >= 90
+    unequal = {kind for kind in ways if rows[kind][5].strip() != "equal"}
+    assert unequal == {"deepseek_v3"}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective-op"])
