@@ -33,6 +33,7 @@ from jettison.units import GIB
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 PAGE = Path(__file__).parent.parent / "docs" / "accuracy_time.md"
 TEMPLATE = Path(__file__).parent / "pages" / "accuracy_time.md"
+BEFORE = Path(__file__).parent / "results" / "blackwell-2025-before.csv"
 GPUS = {
     "A100-80GB": "a100-80gb",
     "H100-80GB": "h100-80gb",
@@ -277,7 +278,7 @@ def page() -> str:
         "listed": _table(listed),
         "others": _table(others),
         "nemo": _table(hopper),
-        "blackwell": _table(blackwell),
+        "blackwell": _table(blackwell, _before()),
         "listed_summary": _summary(listed),
         "others_summary": _summary(others),
         "nemo_summary": _summary(hopper),
@@ -288,16 +289,24 @@ def page() -> str:
     return TEMPLATE.read_text(encoding="utf-8").format_map(words)
 
 
-def _table(chosen: list[Timed]) -> str:
+def _before() -> dict[str, float]:
+    """Errors of the rows on Blackwell by the first files of these devices."""
+    with BEFORE.open(encoding="utf-8") as file:
+        return {row["name"]: float(row["error"]) for row in csv.DictReader(file)}
+
+
+def _table(chosen: list[Timed], before: Mapping[str, float] | None = None) -> str:
+    more, rule = (" error before |", " ---: |") if before else ("", "")
     lines = [
-        "| run | source | published tokens/s/GPU | predicted | error | MFU by 6N + 12Lhs |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        f"| run | source | published tokens/s/GPU | predicted |{more} error | MFU by 6N + 12Lhs |",
+        f"| --- | --- | ---: | ---: |{rule} ---: | ---: |",
     ]
     for row in chosen:
         found = row.found
+        was = f"{signed(before[row.name])} | " if before else ""
         lines.append(
             f"| {row.name} | {row.source} | {row.published:,.0f} | {found.tokens_per_second_per_gpu:,.0f} | "
-            f"{_signed(row.error)} | {100 * found.mfu_by(Counting.PALM):.1f} % |"
+            f"{was}{signed(row.error)} | {100 * found.mfu_by(Counting.PALM):.1f} % |"
         )
     return "\n".join(lines)
 
@@ -354,7 +363,7 @@ def _table5() -> str:
         parts = found.breakdown
         shares = [parts.compute, parts.communication, parts.bubble, parts.recompute, parts.other]
         lines.append(
-            f"| {name} | {published:.2f} | {found.step_seconds:.2f} | {_signed(found.step_seconds / published - 1)} | "
+            f"| {name} | {published:.2f} | {found.step_seconds:.2f} | {signed(found.step_seconds / published - 1)} | "
             + " | ".join(f"{100 * part / found.step_seconds:.1f} %" for part in shares)
             + " |"
         )
@@ -386,7 +395,7 @@ def _appendix_c() -> str:
     return "\n".join(lines)
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
     """A share as a percentage with a sign."""
     return f"{100 * value:+.1f} %".replace("-", "−")
 

@@ -214,7 +214,7 @@ def test_what_is_asked_wrongly_exits_2(capsys, live, arguments, message):
     [
         ("{", "cannot be read as JSON"),
         ("[]", "has no model_type"),
-        ('{"model_type": "no-such-model"}', "transformers cannot read"),
+        ('{"model_type": "no-such-model"}', "neither has a closed form"),
         (json.dumps(TINY | {"hidden_size": "wide"}), "transformers cannot read"),
     ],
 )

@@ -128,6 +128,26 @@ def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tu
     assert says in error and error.count("\n") == 1
 
 
+def test_a_time_has_a_range_and_tokens_have_a_price(capsys: pytest.CaptureFixture[str]) -> None:
+    """The paper's runs are all of their kind; 64 x 2048 tokens a step, so that 131,072,000 are a thousand steps."""
+    found = document(capsys, *PAPER, "--recompute", "full", "--tokens", "131072e3", "--price-per-gpu-hour", "2")
+    sure, training, step = found["sureness"], found["training"], found["step_seconds"]
+    assert (sure["kind"], sure["runs"], sure["of_this_kind"]) == ("a100-80gb, megatron, dense", 8, True)
+    assert found["step_range_seconds"] == [step * sure["low"], step * sure["high"]]
+    assert training["steps"] == 1000
+    assert training["price"] == pytest.approx(2 * 64 * 1000 * step / 3600)
+    assert training["days_range"] == [pytest.approx(1000 * end / 86400) for end in found["step_range_seconds"]]
+
+
+def test_a_stack_that_a_file_does_not_know_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", *PAPER, "--stack", "nemo"]) == 0
+    assert "a100-80gb has no figures of the stack nemo: its file's own are taken" in capsys.readouterr().err
+
+
+def test_nothing_waited_for_is_not_less_than_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document(capsys, "gpt-22b", "--gpu", "h100-80gb")["breakdown"]["communication_seconds"] == 0.0
+
+
 def test_a_hardware_file_will_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('memory = "80GiB"\n[teraflops]\nbf16 = 100\n[gigabytes_per_second]\nmemory = 1000\n')

@@ -366,7 +366,6 @@ def test_spans():
         (("llama3-8b", "--recompute", "every"), "every:K"),
         (("llama3-8b", "--recompute", "every:0"), "1 or more"),
         (("llama3-8b", "--recompute", "auto"), "give --budget or --gpu"),
-        (("llama3-8b", "--fit", "--budget", "9GiB", "--recompute", "auto"), "give another than auto"),
         (("llama3-8b", "--fit"), "give --budget or --gpu"),
         (("llama3-8b", "--capacity-factor", "nan"), "--capacity-factor nan"),
         (("llama3-8b", "--format", "yaml"), "yaml"),

@@ -175,9 +175,12 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_document_with_the_keys_of_the_contract(capsys) -> None:
-    code, out, err = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB", "--top", "4", "--format", "json")
+    price = ("--tokens", "8192e3", "--price-per-gpu-hour", "2")
+    code, out, err = call(capsys, "gpt2", *FLAGS, "--budget", "3GiB", "--top", "4", *price, "--format", "json")
     assert (code, err) == (0, "")
     found = json.loads(out)
+    sure = found["sureness"]
+    assert (sure["kind"], sure["of_this_kind"]) == ("a100-80gb, pytorch, dense", True)
     assert found["schema"] == "jettison.search/1"
     assert len(found["candidates"]) == 4
     for candidate in found["candidates"]:
@@ -185,12 +188,17 @@ def test_a_document_with_the_keys_of_the_contract(capsys) -> None:
         assert candidate["peak_bytes"] <= candidate["available_bytes"] == 3 * GIB
         assert sum(candidate["breakdown"].values()) == pytest.approx(candidate["step_seconds"])
         assert 0 < candidate["mfu"] < 1
+        assert candidate["step_range_seconds"] == [candidate["step_seconds"] * sure[end] for end in ("low", "high")]
         assert candidate["plan"]["recompute"] in candidate["flags"]
     lost = found["runner_up"][0]
     best, second = found["candidates"][:2]
     assert lost["lost_seconds"] == pytest.approx(second["step_seconds"] - best["step_seconds"])
     assert sum(lost["more"].values()) == pytest.approx(lost["lost_seconds"])
     assert found["more_gpus"]["gpus"] == 8
+    trainings = {one["gpus"]: one for one in found["trainings"]}  # 16 x 512 tokens a step, so that there are a thousand
+    assert trainings.keys() == {4, 8} and {one["steps"] for one in trainings.values()} == {1000}
+    assert trainings[4]["price"] == pytest.approx(2 * 4 * 1000 * best["step_seconds"] / 3600)
+    assert trainings[8]["days"] == pytest.approx(1000 * found["more_gpus"]["candidate"]["step_seconds"] / 86400)
     assert found["more_memory"]["saved_seconds"] >= 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean, median
 
 import pytest
-from benchmarks import throughput
+from benchmarks import newer_page, newer_runs, residuals, throughput
 from benchmarks.throughput import FACTS, paper_run, paper_runs, rows
 
 from jettison.cost.execution import MEGATRON
@@ -23,6 +23,7 @@ from jettison.units import GIB
 
 A100 = hardware("a100-80gb")
 ROWS = rows()
+NEWER = newer_runs.rows()
 with (FACTS / "korthikanti2022_configs.csv").open(encoding="utf-8") as file:
     CONFIGS = {row["model"]: row for row in csv.DictReader(file)}
 with (FACTS / "korthikanti2022_table4_layer_22B_ms.csv").open(encoding="utf-8") as file:
@@ -197,3 +198,21 @@ def test_compiling_helps_as_much_as_it_did() -> None:
 
 def test_the_page_is_what_its_generator_writes() -> None:
     assert throughput.PAGE.read_text(encoding="utf-8") == throughput.page(), "run python -m benchmarks.throughput"
+
+
+def test_runs_since_2025_are_met() -> None:
+    """Dense ones within 5 % in the median, those with experts within 12 %; not looked at within 6 % and 12 %."""
+    for experts, limit, unseen in ((False, 0.05, 0.06), (True, 0.12, 0.12)):
+        chosen = [row for row in NEWER if row.experts is experts]
+        assert len(chosen) == (141 if experts else 93)
+        assert median(abs(row.error) for row in chosen) <= limit
+        assert median(abs(row.error) for row in chosen if not row.listed) <= unseen
+
+
+def test_the_page_of_newer_runs_is_what_its_generator_writes() -> None:
+    assert newer_page.PAGE.read_text(encoding="utf-8") == newer_page.page(NEWER), "run python -m benchmarks.newer_page"
+
+
+def test_ranges_are_what_the_runs_say() -> None:
+    text = residuals.text(residuals.ratios(ROWS, NEWER))
+    assert residuals.DATA.read_text(encoding="utf-8") == text, "run python -m benchmarks.residuals"

@@ -82,7 +82,11 @@ def test_a_plan_is_asked_for_and_shown(open_page: Open, server: Served) -> None:
 @pytest.mark.parametrize(
     ("verb", "values", "words"),
     [
-        ("estimate", {"gpu": "a100-80gb", "tp": 8, "sp": "off"}, ["MFU, HFU", "Where the time goes", "communication"]),
+        (
+            "estimate",
+            {"gpu": "a100-80gb", "tp": 8, "sp": "off"},
+            ["range", "MFU, HFU", "Where the time goes", "communication"],
+        ),
         ("ledger", {"pp": 2, "zero": 0}, ["peak of a step", "micro-batches in flight", "layers.0 to 23"]),
         (
             "search",

@@ -41,7 +41,7 @@ def _sections(h: Hardware) -> Iterator[str]:
     }
     yield from _section("teraflops", rates)
     yield from _section("gigabytes_per_second", {name: w / 1e9 for name, w in widths.items() if w is not None})
-    yield from _section("reached", asdict(h.reached))
+    yield from _section("reached", {name: share for name, share in asdict(h.reached).items() if share is not None})
     yield from _section("microseconds", {name: s * 1e6 for name, s in asdict(h.delays).items() if s})
     edges = {name: found for name, found in asdict(h.edges).items() if found is not None}
     if edges:

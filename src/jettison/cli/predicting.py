@@ -16,7 +16,7 @@ from jettison.processors import cores
 from jettison.report.console import hint, progress
 from jettison.report.json_text import json_text
 from jettison.report.summary import LedgerReport
-from jettison.search.request import SearchRequest
+from jettison.search.request import MARGIN, SearchRequest
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -196,6 +196,9 @@ def search(
     global_batch: Annotated[int, Parameter(help="Sequences in a step, on all devices.")],
     request: Annotated[SearchRequest, Parameter(name="*")] = NOTHING_FIXED,
     budget: Annotated[str | None, Parameter(help="Peak bytes of a device, if less than it has: 60GiB.")] = None,
+    margin: Annotated[
+        float, Parameter(help="Kept free: of the way from the expected allowance to its upper bound, 0 to 1.")
+    ] = MARGIN,
     tokens: Tokens = None,
     price_per_gpu_hour: Price = None,
     top: Annotated[int, Parameter(help="Layouts to list.")] = 10,
@@ -215,7 +218,16 @@ def search(
     from jettison.search.search import NothingFits
     from jettison.verbs.search import search as answer
 
-    said = asked(model=model, gpus=gpus, gpu=gpu, global_batch=global_batch, budget=budget, top=top, request=request)
+    said = asked(
+        model=model,
+        gpus=gpus,
+        gpu=gpu,
+        global_batch=global_batch,
+        budget=budget,
+        margin=margin,
+        top=top,
+        request=request,
+    )
     with progress() as say:
         try:
             report = answer(
@@ -225,6 +237,7 @@ def search(
                 gpu=gpu,
                 global_batch=global_batch,
                 budget=budget,
+                margin=margin,
                 tokens=tokens,
                 price_per_gpu_hour=price_per_gpu_hour,
                 top=top,

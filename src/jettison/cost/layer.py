@@ -189,10 +189,14 @@ def _by_class(prices: PriceModel, region: Region) -> dict[Class, float]:
 def _op_seconds(prices: PriceModel, region: Region) -> tuple[float, ...]:
     """A kernel of several ops counts for each of them in part, for it runs again whole where one of them does."""
     timer, steps = _timer(prices, region), range(len(region.tape.steps))
-    # beside products that run again, too, a transfer costs less than alone
-    exposed = prices.execution.exposed(prices.layout.tp)
-    least = exposed + (1 - exposed) * prices.hardware.reached.shared
-    found = [prices.seconds(region, frozenset((i,))).again.transfers * least for i in steps]
+    # beside work that runs again, too, a transfer costs less than alone
+    exposed, shared = prices.execution.exposed(prices.layout.tp), prices.hardware.reached.shared
+    least = exposed + (1 - exposed) * shared
+    beside = {c.step for c in region.collectives if c.axis == "ep" and prices.execution.hides_experts}
+    found = [
+        prices.seconds(region, frozenset((i,))).again.transfers * (min(least, shared) if i in beside else least)
+        for i in steps
+    ]
     for kernel in timer.listed.forward:
         for i in kernel.steps:
             found[i] += timer.kernel(kernel) / len(kernel.steps)

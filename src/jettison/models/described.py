@@ -32,6 +32,8 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
         except NotDescribed as error:
             if not can_record():
                 why = str(error).partition(". Trace the model")[0]
+                if _forbidden:
+                    raise NotDescribed(why) from None
                 raise NotDescribed(
                     f"{why}. Any other is recorded where torch and transformers are installed: pip install "
                     "'jettison[hf]'"
@@ -59,6 +61,15 @@ def _values(model: str) -> tuple[Mapping[str, Any], str]:
     return read_values(Path(model))
 
 
+_forbidden = False
+
+
+def never_record() -> None:
+    """From now on this process builds no model of what it is asked about: configurations come from strangers."""
+    global _forbidden
+    _forbidden = True
+
+
 def can_record() -> bool:
-    """Are the libraries there that a trace needs?"""
-    return all(find_spec(library) is not None for library in ("torch", "transformers"))
+    """Are the libraries there that a trace needs, and may they be used?"""
+    return not _forbidden and all(find_spec(library) is not None for library in ("torch", "transformers"))

@@ -88,13 +88,18 @@ def available_bytes(hardware: Hardware, run: Run) -> int:
     return available_to(hardware, run.layout, run.kernels.device)
 
 
-def available_to(hardware: Hardware, layout: Layout, device: Device) -> int:
-    """The same for any run of a layout."""
-    return _fitting(hardware.usable_bytes, communicators(layout), layout.ep > 1, device)
+def available_to(hardware: Hardware, layout: Layout, device: Device, margin: float = 0.0) -> int:
+    """The same for any run of a layout.
+
+    Args:
+        margin: how much of the way from the expected allowance to its upper bound is set aside, too: from 0 to 1.
+    """
+    return _fitting(hardware.usable_bytes, communicators(layout), layout.ep > 1, device, Fraction(margin))
 
 
 @lru_cache(maxsize=1024)
-def _fitting(usable_bytes: int, talking: int, experts: bool, device: Device) -> int:
-    room = usable_bytes - _fixed(talking, experts, device).expected
-    share = 0 if device is Device.CPU else FRAGMENTS[1]
-    return max(0, int(room / (1 + share)))
+def _fitting(usable_bytes: int, talking: int, experts: bool, device: Device, margin: Fraction) -> int:
+    fixed = _fixed(talking, experts, device)
+    room = usable_bytes - fixed.expected - margin * (fixed.high - fixed.expected)
+    _, expected, high = (Fraction(0),) * 3 if device is Device.CPU else FRAGMENTS
+    return max(0, int(room / (1 + expected + margin * (high - expected))))

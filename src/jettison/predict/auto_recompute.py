@@ -137,6 +137,16 @@ def choose(
     )
 
 
+def smallest_budget(run: Run, hardware: Hardware) -> int:
+    """The fewest bytes of allocations on each rank for which `choose` has an answer."""
+    plain = _undecided(run)
+    timing = Timing(run=run, hardware=hardware, execution=execution_of(run))
+    host = hardware.host_memory_bytes
+    stages = [plain.stages[index] for index in distinct_stages(run)]
+    each = (StageChoice(run=plain.run, stage=stage, timing=timing, host_budget_bytes=host) for stage in stages)
+    return max(one.smallest_budget_bytes for one in each)
+
+
 def distinct_stages(run: Run) -> list[int]:
     """Stages that have to be solved: no earlier one is alike."""
     first: dict[tuple[object, ...], int] = {}

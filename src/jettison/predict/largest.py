@@ -4,6 +4,8 @@ What is compared: `forecast(run).peak_bytes`, the allocated bytes of the worst r
 budget for allocations. On a GPU that budget is `allowance.available_bytes(hardware, run)`: what a process can allocate
 less the expected allowance for contexts, communicators and fragments.
 
+Where a planner decides what is computed again, a run fits what its smallest plan fits.
+
 One thing is changed at a time, all else stays as in the run. More of a batch or of a sequence is taken to need more
 bytes; the edge that the search ends on is checked on both sides.
 """
@@ -45,7 +47,7 @@ class FitAnswer:
     """What fits a budget.
 
     Args:
-        peak_bytes: of the run as it is.
+        peak_bytes: of the run as it is; where a planner decides, of its smallest plan.
         micro_batch: the largest, at the run's sequence.
         seq: the longest, at the run's micro-batch, in multiples of ``seq_step``; learned positions end it.
         tp: the smallest tensor-parallel size, on more or fewer devices: the other axes stay.
@@ -70,29 +72,34 @@ class FitAnswer:
         return {"fits": self.fits, **asdict(self)}
 
 
-def fit(run: Run, *, budget_bytes: int) -> FitAnswer:
+def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None) -> FitAnswer:
     """What of a run fits ``budget_bytes`` of allocations on each rank.
+
+    Args:
+        peak: bytes that a run needs; left out, those of its forecast. `predict.auto_recompute.smallest_budget` has it
+            for runs that a planner decides.
 
     Raises:
         UsageError: see `predict.forecast.forecast`.
     """
+    peak = _peak if peak is None else peak
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     positions = run.model.max_positions if run.model.learned_positions else _MOST
 
     def with_batch(count: int) -> int:
-        return _peak(replace(run, micro_batch=count))
+        return peak(replace(run, micro_batch=count))
 
     def with_sequence(count: int) -> int:
-        return _peak(replace(run, seq=count * step))
+        return peak(replace(run, seq=count * step))
 
     return FitAnswer(
         budget_bytes=budget_bytes,
-        peak_bytes=_peak(run),
+        peak_bytes=peak(run),
         seq_step=step,
         micro_batch=_largest(with_batch, budget_bytes, most=_MOST),
         seq=_in_steps(_largest(with_sequence, budget_bytes, most=positions // step), step),
-        tp=_smallest(_tensor_parallel(run), budget_bytes),
-        zero=_smallest(((z, replace(run, layout=replace(run.layout, zero=z))) for z in range(4)), budget_bytes),
+        tp=_smallest(peak, _tensor_parallel(run), budget_bytes),
+        zero=_smallest(peak, ((z, replace(run, layout=replace(run.layout, zero=z))) for z in range(4)), budget_bytes),
     )
 
 
@@ -143,11 +150,11 @@ def _tensor_parallel(run: Run) -> Iterable[tuple[int, Run]]:
             continue
 
 
-def _smallest(runs: Iterable[tuple[int, Run]], budget: int) -> Edge:
+def _smallest(peak: Callable[[Run], int], runs: Iterable[tuple[int, Run]], budget: int) -> Edge:
     """The first of ascending choices that fits, and the one before; where none fits, the one that needs least."""
     failed: list[tuple[int, int]] = []  # peak, choice
     for choice, run in runs:
-        nbytes = _peak(run)
+        nbytes = peak(run)
         if nbytes <= budget:
             if not failed:
                 return Edge(value=choice, peak_bytes=nbytes)

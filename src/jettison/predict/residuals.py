@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jettison.cost.execution import Execution
+from jettison.predict.time import Estimate
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
@@ -83,6 +84,11 @@ def sureness(hardware: Hardware, kernels: str, execution: Execution, model: Mode
     known = kind in table
     low, high, runs = table[kind if known else ALL]
     return Sureness(kind=kind, runs=runs, low=low, high=high, of_this_kind=known)
+
+
+def sure_of(found: Estimate) -> Sureness:
+    """How sure an estimate is."""
+    return sureness(found.hardware, found.run.kernels.name, found.execution, found.run.model)
 
 
 @cache

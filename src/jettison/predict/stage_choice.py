@@ -119,6 +119,11 @@ class StageChoice:
         best = fastest(found, budget_bytes)
         return min(least.needs, *(one.needs for one in found)), best
 
+    @property
+    def smallest_budget_bytes(self) -> int:
+        """The fewest bytes that some answer is known to fit."""
+        return self._least.needs
+
     @cached_property
     def _lowest(self) -> int:
         """A budget below which the problem, as the solver sees it, has no answer."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
-from jettison.predict.residuals import Sureness, sureness
+from jettison.predict.residuals import Sureness, sure_of
 from jettison.predict.run_request import Resolved
 from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
@@ -46,8 +46,7 @@ class EstimateReport:
     @property
     def sure(self) -> Sureness:
         """How sure the time of a step is."""
-        found = self.found
-        return sureness(found.hardware, found.run.kernels.name, found.execution, found.run.model)
+        return sure_of(self.found)
 
     @property
     def training(self) -> TrainingCost | None:

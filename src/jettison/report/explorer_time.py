@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from jettison.errors import Infeasible
 from jettison.predict.allowance import available_bytes
+from jettison.predict.residuals import sure_of
 from jettison.report.explorer_common import answered, line, rounded, run_of, usual_layout
 from jettison.report.published import ITERATIONS, PAPER, Iteration
 from jettison.spec.hardware import Hardware, hardware
@@ -58,11 +59,12 @@ def _rows(model: str, device: Hardware, asked: dict[str, Any], published: Iterat
         try:
             memory, time = answered(run, device)
         except Infeasible as error:
-            yield row | {"seconds": None, "minimum_bytes": error.minimum_budget_bytes}
+            yield row | {"seconds": None, "range": None, "minimum_bytes": error.minimum_budget_bytes}
             continue
         parts = time.breakdown
         yield row | {
             "seconds": rounded(time.step_seconds),
+            "range": [rounded(end) for end in sure_of(time).seconds(time.step_seconds)],
             "parts": [rounded(getattr(parts, name)) for name in PARTS],
             "mfu": round(time.mfu, 6),
             "hfu": round(time.hfu, 6),

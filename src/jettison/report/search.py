@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jettison.cost.execution import execution_of
+from jettison.predict.allowance import available_to
 from jettison.predict.residuals import Sureness, sureness
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
@@ -75,6 +76,7 @@ class SearchReport:
         answer, sure, trainings = self.answer, self.sure, self.trainings
         found = {
             **_asked(self.model, self.hardware, answer),
+            "margin": answer.margin,
             "request": self.request,
             "feasible": True,
             "sureness": sure.document(),
@@ -92,6 +94,17 @@ class SearchReport:
         }
         return shaped(found)
 
+    def _margin(self) -> str:
+        answer = self.answer
+        layout, device = answer.best.candidate.setup.layout, answer.space.template.kernels.device
+        nbytes = available_to(self.hardware, layout, device) - available_to(
+            self.hardware, layout, device, answer.margin
+        )
+        return (
+            f"{format_bytes(nbytes)} stay free beside what contexts, communicators and fragments are expected to take: "
+            f"{format_percent(answer.margin)} of the way to the most that they may (--margin)"
+        )
+
     def table(self) -> RenderableType:
         """The fastest, why, and the front."""
         answer = self.answer
@@ -105,6 +118,8 @@ class SearchReport:
                 f"{answer.evaluated:,} candidates were worked out now, in {format_seconds(self.seconds)}",
             ),
         ]
+        if answer.margin:
+            facts.append(("margin", self._margin()))
         if self.hardware.reached_source.startswith("estimated"):
             facts.append(("note", f"how much of its peaks {self.hardware.name} reaches is estimated, not measured"))
         facts.extend(("note", text) for text in stack_note(self.hardware, template))

@@ -15,6 +15,9 @@ from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
 
+MARGIN: Final = 0.25
+"""Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
+the median."""
 _LISTS: Final = ("tp", "pp", "virtual_stages", "cp", "ep", "dp", "zero", "micro_batch")
 """Axes of numbers, of which several may be asked for: 1,2,4."""
 

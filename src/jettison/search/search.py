@@ -16,6 +16,7 @@ from jettison.search.branch_and_bound import REACH, Hunt
 from jettison.search.evaluate import Bench, Question
 from jettison.search.figures import Found
 from jettison.search.journal import Journal
+from jettison.search.request import MARGIN
 from jettison.search.space import Space
 from jettison.search.state import Room
 from jettison.spec.hardware import Hardware
@@ -60,6 +61,7 @@ class Answer:
         plain: the best one's setup without recompute, fits or not.
         more_gpus: or why there are none.
         evaluated: candidates worked out now; others were bounded, or known.
+        margin: that all of them leave.
     """
 
     space: Space
@@ -69,6 +71,7 @@ class Answer:
     more_memory: More
     more_gpus: More | str
     evaluated: int
+    margin: float = 0.0
 
     @property
     def best(self) -> Found:
@@ -81,6 +84,7 @@ def search(
     hardware: Hardware,
     *,
     budget_bytes: int | None = None,
+    margin: float = MARGIN,
     top: int = 10,
     jobs: int = 1,
     journal: Journal | None = None,
@@ -90,6 +94,7 @@ def search(
 
     Args:
         budget_bytes: of tensors on a device, where that is less than what the hardware leaves for them.
+        margin: how much of the way from the expected allowance beside them to its upper bound stays free: from 0 to 1.
         top: setups to list.
         jobs: processes; above 1, call it below ``if __name__ == "__main__"``.
         journal: the state to go on from, and to add to.
@@ -101,7 +106,9 @@ def search(
     """
     if top < 1 or jobs < 1:
         raise UsageError(f"got --top {top} and --jobs {jobs}; expected whole numbers of 1 or more")
-    room = Room(hardware=hardware, budget_bytes=budget_bytes)
+    if not 0 <= margin <= 1:
+        raise UsageError(f"got --margin {margin:g}; expected a number from 0, none, to 1, all that may be needed")
+    room = Room(hardware=hardware, budget_bytes=budget_bytes, margin=margin)
     question = Question(template=space.template, hardware=hardware)
     with ThreadPoolExecutor(1) as beside, Bench(question, jobs=jobs, journal=journal) as bench:
         hunt = Hunt(space=space, room=room, bench=bench, top=top, reach=REACH, say=progress)
@@ -110,7 +117,7 @@ def search(
         begun = beside.submit(_more_gpus, space, room, bench, silent) if hunt.ranked and jobs > 1 else None
         hunt.ask_planner()
         if not hunt.ranked:
-            raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space))
+            raise NothingFits(hunt.closest(), candidates=space.size, advice=_advice(space, margin))
         ranked, best = tuple(hunt.ranked[:top]), hunt.ranked[0]
         progress("with more memory")
         roomier = replace(room, scale=MORE_MEMORY)
@@ -126,6 +133,7 @@ def search(
             more_memory=More(gpus=space.gpus, memory=MORE_MEMORY, best=larger.ranked[0]),
             more_gpus=more_gpus,
             evaluated=bench.evaluated,
+            margin=margin,
         )
 
 
@@ -144,6 +152,7 @@ def _more_gpus(space: Space, room: Room, bench: Bench, progress: Progress) -> Mo
     return why
 
 
-def _advice(space: Space) -> str:
+def _advice(space: Space, margin: float) -> str:
     ways = ["more GPUs", "a shorter --seq"] + ([] if True in space.axes.offload else ["--offload"])
+    ways += ["a smaller --margin"] if margin else []
     return f"What makes room: {', '.join(ways)}, and axes that are not fixed"

@@ -22,15 +22,17 @@ class Room:
 
     Args:
         scale: times what the hardware has, and times the budget.
+        margin: what is left beside the expected allowance, as `allowance.available_to` has it.
     """
 
     hardware: Hardware
     budget_bytes: int | None = None
     scale: Fraction = Fraction(1)
+    margin: float = 0.0
 
     def limit_bytes(self, setup: Setup, space: Space) -> int:
-        """For a setup: contexts and communicators come off."""
-        left = available_to(self._device, setup.layout, space.template.kernels.device)
+        """For a setup: contexts and communicators come off, and the margin."""
+        left = available_to(self._device, setup.layout, space.template.kernels.device, self.margin)
         return left if self.budget_bytes is None else min(left, int(self.scale * self.budget_bytes))
 
     @cached_property

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from jettison.parse_units import Length
 from jettison.predict.run_request import RunRequest
-from jettison.search.request import SearchRequest
+from jettison.search.request import MARGIN, SearchRequest
 from jettison.server.limits import Limits
 from jettison.server.problems import Problem
 from jettison.spec.hardware import hardware_names
@@ -49,11 +49,19 @@ _OWN: Final[Mapping[Verb, dict[str, Any]]] = {
         "gpu": Text,
         "global_batch": Number,
         "budget": Text | None,
+        "margin": Share,
         "top": Annotated[int, Field(ge=1, le=100)],
     },
 }
 """What a verb is asked beside the run: the names are the command line's flags."""
-_DEFAULTS: Final[dict[str, Any]] = {"what_if": False, "fit": False, "explain": False, "compile": False, "top": 10}
+_DEFAULTS: Final[dict[str, Any]] = {
+    "what_if": False,
+    "fit": False,
+    "explain": False,
+    "compile": False,
+    "top": 10,
+    "margin": MARGIN,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from jettison.errors import JettisonError
+from jettison.models.described import never_record
 from jettison.server.answering import answer
 
 OUT_OF_MEMORY = "memory"
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> None:
         lines.write(json.dumps(what) + "\n")
         lines.flush()
 
+    never_record()
     import_module("jettison.verbs.plan")  # what most questions need is there before the first
 
     say(ready=True)

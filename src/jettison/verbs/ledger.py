@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jettison.errors import UsageError
+from jettison.errors import Infeasible, UsageError
 from jettison.ledger.compare import compare, in_step
 from jettison.ledger.ledger import Ledger
 from jettison.models.described import described_model
@@ -96,9 +97,7 @@ def _described(
     if budget_bytes is None and (fit or auto):
         flag = "--fit" if fit else "--recompute auto"
         raise UsageError(f"{flag} needs to know what to fit into; give --budget or --gpu")
-    if fit and auto:
-        raise UsageError("--fit looks for runs of one recompute mode; give another than auto")
-    choice = _choose(asked, budget_bytes, gpu) if budget_bytes is not None and auto else None
+    choice = _choose(asked, budget_bytes, gpu, anyway=fit) if budget_bytes is not None and auto else None
     found = forecast(settled(asked.run, budget_bytes)) if choice is None else choice.forecast
     asked = replace(asked, run=found.run)
     return forecast_report(
@@ -107,23 +106,33 @@ def _described(
         found,
         limit=limit,
         choice=choice,
-        fit=_fit(asked, budget_bytes) if fit and budget_bytes is not None else None,
+        fit=_fit(asked, budget_bytes, choice) if fit and budget_bytes is not None else None,
         explanation=_explain(found, budget_bytes) if explain else None,
     )
 
 
-def _choose(asked: Resolved, budget_bytes: int, gpu: str | None) -> AutoForecast:
+def _choose(asked: Resolved, budget_bytes: int, gpu: str | None, *, anyway: bool) -> AutoForecast:
+    """Args: anyway: where nothing fits, what needs least, for who asks what would fit."""
     from jettison.predict.whole_plan import choose_with_whole  # the planner takes its time to load
     from jettison.spec.hardware import hardware, usual_hardware
 
     device = usual_hardware(asked.run.kernels.device) if gpu is None else hardware(gpu)
-    return choose_with_whole(asked.run, budget_bytes, device)
+    try:
+        return choose_with_whole(asked.run, budget_bytes, device)
+    except Infeasible as error:
+        if not anyway:
+            raise
+        return choose_with_whole(asked.run, error.minimum_budget_bytes, device)
 
 
-def _fit(asked: Resolved, budget_bytes: int) -> FitAnswer:
+def _fit(asked: Resolved, budget_bytes: int, choice: AutoForecast | None) -> FitAnswer:
     from jettison.predict.largest import fit
 
-    return fit(asked.run, budget_bytes=budget_bytes)
+    if choice is None:
+        return fit(asked.run, budget_bytes=budget_bytes)
+    from jettison.predict.auto_recompute import smallest_budget
+
+    return fit(asked.run, budget_bytes=budget_bytes, peak=partial(smallest_budget, hardware=choice.hardware))
 
 
 def _explain(found: Forecast, budget_bytes: int | None) -> Explanation:

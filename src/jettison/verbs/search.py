@@ -14,7 +14,7 @@ from jettison.predict.training_cost import Wanted
 from jettison.progress import Progress, silent
 from jettison.report.search import SearchReport
 from jettison.search.journal import Journal
-from jettison.search.request import SearchRequest
+from jettison.search.request import MARGIN, SearchRequest
 from jettison.search.search import search as find
 from jettison.spec.hardware import hardware
 
@@ -27,6 +27,7 @@ def search(
     gpu: str,
     global_batch: int,
     budget: str | None = None,
+    margin: float = MARGIN,
     tokens: float | None = None,
     price_per_gpu_hour: float | None = None,
     top: int = 10,
@@ -37,6 +38,7 @@ def search(
     """Search for the fastest way to train a preset or a config.json.
 
     Args:
+        margin: what stays free beside the expected allowance, as a share of the way to its upper bound.
         tokens: to train on: says how long, and with a price what it costs.
         state: a file to go on from and to write to.
 
@@ -60,12 +62,14 @@ def search(
             space,
             device,
             budget_bytes=None if budget is None else parse_bytes(budget),
+            margin=margin,
             top=top,
             jobs=jobs,
             journal=journal,
             progress=progress,
         )
     asked = {"model": model, "gpus": gpus, "gpu": gpu, "global_batch": global_batch, "budget": budget, "top": top}
+    asked["margin"] = margin
     return SearchReport(
         model=model,
         hardware=device,

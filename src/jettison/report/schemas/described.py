@@ -414,6 +414,7 @@ class SearchDocument(TypedDict):
     kernels: str | None
     attention: str | None
     space: Space | None
+    margin: float | None
     feasible: bool
     sureness: Sureness | None
     trainings: list[Training] | None

@@ -191,6 +191,9 @@
     return runs.map(({ first, last, count }) => [count > 1 ? `${first.layer} to ${last.layer.split(".").at(-1)}` : first.layer, count, ...keys.map((key) => first[key])]);
   }
 
+  const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
+    (sure.of_this_kind ? `${sure.runs < 10 ? "all of" : "eight in ten of"} ${sure.runs} runs of this kind (${sure.kind})` : `no run of this kind compared: range from all ${sure.runs}`);
+
   const asBytes = (label) => ({ label, format: bytes }), asSeconds = (label) => ({ label, format: seconds });
 
   const TABLES = {
@@ -207,7 +210,7 @@
     },
     estimate(found) {
       return [
-        facts([["step", seconds(found.step_seconds)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
+        facts([["step", seconds(found.step_seconds)], ["range", range(found.step_range_seconds, found.sureness)], ["tokens a second on each GPU", J.format.count(found.tokens_per_second_per_gpu)], ["MFU, HFU", `${percent(found.mfu)}, ${percent(found.hfu)}`],
           ["peak", J.format.exact(found.peak_bytes)], ["fits", `${found.fits ? "yes" : "no"}: there are ${bytes(found.available_bytes)}`]]),
         table("Where the time goes", ["part", asSeconds("time"), { label: "share", format: percent }],
           Object.entries(found.breakdown).map(([name, time]) => [name.replace("_seconds", ""), time, time / found.step_seconds])),
@@ -228,6 +231,7 @@
       const columns = [asSeconds("step"), { label: "MFU", format: percent }, asBytes("peak"), { label: "layout, batch and recompute", format: flags }];
       if (!found.feasible) return [facts([["fits", "nothing does"], ["closest", found.closest.flags], ["it lacks", J.format.exact(found.lacks_bytes)]])];
       return [
+        facts([["range of the fastest", range(found.candidates[0].step_range_seconds, found.sureness)]]),
         table("The fastest", columns, found.candidates.map(row)),
         J.el("ul", {}, found.explanation.map((sentence) => J.el("li", {}, J.words(sentence)))),
         table("Less memory costs time", columns, found.front.map(row)),

@@ -9,7 +9,7 @@
   const chosen = (values) => data.models.filter((m) => values["time-model"] === ALL || m.name === values["time-model"]);
   const words = (row) => (row.seconds === null
     ? `does not fit: ${J.format.bytes(row.minimum_bytes)} at least`
-    : `${row.seconds.toFixed(2)} s, MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${row.fits ? "" : ", does not fit"}`);
+    : `${row.seconds.toFixed(2)} s (${row.range.map((end) => end.toFixed(2)).join(" to ")} s by runs of its kind), MFU ${J.format.percent(row.mfu)}, HFU ${J.format.percent(row.hfu)}${row.fits ? "" : ", does not fit"}`);
 
   const draw = (values, { width }) => {
     const models = chosen(values), relative = values["time-model"] === ALL, narrow = width < 560;
@@ -49,12 +49,12 @@
     return J.el("div", {}, legend, J.rove(chart, nodes, (node) => bars[nodes.indexOf(node)].text));
   };
   const table = (values) => ({
-    columns: ["model", "way", { label: "predicted", format: J.format.seconds }, { label: "measured", format: J.format.seconds }, { label: "error", format: J.format.percent },
+    columns: ["model", "way", { label: "predicted", format: J.format.seconds }, { label: "from", format: J.format.seconds }, { label: "to", format: J.format.seconds }, { label: "measured", format: J.format.seconds }, { label: "error", format: J.format.percent },
       ...data.parts.map((part) => ({ label: part, format: J.format.seconds })),
       { label: "MFU", format: J.format.percent }, { label: "HFU", format: J.format.percent }, { label: "measured MFU", format: J.format.percent },
       { label: "peak", format: J.format.exact }, "fits"],
     rows: chosen(values).flatMap((m) => m.rows.map((row) => [
-      m.name, label[row.way], row.seconds, row.published_seconds, row.published_seconds ? row.seconds / row.published_seconds - 1 : null,
+      m.name, label[row.way], row.seconds, ...(row.range ?? [null, null]), row.published_seconds, row.published_seconds ? row.seconds / row.published_seconds - 1 : null,
       ...(row.parts ?? data.parts.map(() => null)), row.mfu ?? null, row.hfu ?? null, row.way === "selective" ? m.published_mfu : null,
       row.peak_bytes ?? null, row.fits ? "yes" : "no"])),
   });

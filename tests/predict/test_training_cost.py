@@ -1,0 +1,81 @@
+"""How sure a time is, and what a training costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from jettison.cost.execution import execution_of
+from jettison.errors import UsageError
+from jettison.predict.residuals import Sureness, sureness
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.training_cost import Wanted, training_cost
+from jettison.spec.hardware import hardware
+from jettison.spec.presets import preset
+
+SURE = Sureness(kind="a", runs=12, low=0.5, high=2.0, of_this_kind=True)
+
+
+def sure_of(model: str, gpu: str, **request: object) -> Sureness:
+    run = resolve(preset(model), RunRequest(**request)).run  # type: ignore[arg-type]
+    return sureness(hardware(gpu), run.kernels.name, execution_of(run), run.model)
+
+
+def test_whole_steps_days_hours_and_money() -> None:
+    """A million tokens in steps of 3000 are 334; of 864 s each they take 3.34 days of 10 devices."""
+    found = training_cost(
+        Wanted(tokens=1e6, price_per_gpu_hour=2.0), step_seconds=864.0, step_tokens=3000, gpus=10, sure=SURE
+    )
+    assert found is not None
+    document = found.document()
+    assert document["steps"] == 334
+    assert document["days"] == pytest.approx(3.34)
+    assert document["days_range"] == pytest.approx([1.67, 6.68])
+    assert document["gpu_hours"] == pytest.approx(801.6)
+    assert document["price"] == pytest.approx(1603.2)
+    assert document["price_range"] == pytest.approx([801.6, 3206.4])
+    assert found.amount == "1e06 tokens in 334 steps"
+    assert found.duration == "3.3 days (1.7 to 6.7) on 10 GPUs"
+    assert found.expense == "802 GPU hours for 1,603 (802 to 3,206)"
+
+
+def test_without_a_price_there_are_hours_and_without_tokens_nothing() -> None:
+    found = training_cost(Wanted(tokens=3000), step_seconds=36.0, step_tokens=3000, gpus=100, sure=SURE)
+    assert found is not None
+    assert found.expense == "1 GPU hours" and found.document()["price"] is None
+    assert training_cost(Wanted(), step_seconds=1.0, step_tokens=1, gpus=1, sure=SURE) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "price", "says"),
+    [
+        (None, 2.0, "got --price-per-gpu-hour without --tokens"),
+        (0.0, None, "got --tokens 0; expected a number above 0"),
+        (float("nan"), None, "got --tokens nan"),
+        (1.0, -1.0, "got --price-per-gpu-hour -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tokens: float | None, price: float | None, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Wanted(tokens=tokens, price_per_gpu_hour=price)
+
+
+def test_kinds_are_devices_software_and_experts() -> None:
+    dense = sure_of("llama3-8b", "h100-80gb", kernels="megatron")
+    assert (dense.kind, dense.of_this_kind) == ("h100-80gb, nemo, dense", True)
+    assert sure_of("qwen3-30b-a3b", "h100-80gb", kernels="megatron").kind == "h100-80gb, nemo, experts"
+    assert (
+        sure_of("llama3-8b", "b200-192gb", kernels="megatron", stack="megatron").kind == "b200-192gb, megatron, dense"
+    )
+    assert sure_of("llama3-8b", "a100-80gb", kernels="megatron").kind == "a100-80gb, megatron, dense"
+    assert sure_of("llama3-8b", "h100-80gb", kernels="pytorch").kind == "h100-80gb, pytorch, dense"
+
+
+def test_a_kind_without_runs_says_so() -> None:
+    found = sure_of("mixtral-8x7b", "l4-24gb")
+    assert not found.of_this_kind
+    assert found.runs > 300
+    assert found.words(
+        1.0
+    ) == f"{1e3 * found.low:.1f} ms to {found.high:.2f} s; no run of this kind compared: range " + (
+        f"from all {found.runs}"
+    )
