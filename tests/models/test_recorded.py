@@ -51,6 +51,20 @@ def test_parameters_and_saved_bytes_are_the_traces(kind: str) -> None:
     assert found.markdown in PAGE.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))]
+)
+def test_text_among_images_has_its_tables_for_each_sequence(kind: str) -> None:
+    found = tried(kind)
+    assert (found.way, found.exact) == (TOWER, True)
+
+
+def test_first_files_of_a_wrapper_hold_its_text_themselves() -> None:
+    values = tiny_config("qwen2_vl")
+    text = {**values.pop("text_config"), **values, "model_type": "qwen2_vl"}
+    assert parse_config(text, name="tiny").hidden == parse_config(tiny_config("qwen2_vl"), name="tiny").hidden == 64
+
+
 def test_the_page_has_every_type_once() -> None:
     """Those with an entry of a table in closed form, others by trace or refused; all that are answered are equal."""
     text = PAGE.read_text(encoding="utf-8")
