@@ -50,11 +50,11 @@ cohere cohere2 cwm dbrx deberta-v2 deepseek_v2 deepseek_v3 deit dinov2 distilber
 ernie4_5_moe exaone4 falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n_text
 gemma4_text glm glm4 glm4_moe glm4v gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe
 granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe idefics3 internlm3 internvl jais2 jamba
-kimi_linear lfm2 lfm2_moe llama llama4 llama4_text llava llava_next longcat_flash mamba mamba2 mbart minimax minimax_m2
-ministral ministral3 mistral mistral3 mixtral modernbert mpt mt5 nemotron nemotron_h olmo olmo2 olmo3 olmoe opt
-paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_text qwen3_moe qwen3_next
-qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma vit wav2vec2 whisper
-xglm xlm-roberta zamba2
+kimi_linear lfm2 lfm2_moe llama llama4 llama4_text llava llava_next longcat_flash mamba mamba2 mbart minimax
+minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert mpt mt5 nemotron nemotron_h olmo olmo2 olmo3
+olmoe opt paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_text qwen3_moe
+qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma
+vit wav2vec2 whisper xglm xlm-roberta zamba2
 """
 TRIED: Final = tuple(_NAMES.split())
 _LATENT: Final = {
