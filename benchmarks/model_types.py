@@ -50,11 +50,11 @@ cohere cohere2 cwm dbrx deberta-v2 deepseek_v2 deepseek_v3 deit dinov2 distilber
 ernie4_5_moe exaone4 falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n_text
 gemma4_text glm glm4 glm4_moe glm4v gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe
 granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe idefics3 internlm3 internvl jais2 jamba
-kimi_linear lfm2 lfm2_moe llama llama4 llama4_text llava llava_next longcat_flash mamba mamba2 mbart minimax minimax_m2
-ministral ministral3 mistral mistral3 mixtral modernbert mpt mt5 nemotron nemotron_h olmo olmo2 olmo3 olmoe opt
-paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_text qwen3_moe qwen3_next
-qwen3_vl recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma vit wav2vec2 whisper xglm
-xlm-roberta zamba2
+kimi_linear lfm2 lfm2_moe llama llama4 llama4_text llava llava_next longcat_flash mamba mamba2 mbart minimax
+minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert mpt mt5 nemotron nemotron_h olmo olmo2 olmo3
+olmoe opt paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_text qwen3_moe
+qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma
+vit wav2vec2 whisper xglm xlm-roberta zamba2
 """
 TRIED: Final = tuple(_NAMES.split())
 _LATENT: Final = {
@@ -129,6 +129,7 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     },
 }
 """What a type needs beside that."""
+CLOSED: Final = "closed form"
 TOWER: Final = "closed form, tower's weights"
 GROUPED: Final = ("deepseek_v3",)
 LET_GO: Final = ": routing within groups gives it to autograd and lets go of it before the layer is over"
@@ -241,7 +242,7 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
 
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
-        model, way = parse_config(values, name=kind), "closed form"
+        model, way = parse_config(values, name=kind), CLOSED
         request = replace(request, seq=SEQUENCE)
         if any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
@@ -312,7 +313,7 @@ def page(rows: Sequence[Answer]) -> str:
     lines = [
         HEAD.format(
             tried=len(rows),
-            closed=count["closed form"] + count[TOWER],
+            closed=count[CLOSED] + count[TOWER],
             traced=count["trace"],
             refused=count["refused"],
             equal=equal,
@@ -333,24 +334,27 @@ HEAD: Final = """# Architectures
 
 Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan` and `search`:
 
-- **Closed form**: the architecture is an entry of a table. It needs neither torch nor transformers, and every layout, every set of
-  kernels and every precision applies. Each entry is tested: parameters, and each tensor that autograd saves, are those of a trace.
-- **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on tensors without
-  memory, one forward is recorded, and the recorded blocks stand where described ones would: `--dp`, `--zero`, `--pp`, `--recompute`,
-  `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would cut a block, and nothing says how; they are refused by name, as are
-  `--dropout`, `--kernels` and `--loss`, since a recorded block is as it is built. Bytes are those of the CPU's kernels. A model whose
-  blocks read more than the block before them (an encoder's result, the embeddings) has no `--pp`. `--trace` asks for this way
-  even where there is a closed form, once a layout is given beside it.
+- **Closed form**: the architecture is an entry of a table. It needs neither torch nor transformers, and every
+  layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
+  autograd saves, are those of a trace.
+- **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on
+  tensors without memory, one forward is recorded, and the recorded blocks stand where described ones would: `--dp`,
+  `--zero`, `--pp`, `--recompute`, `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would cut a block, and
+  nothing says how; they are refused by name, as are `--dropout`, `--kernels` and `--loss`, since a recorded block
+  is as it is built. Bytes are those of the CPU's kernels. A model whose blocks read more than the block before them
+  (an encoder's result, the embeddings) has no `--pp`. `--trace` asks for this way even where there is a closed
+  form, once a layout is given beside it.
 - **Refused**, in words: no forward can be recorded without real values, or nothing in the model repeats.
 
-Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer state, by name and to
-the parameter, where the two libraries are installed; without them their size is said to be left out. What they would save and compute for
-an image is not in the figures, and that is said, too.
+Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer
+state, by name and to the parameter, where the two libraries are installed; without them their size is said to be
+left out. What they would save and compute for an image is not in the figures, and that is said, too.
 
-Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and held beside a trace of transformers
-{transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two have the trace's parameters and
-saved bytes. "laid out" is the peak of a step in bytes with ZeRO 3 on two replicas, whole layers computed again, and two
-pipeline stages where the blocks are a chain. `python -m benchmarks.model_types --write` makes this page again, in three minutes.
+Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and held beside a trace of
+transformers {transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two
+have the trace's parameters and saved bytes. "laid out" is the peak of a step in bytes with ZeRO 3 on two replicas,
+whole layers computed again, and two pipeline stages where the blocks are a chain. `python -m benchmarks.model_types
+--write` makes this page again, in three minutes.
 """
 
 

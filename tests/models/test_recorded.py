@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.model_types import ROWS, SEQUENCE, tiny_config, tried
+from benchmarks.model_types import CLOSED, PAGE, ROWS, SEQUENCE, TOWER, TRIED, tiny_config, tried
 
+from jettison.capture.fakes import fake_mode
 from jettison.errors import NotDescribed, UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.models import described
 from jettison.models.described import described_model
+from jettison.models.huggingface import ConfigRequest, build, config_of
 from jettison.models.recorded import recorded_model
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.model import ModelSpec
+from jettison.spec.more_families import EVERY_FAMILY
 from jettison.verbs.estimate import estimate
 from jettison.verbs.ledger import ledger
 from jettison.verbs.plan import plan
@@ -45,6 +48,34 @@ def test_parameters_and_saved_bytes_are_the_traces(kind: str) -> None:
     found = tried(kind)
     assert found.way == "trace"
     assert found.exact, (found.parameters, found.saved)
+    assert found.markdown in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", *(pytest.param(k, marks=pytest.mark.slow) for k in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"))]
+)
+def test_text_among_images_has_its_tables_for_each_sequence(kind: str) -> None:
+    found = tried(kind)
+    assert (found.way, found.exact) == (TOWER, True)
+
+
+def test_first_files_of_a_wrapper_hold_its_text_themselves() -> None:
+    values = tiny_config("qwen2_vl")
+    text = {**values.pop("text_config"), **values, "model_type": "qwen2_vl"}
+    assert parse_config(text, name="tiny").hidden == parse_config(tiny_config("qwen2_vl"), name="tiny").hidden == 64
+
+
+def test_the_page_has_every_type_once() -> None:
+    """Those with an entry of a table in closed form, others by trace or refused; all that are answered are equal."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells for line in text.splitlines() if len(cells := line.split("|")) == 8}
+    ways = {kind: cells[2].strip() for kind, cells in rows.items() if kind in TRIED}
+    refused = {kind for kind in TRIED if f"- `{kind}`: " in text}
+    assert ways.keys() | refused == set(TRIED) and not ways.keys() & refused
+    assert {kind for kind, way in ways.items() if way == CLOSED} == set(TRIED) & set(EVERY_FAMILY)
+    assert set(ways.values()) == {CLOSED, TOWER, "trace"} and len(ways) >= 90
+    unequal = {kind for kind in ways if rows[kind][5].strip() != "equal"}
+    assert unequal == {"deepseek_v3"}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective-op"])
@@ -104,3 +135,16 @@ def test_without_the_libraries_it_is_said_what_to_install(tmp_path: Path, monkey
     monkeypatch.setattr(described, "can_record", lambda: False)
     with pytest.raises(NotDescribed, match=r"Any other is recorded where torch and transformers are installed"):
         described_model(_file(tmp_path, "bloom"), REQUEST)
+
+
+@pytest.mark.parametrize("kind", ["llava"])
+def test_a_tower_is_counted_to_the_parameter(kind: str, tmp_path: Path) -> None:
+    """Beside a closed form: every weight that transformers builds, and words for what no text runs."""
+    found = described_model(_file(tmp_path, kind), REQUEST)
+    values = tiny_config(kind)
+    built = build(config_of(values, kind), ConfigRequest(), fake_mode(allow_non_fake_inputs=True))
+    assert parameter_count(found) == sum(p.numel() for p in built.parameters())
+    tower = parameter_count(found) - parameter_count(parse_config(values, name=kind))
+    assert f"({tower:,} parameters) are counted with the embedding" in found.left_out[0]
+    text, whole = (_run(model) for model in (parse_config(values, name=kind), found))
+    assert whole.stages[0].static.parameters - text.stages[0].static.parameters == 2 * tower

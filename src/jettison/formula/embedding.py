@@ -47,7 +47,11 @@ def embedding(w: Writer) -> Value:
 
 
 def rotary_tables(w: Writer) -> None:
-    """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers."""
+    """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers.
+
+    Code that places text among images has a table for each sequence, b × s.
+    """
+    rows = w.run.micro_batch if w.kernels.batched_rotary else 1
     kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
@@ -55,7 +59,7 @@ def rotary_tables(w: Writer) -> None:
                 places = (("cp", 1),) if w.run.layout.cp > 1 else ()
                 paired = w.kernels.paired_rotary or w.kernels.complex_rotary
                 width = dim // 2 if paired else dim
-                angles = w.table("rotary angles", (1, w.run.seq, width), "float32", places)
+                angles = w.table("rotary angles", (rows, w.run.seq, width), "float32", places)
                 if w.kernels.complex_rotary:
                     w.tape.hold(w.tape.op("aten.polar.default", [angles], dtype="complex64"), "rotary table")
                     continue

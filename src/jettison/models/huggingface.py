@@ -162,10 +162,12 @@ def class_for(config: Any) -> Any:
 
 
 def _mappings(config: Any) -> tuple[str, ...]:
-    """Where its class is looked for: encoders with decoders as such, encoders as what fills in words."""
+    """Where its class is looked for: encoders with decoders, and text with images, as such; encoders fill in words."""
     first: tuple[str, ...] = ()
     if getattr(config, "is_encoder_decoder", False):
         first = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")
+    elif hasattr(config, "vision_config"):
+        first = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",)
     elif getattr(config, "is_decoder", None) is False:
         first = ("MODEL_FOR_MASKED_LM_MAPPING",)
     return (*first, *MAPPINGS)

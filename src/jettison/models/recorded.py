@@ -22,7 +22,6 @@ from torch import nn
 from jettison.capture.blocks import find_blocks, only_blocks
 from jettison.capture.fakes import fake_mode
 from jettison.capture.model_trace import ModelTrace
-from jettison.capture.roles import base_name
 from jettison.capture.tracer import trace_model
 from jettison.errors import JettisonError, UsageError
 from jettison.formula.region import RecordedRegions, RegionRecorder
@@ -101,6 +100,7 @@ class _Facts:
     hidden: int
     seq: int
     attends: frozenset[int]
+    fused: frozenset[int]
     chained: bool
     left_out: tuple[str, ...]
 
@@ -119,17 +119,20 @@ def _recorded(source: RecordedConfig, case: _Case) -> tuple[RecordedRegions, _Fa
         classes=classes,
         hidden=stream[-1],
         seq=stream[-2] if len(stream) > 2 else 1,
-        attends=frozenset(i for i, call in enumerate(trace.calls) if _attends(trace, call.class_key)),
+        attends=_calls_with(trace, "softmax", "attention"),
+        fused=_calls_with(trace, "_attention"),
         chained=is_chain(trace),
         left_out=tuple(_idle(trace)),
     )
     return regions, facts
 
 
-def _attends(trace: ModelTrace, key: str) -> bool:
-    return any(
-        "softmax" in base_name(op) or "attention" in base_name(op) for op in trace.classes[key].trace.program.ops
-    )
+def _calls_with(trace: ModelTrace, *words: str) -> frozenset[int]:
+    """Calls of blocks that run an op with one of these in its name."""
+    found = {
+        key for key, cls in trace.classes.items() for op in cls.trace.program.ops for word in words if word in op.name
+    }
+    return frozenset(index for index, call in enumerate(trace.calls) if call.class_key in found)
 
 
 def _idle(trace: ModelTrace) -> list[str]:
@@ -214,6 +217,7 @@ def recorded_model(values: Mapping[str, Any], request: RunRequest, *, name: str)
             call=first,
             kind=facts.classes[index],
             causal=causal,
+            fused=index in facts.fused,
             chained=facts.chained,
             attended_width=width if index in facts.attends else 0,
         )

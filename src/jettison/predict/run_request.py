@@ -20,10 +20,10 @@ from jettison.parse_units import Tokens
 from jettison.spec.conventions import kernels_for
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
-from jettison.spec.kernels import ContextExchange, Dispatcher, Kernels, Loss
+from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
-from jettison.spec.model import Layer, ModelSpec
+from jettison.spec.model import Layer, ModelSpec, RecordedLayer
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
@@ -334,6 +334,9 @@ def _layout(request: RunRequest, depth: int) -> Layout:
 
 
 def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
+    if model.recorder is not None:
+        fused = any(layer.fused for layer in model.kinds if isinstance(layer, RecordedLayer))
+        return HUGGINGFACE.with_attention("flash" if fused else "eager")
     paper = model.family == PAPER
     kernels = kernels_for(model, _or(request.kernels, "megatron" if paper else "pytorch"))
     kernels = kernels.with_attention(_or(request.attention, "eager") if paper else request.attention)

@@ -156,6 +156,8 @@ def batch_text(asked: Resolved) -> str:
 def _training(asked: Resolved) -> str:
     run = asked.run
     kernels = f"{run.kernels.name} kernels, {run.kernels.attention} attention, {run.kernels.loss} loss"
+    if run.model.recorder is not None:
+        kernels = f"recorded kernels, {run.kernels.attention} attention"
     return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
 
 

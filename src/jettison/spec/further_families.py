@@ -193,6 +193,12 @@ FURTHER: Final[Mapping[str, Family]] = MappingProxyType(
                 router=Router.SOFTMAX_TOPK, shared_width="shared_expert_intermediate_size", shared_gate=True
             ),
         ),
+        "qwen2_vl_text": FAMILIES["qwen2"],
+        "qwen2_5_vl_text": FAMILIES["qwen2"],
+        "qwen3_vl_text": FAMILIES["qwen3"],
+        "qwen3_vl_moe_text": replace(
+            FAMILIES["qwen3_moe"], experts=Experts(router=Router.SOFTMAX_TOPK, normalised=True)
+        ),
         "roberta": FAMILIES["bert"],
         "xlm-roberta": FAMILIES["bert"],
     }

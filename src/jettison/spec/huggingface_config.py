@@ -133,6 +133,8 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
         kind = inner.get("model_type") or default or kind
         if isinstance(kind, str) and kind in EVERY_FAMILY:
             return kind, _inherit(inner, values)
+    elif default is not None and inner is None and "vision_config" in values and "hidden_size" in values:
+        return default, values  # as first files of Qwen2-VL have it
     elif default is not None:
         raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"

@@ -90,6 +90,7 @@ class Kernels:
         wide_rotary: the tables are fp32, and so is the rotation.
         paired_rotary: the tables have one column for two elements of a head.
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
+        batched_rotary: the tables are made for each sequence of a batch.
         spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
         rotary_by_window: layers with a window have rotary tables of their own.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
@@ -131,6 +132,7 @@ class Kernels:
     wide_rotary: bool = False
     paired_rotary: bool = False
     complex_rotary: bool = False
+    batched_rotary: bool = False
     spread_rotary: bool = False
     rotary_by_window: bool = False
     joined_rotary: bool = False

@@ -231,6 +231,7 @@ class RecordedLayer:
         call: which of the calls of a forward it stands for: the first of those that are alike.
         kind: its class, for people.
         attended_width: of all heads together; 0 where there are none.
+        fused: its attention is one kernel.
         chained: each block reads the one before it and no other, so that a pipeline can be cut between any two.
     """
 
@@ -239,6 +240,7 @@ class RecordedLayer:
     kind: str
     causal: bool = True
     attended_width: int = 0
+    fused: bool = True
     chained: bool = True
 
     @property

@@ -113,6 +113,10 @@ EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
         "paligemma": "gemma",
         "idefics3": "llama",
         "smolvlm": "llama",
+        "qwen2_vl": "qwen2_vl_text",
+        "qwen2_5_vl": "qwen2_5_vl_text",
+        "qwen3_vl": "qwen3_vl_text",
+        "qwen3_vl_moe": "qwen3_vl_moe_text",
     }
 )
 """See `WRAPPERS`; the towers beside the text are left out, and said to be."""
