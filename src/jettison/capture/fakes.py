@@ -83,7 +83,7 @@ class StepFakeMode(QuickFakeMode):
     `aten.masked_select`: the fake kernel has no shape for it, which is known where the mask is real.
     `aten.index`: likewise.
     `aten.native_batch_norm`: the CPU's real kernel returns a contiguous (or channels-last) result, the fake one of the
-    input's strides.
+    input's strides, and statistics of the type of the weight, or of the running mean.
     `aten.mse_loss`, `smooth_l1_loss`, `soft_margin_loss`: the CPU's real kernels return one number on a storage that
     has room for all terms.
     `aten.mkldnn_rnn_layer`: the fake kernel leaves out the workspace, which backward reads. Its backward: the fake one
@@ -119,7 +119,8 @@ class StepFakeMode(QuickFakeMode):
         if self.guesses and isinstance(out, FakeTensor) and out.dtype is torch.bool:
             _note_truth(func, args, out)
         if func is torch.ops.aten.native_batch_norm.default and args[0].device.type == "cpu":
-            return (_contiguous_like(out[0]), *out[1:])
+            told = next((tensor for tensor in args[1:5] if isinstance(tensor, Tensor)), args[0])
+            return (_contiguous_like(out[0]), *(one.new_empty(one.shape, dtype=told.dtype) for one in out[1:]))
         if func in _LEAVES_TERMS and out.dim() == 0:
             return _on_its_terms(out, args[0], args[1])
         if func is torch.ops.aten.col2im.default and args[0].device.type == "cpu" and args[0].numel() > out.numel():
