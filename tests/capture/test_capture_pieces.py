@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from jettison.capture.fakes import fake_mode
 from jettison.capture.overlap import are_apart
 from jettison.capture.recording import TensorRef
 from jettison.capture.region_tracer import trace_region
@@ -85,3 +86,18 @@ def test_a_piece_that_is_written_to_past_its_version_is_kept() -> None:
     trace = trace_region(Overwriting(), (torch.randn(4, WIDTH, requires_grad=True),), {})
     with pytest.raises(ValueError, match="may not run again"):
         trace.program.recompute_set(frozenset(trace.inputs))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("weighs", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_statistics_of_a_batch_norm_have_the_real_ones_types(training: bool, weighs: bool, dtype: torch.dtype) -> None:
+    def run() -> list[tuple[torch.Size, torch.dtype]]:
+        image, mean, variance = torch.randn(4, 3, 5, 5).to(dtype), torch.zeros(3), torch.ones(3)
+        weights = (torch.ones(3), torch.zeros(3)) if weighs else (None, None)
+        out = torch.ops.aten.native_batch_norm.default(image, *weights, mean, variance, training, 0.1, 1e-5)
+        return [(one.shape, one.dtype) for one in out]
+
+    with fake_mode():
+        fake = run()
+    assert fake == run()

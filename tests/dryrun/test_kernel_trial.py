@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jettison.dryrun.kernel_trial import OpRequest
+from jettison.dryrun.kernel_trial import KernelRun, OpRequest, workspaces
 from jettison.dryrun.op_costs import measure_ops
 from jettison.measure.peak import allocation_deltas
 
@@ -33,3 +33,16 @@ def test_a_grouped_product_is_priced_for_its_least_even_split(one_thread: None, 
     packs = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # a processor without bf16 units multiplies in place
     assert not packs or len(set(needs)) > 1, "this machine's kernel takes the same for all: nothing was tested"
     assert max(needs) <= price
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_that_a_convolution_was_not_asked_for_are_inside_of_its_call() -> None:
+    """The CPU's kernel makes all three; a dry run sees the bias's alone, 64 bytes."""
+    image, weight = torch.randn(2, 16, 12, 12), torch.randn(16, 16, 3, 3)
+    fixed = (image, image, weight, [16], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    backward = torch.ops.aten.convolution_backward.default
+    some, all_of_them = (OpRequest.of(backward, (*fixed, mask)) for mask in ([False, False, True], [True, True, True]))
+    found = workspaces([some, all_of_them])
+    one, three = found[some.key], found[all_of_them.key]
+    assert isinstance(one, KernelRun) and isinstance(three, KernelRun)
+    assert one.workspace_bytes >= three.workspace_bytes + weight.nbytes
