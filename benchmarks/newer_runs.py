@@ -22,15 +22,28 @@ from jettison.cost.execution import Execution, execution_of
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import Estimate, estimate
 from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.model import ModelSpec
-from jettison.spec.presets import preset
+from jettison.spec.presets import PRESETS, preset
 from jettison.spec.run import Run
 
 FACTS = Path(__file__).parent.parent / "tests" / "facts"
 GPUS = {"H100": "h100-80gb", "B200": "b200-192gb", "B300": "b300-288gb", "GB200": "gb200-192gb", "GB300": "gb300-288gb"}
 FUSED = "NeMo 26.06"
 """The first release whose experts are few kernels, in MXFP8."""
+KIMI_K2 = {
+    **PRESETS["deepseek-v3"],
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""huggingface.co/moonshotai/Kimi-K2-Base, config.json: DeepSeek V3 with other numbers."""
 ONE_DENSE = {"deepseek-v2": 1, "deepseek-v3": 1}
 """Dense layers that SimuMax's cut models begin with."""
 
@@ -103,7 +116,7 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     in the step itself. DeepSeek V3 trains one layer more, for the token after next, unless the row says otherwise."""
     tp, pp, cp, ep, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "ep", "gpus"))
     micro_batch, dp = int(row["micro_batch"]), gpus // (tp * pp * cp)
-    model = preset(row["model"])
+    model = model_of(row["model"])
     if row["model"] == "deepseek-v3" and "w/o MTP" not in row["note"]:
         model = replace(model, layers=(*model.layers, model.layers[-1]))
     fsdp, virtual = row["fsdp"] != "0", int(row["virtual_stages"])
@@ -128,10 +141,15 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         ep_comm_overlap=row["a2a_overlap"] == "yes",
         cuda_graphs=row["graphs"] == "step" or "attn" in row["graphs"],
         stack="nemo-26.06" if row["source"] >= FUSED and row["precision"] == "MXFP8" else "nemo",
-        tp_comm_overlap=not row["model"].startswith(("qwen", "gpt", "deepseek")) and tp > 1,
+        tp_comm_overlap=not row["model"].startswith(("qwen", "gpt", "deepseek", "kimi")) and tp > 1,
     )
     run = resolve(model, request).run
     return run, replace(execution_of(run), hides_stages=True, delayed_scaling=False)
+
+
+def model_of(name: str) -> ModelSpec:
+    """A preset, or what there is none of."""
+    return parse_config(KIMI_K2, name=name) if name == "kimi-k2" else preset(name)
 
 
 def _spread(model: ModelSpec, chunks: int) -> str | None:

@@ -22,7 +22,8 @@ from jettison.calibrate.fit import LinkFit, Measured, fit
 from jettison.calibrate.probes import CPU_SIZES, Pool, Sizes, counted, step_of_blocks
 from jettison.cli import doctor
 from jettison.cli.main import run
-from jettison.cost.launches import FLASH_BACKWARD, Product
+from jettison.cost.kernel import Product
+from jettison.cost.launches import FLASH_BACKWARD
 from jettison.cost.matmul import product_seconds
 from jettison.errors import UsageError
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput, hardware

@@ -10,7 +10,8 @@ import pytest
 
 from jettison.cost.collective import RankGroup, transfer_seconds
 from jettison.cost.execution import execution_of
-from jettison.cost.launches import Kernel, Product, work
+from jettison.cost.kernel import Kernel, Product
+from jettison.cost.launches import work
 from jettison.cost.layer import PriceModel
 from jettison.cost.matmul import kernel_seconds
 from jettison.errors import UsageError

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from jettison.cost.collective import RankGroup, group, transfer_seconds
 from jettison.cost.execution import Execution, Fusion, execution_of
-from jettison.cost.launches import Half, Product, groups, work
+from jettison.cost.kernel import Half, Product
+from jettison.cost.launches import groups, work
 from jettison.cost.layer import PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds, product_seconds, rate
 from jettison.errors import UsageError

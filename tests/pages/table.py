@@ -62,6 +62,9 @@ PAGES: dict[str, Page] = {
             "from planned_ac import PlannedAC": "tests/export/test_export_targets.py",
         },
     ),
+    "docs/fine-tuning.md": Page(
+        run={"$ jettison plan llama3-70b --lora": World(slow=True), "$ jettison ledger llama3-8b --lora": World()}
+    ),
     "docs/layouts.md": Page(
         run={
             "$ jettison search llama3-70b --gpus 8 --gpu a100-80gb --global-batch 8 --budget 10GiB": World(

@@ -23,7 +23,8 @@ from typing import Final
 
 import torch
 
-from jettison.cost.launches import FLASH_BACKWARD, Product
+from jettison.cost.kernel import Product
+from jettison.cost.launches import FLASH_BACKWARD
 from jettison.cost.matmul import product_seconds
 from jettison.spec.hardware import Delays, Edges, EdgesOf, Hardware, Reached, Throughput
 

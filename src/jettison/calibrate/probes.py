@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.calibrate.clock import Probe
 from jettison.capture.tracer import trace_model
-from jettison.cost.launches import Product
+from jettison.cost.kernel import Product
 from jettison.runtime.install import install
 from jettison.solve.policy import KeepAll
 

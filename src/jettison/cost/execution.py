@@ -46,7 +46,8 @@ class Execution:
         hides_experts: rows travel to experts and back beside the work of another micro-batch.
         once_to_node: they do as in NOTE [ Once to each node ] of `collective`.
         loops_experts: a grouped product is handed over expert by expert, and what stands around it op by op: see
-            NOTE [ Experts in Megatron ] in `launches`. Otherwise products, activation and quantising are few kernels.
+            NOTE [ Experts in Megatron ] in `expert_kernels`. Otherwise products, activation and quantising are few
+            kernels.
         graphed: CUDA graphs replay the kernels of layers, and the host hands none over.
         stack: whose figures of the hardware file hold, where it has any.
         attention: speed of its fused attention, as a multiple of what the hardware file states.

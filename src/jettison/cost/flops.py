@@ -42,17 +42,23 @@ class RegionFlops:
 
     products: int
     attention: int  # scores and what they weigh, masked ones included
+    frozen: int = 0  # of the products, those with weights that have no gradient
+
+    def forward(self, visible: float = 1.0) -> float:
+        """Of the forward alone."""
+        return self.products + self.attention * visible
 
     def model(self, visible: float = 1.0) -> float:
-        """Of forward and backward."""
-        return PASSES * (self.products + self.attention * visible)
+        """Of forward and backward, which makes one gradient fewer where a weight has none."""
+        return PASSES * self.forward(visible) - self.frozen
 
 
 def region_flops(region: Region, steps: frozenset[int] | None = None) -> RegionFlops:
     """A region's products, or those of some steps of its tape."""
     chosen = [step for i, step in enumerate(region.tape.steps) if steps is None or i in steps]
     attention = sum(step.flops for step in chosen if step.name in (FLASH, BATCHED))
-    return RegionFlops(products=sum(step.flops for step in chosen) - attention, attention=attention)
+    frozen = sum(step.flops for step in chosen if step.weights and not step.learned)
+    return RegionFlops(products=sum(step.flops for step in chosen) - attention, attention=attention, frozen=frozen)
 
 
 def visible_share(layer: AnyLayer, seq: int) -> float:
@@ -73,26 +79,31 @@ def unsharded(run: Run) -> Scene:
 def _forward(scene: Scene) -> tuple[RegionFlops, tuple[tuple[AnyLayer, RegionFlops], ...]]:
     ends = [region_flops(region) for region in (embedding_region(scene), head_region(scene))]
     layers = tuple((layer, region_flops(layer_region(scene, layer))) for layer in scene.model.kinds)
-    return RegionFlops(products=sum(end.products for end in ends), attention=0), layers
+    products, frozen = sum(end.products for end in ends), sum(end.frozen for end in ends)
+    return RegionFlops(products=products, attention=0, frozen=frozen), layers
 
 
 def forward_flops(run: Run, *, causal: bool = False) -> float:
     """Of one micro-batch's forward through the whole model."""
-    return _micro_batch_flops(unsharded(run), causal) / PASSES
+    return _micro_batch_flops(unsharded(run), causal)[0]
 
 
 @lru_cache(maxsize=4096)
-def _micro_batch_flops(scene: Scene, causal: bool) -> float:
+def _micro_batch_flops(scene: Scene, causal: bool) -> tuple[float, float]:
+    """Of a forward, and of both passes."""
     ends, layers = _forward(scene)
     counts = {layer: scene.model.layers.count(layer) for layer, _ in layers}
     shares = {layer: visible_share(layer, scene.seq) if causal else 1.0 for layer, _ in layers}
-    return ends.model() + sum(counts[layer] * flops.model(shares[layer]) for layer, flops in layers)
+    return (
+        ends.forward() + sum(counts[layer] * flops.forward(shares[layer]) for layer, flops in layers),
+        ends.model() + sum(counts[layer] * flops.model(shares[layer]) for layer, flops in layers),
+    )
 
 
 @lru_cache(maxsize=1024)
-def _token_flops(model: ModelSpec, seq: int, attention: bool) -> float:
+def _token_flops(model: ModelSpec, seq: int, attention: bool, tuned: bool) -> float:
     width = sum(layer.attended_width for layer in model.layers)
-    return 6 * active_parameter_count(model) + (12 * width * seq if attention else 0)
+    return (4 if tuned else 6) * active_parameter_count(model) + (12 * width * seq if attention else 0)
 
 
 def sequences(run: Run) -> int:
@@ -108,8 +119,8 @@ def tokens(run: Run) -> int:
 def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
     """Of a step on all ranks: what the mathematics asks for, as somebody counts it."""
     if counting in (Counting.PALM, Counting.PARAMETERS):
-        return tokens(run) * _token_flops(run.model, run.seq, counting is Counting.PALM)
-    each = _micro_batch_flops(unsharded(run), counting is Counting.CAUSAL)
+        return tokens(run) * _token_flops(run.model, run.seq, counting is Counting.PALM, run.tuning is not None)
+    each = _micro_batch_flops(unsharded(run), counting is Counting.CAUSAL)[1]
     return each * run.micro_batches * run.layout.dp
 
 

@@ -16,13 +16,6 @@ NOTE [ Quantising ]
 Where products take fp8, each of x, W and the gradient of y is read for its largest magnitude, read again and written in
 one byte. The tape has the second half of that for x, which is saved. With delayed scaling nothing is read twice, the
 kernel that makes x writes it in one byte if it is a norm or elementwise, and weights are a matter of the optimizer.
-
-NOTE [ Experts in Megatron ]
-Megatron-Core before the fused kernels of 26.06 (megatron/core/transformer/moe/experts.py, TEGroupedMLP) hands a grouped
-product over expert by expert, and quantises what goes into it before. The bias of the last product is added by
-`_apply_bias`: for each expert b·p with fp32 weights p, a sum, all of them joined and cast, where one kernel would read
-and write 2 + 2 bytes. That of the first product is the product's own. Halves that are clamped (gpt-oss) are clamped and
-joined before the kernel that multiplies them (fusions/fused_bias_geglu.py).
 """
 
 from __future__ import annotations
@@ -30,13 +23,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from math import prod
 
 from jettison.cost.execution import Fusion
+from jettison.cost.expert_kernels import ExpertKernels
+from jettison.cost.kernel import Half, Kernel, KernelWork, Product
 from jettison.cost.op_kinds import (
-    ALL_TO_ALL,
     BATCHED,
     FLASH,
     GROUPED,
@@ -57,72 +50,8 @@ from jettison.formula.tape import Tape, TapeOp, Value
 
 FLASH_BACKWARD = 2.5
 """Products of a fused attention's backward for one of its forward: five against two (arXiv 2205.14135, Algorithm 4)."""
-WIDE_BIAS = (28, 36)
-"""Bytes an element of a bias that is added in fp32, in both directions: b·p written (4), read with the output and the
-sum written (10), joined (8), cast (6); the gradient cast (6) and cast again for the output's (6), times p for b's and
-times b for p's (16), and both summed up (8)."""
-CLAMPS = (16, 12)
-"""Bytes an element of the hidden size of halves that are clamped apart and joined, and back."""
 LOSS_PASSES = 3
 """Over fp32 logits, in one direction: written, read, written as gradients."""
-
-
-class Half(StrEnum):
-    """Which gradients a backward kernel makes; a zero-bubble schedule runs them apart."""
-
-    INPUTS = "inputs"
-    WEIGHTS = "weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """``batch`` products of m × k and k × n, in the dtype of their inputs.
-
-    ``grouped``: see NOTE [ Grouped products ] in `matmul`.
-    """
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    dtype: str
-    grouped: bool = False
-
-    @property
-    def flops(self) -> int:
-        """A multiply-add is two."""
-        return 2 * self.batch * self.m * self.n * self.k
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """One launch.
-
-    Args:
-        steps: of the tape, whose forward or backward it is.
-        nbytes: read and written.
-        attention_flops: of a fused attention, masked ones included.
-        launches: kernels that it stands for.
-        rows: it looks rows up, or scatters them.
-        head_dim: of a fused attention.
-    """
-
-    steps: tuple[int, ...]
-    nbytes: int
-    product: Product | None = None
-    attention_flops: float = 0.0
-    half: Half | None = None
-    launches: int = 1
-    rows: bool = False
-    head_dim: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelWork:
-    """Both passes of a region."""
-
-    forward: tuple[Kernel, ...]
-    backward: tuple[Kernel, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -140,7 +69,7 @@ def work(
 
     Args:
         delayed_scaling: see NOTE [ Quantising ].
-        loops_experts: see NOTE [ Experts in Megatron ].
+        loops_experts: see NOTE [ Experts in Megatron ] in `expert_kernels`.
         once_to_node: what sends rows copies them, too, and sums what comes back.
         gradient: dtype of weight gradients.
         product: dtype of the inputs of products with weights, where they are quantised.
@@ -219,6 +148,11 @@ class _Listing:
     def tape(self) -> Tape:
         return self.region.tape
 
+    @cached_property
+    def experts(self) -> ExpertKernels:
+        """What experts launch otherwise."""
+        return ExpertKernels(tape=self.tape, loops=self.loops_experts, once_to_node=self.once_to_node)
+
     def work(self) -> KernelWork:
         steps = self.tape.steps
         members = [group for group in self._groups(steps) if not self._is_free(steps[group[0]])]
@@ -253,19 +187,7 @@ class _Listing:
         return groups(steps, self.fusion, delayed_scaling=self.delayed_scaling)
 
     def _is_free(self, step: TapeOp) -> bool:
-        return step.name == HOLD or step.name.startswith(TRANSFER) or (self.once_to_node and self._is_sent(step))
-
-    def _is_sent(self, step: TapeOp) -> bool:
-        """Does it copy rows that are sent as they are, or sum what has come back? The library does."""
-        if step.name == "aten.index.Tensor":
-            return step.outputs[0].storage in self.exchanged[0]
-        return step.name == "aten.scatter_add.default" and step.inputs[0].storage in self.exchanged[1]
-
-    @cached_property
-    def exchanged(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Storages that all-to-alls read and write."""
-        steps = [s for s in self.tape.steps if s.name.startswith(ALL_TO_ALL)]
-        return frozenset(s.inputs[0].storage for s in steps), frozenset(s.outputs[0].storage for s in steps)
+        return step.name == HOLD or step.name.startswith(TRANSFER) or self.experts.sends(step)
 
     # forward ----------------------------------------------------------------------------------------------------------
 
@@ -276,13 +198,15 @@ class _Listing:
         if step.name == PICKED:
             yield Kernel(steps=indices, nbytes=2 * step.inputs[-1].nbytes)
             return
-        if self._is_expert_bias(step):
-            yield from self._expert_bias(step, indices, backward=False)
+        if self.experts.is_bias(step):
+            yield from self.experts.bias(step, indices, backward=False)
             return
         if step.name in LOOKUPS:
             yield Kernel(steps=indices, nbytes=2 * written + step.inputs[-1].nbytes, rows=True)
             return
-        nbytes = written + self._read(own) + sum(w.nbytes for s in own for w in s.weights) + self._clamps(step)[0]
+        nbytes = (
+            written + self._read(own) + sum(w.nbytes for s in own for w in s.weights) + self.experts.clamps(step)[0]
+        )
         if step.name in LOSSES:
             yield from self._loss(step, indices, backward=False)
         elif step.name == FLASH:
@@ -293,35 +217,6 @@ class _Listing:
                 weight, x = step.weights[0], step.inputs[0]
                 yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
             yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step), rows=step.name in SCATTERS)
-
-    def _is_expert_bias(self, step: TapeOp) -> bool:
-        """Looked up for each row, or added: see NOTE [ Experts in Megatron ]."""
-        looked_up = step.name == "aten.index.Tensor" and bool(step.weights)
-        added = step.name == "aten.add.Tensor" and step.path in self.biased
-        return self.loops_experts and (looked_up or added)
-
-    @cached_property
-    def biased(self) -> frozenset[str]:
-        """Paths of experts' products with a bias."""
-        return frozenset(s.path for s in self.tape.steps if s.name == "aten.index.Tensor" and s.weights)
-
-    def _expert_bias(self, step: TapeOp, indices: tuple[int, ...], *, backward: bool) -> Iterator[Kernel]:
-        """All of it where it is looked up; where it is added there is nothing left to do."""
-        half = Half.WEIGHTS if backward else None
-        if not step.weights:
-            return
-        elements = prod(step.outputs[0].local_shape)
-        if step.path.endswith("down"):
-            yield Kernel(steps=indices, nbytes=WIDE_BIAS[backward] * elements, half=half, launches=4)
-        elif backward:
-            yield Kernel(steps=indices, nbytes=2 * elements, half=half)
-
-    def _clamps(self, step: TapeOp) -> tuple[int, int]:
-        """Bytes in both directions."""
-        if not self.loops_experts or not step.name.endswith(".clamped"):
-            return 0, 0
-        elements = prod(step.outputs[0].local_shape)
-        return CLAMPS[0] * elements, CLAMPS[1] * elements
 
     def _quantises(self, step: TapeOp) -> bool:
         return self.product is not None and step.name in PRODUCTS
@@ -378,8 +273,8 @@ class _Listing:
             return
         step, indices = own[0], tuple(group)
         incoming = sum(v.nbytes for v in leaving if v.grad)
-        if self._is_expert_bias(step):
-            yield from self._expert_bias(step, indices, backward=True)
+        if self.experts.is_bias(step):
+            yield from self.experts.bias(step, indices, backward=True)
         elif step.name in LOSSES:
             yield from self._loss(step, indices, backward=True)
         elif step.name == FLASH:
@@ -392,8 +287,8 @@ class _Listing:
                 head_dim=step.inputs[0].local_shape[-1],
             )
         elif step.name in LOOKUPS:
-            table = step.weights[0].numel * self.gradient_bytes if step.weights else self._gradients(own)
-            half = Half.WEIGHTS if step.weights else Half.INPUTS
+            table = step.weights[0].numel * self.gradient_bytes if step.learned else self._gradients(own)
+            half = Half.WEIGHTS if step.learned else Half.INPUTS
             yield Kernel(steps=indices, nbytes=3 * incoming + table, half=half, launches=2, rows=True)
         elif (product := self._product(step)) is not None:
             yield from self._product_backward(step, indices, product, incoming)
@@ -410,6 +305,8 @@ class _Listing:
                 moved = incoming + weight.nbytes + step.inputs[0].nbytes
                 dx = replace(p, n=p.k, k=p.n)
                 yield Kernel(steps=indices, nbytes=moved, product=dx, half=Half.INPUTS)
+            if weight.frozen:
+                return
             moved = incoming + step.inputs[0].nbytes + weight.numel * self.gradient_bytes
             dw = replace(p, m=p.n, n=p.k, k=p.m)
             yield Kernel(steps=indices, nbytes=moved, product=dw, half=Half.WEIGHTS)
@@ -425,12 +322,19 @@ class _Listing:
     def _memory_backward(self, indices: tuple[int, ...], own: list[TapeOp], incoming: int) -> Iterator[Kernel]:
         made = self._made(own)
         workspace = sum(step.workspace for step in own) if self.fusion is not Fusion.COMPILED else 0
-        if not made and not workspace and not any(step.weights for step in own):
+        if not made and not workspace and not any(step.learned for step in own):
             return
         launches = len(made) if len(own) == 1 and len(made) > 1 else 1
-        weights = sum(w.numel for step in own for w in step.weights) * self.gradient_bytes
-        nbytes = launches * incoming + self._saved(own) + sum(made) + 2 * workspace + weights + self._clamps(own[0])[1]
-        launches += any(step.weights for step in own)
+        weights = sum(w.numel for step in own for w in step.learned) * self.gradient_bytes
+        nbytes = (
+            launches * incoming
+            + self._saved(own)
+            + sum(made)
+            + 2 * workspace
+            + weights
+            + self.experts.clamps(own[0])[1]
+        )
+        launches += any(step.learned for step in own)
         rows = own[0].name in SCATTERS
         yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches, rows=rows)
 

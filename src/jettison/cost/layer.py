@@ -24,7 +24,8 @@ from functools import cached_property, lru_cache
 
 from jettison.cost.collective import bandwidth, group, transfer_seconds
 from jettison.cost.execution import Execution
-from jettison.cost.launches import Half, Kernel, KernelWork, work
+from jettison.cost.kernel import Half, Kernel, KernelWork
+from jettison.cost.launches import work
 from jettison.cost.matmul import kernel_seconds
 from jettison.cost.op_kinds import BATCHED, GROUPED, PRODUCTS, TRANSFER
 from jettison.formula.region import Region

@@ -24,7 +24,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from jettison.cost.launches import Kernel, Product
+from jettison.cost.kernel import Kernel, Product
 from jettison.errors import UsageError
 from jettison.spec.hardware import Edges, Hardware
 

@@ -182,7 +182,7 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     """
     places = head_places(w)
     shape = (*q.shape[:-1], v.shape[-1])
-    out = w.tape.empty(shape, q.dtype, places, grad=True)
+    out = w.tape.empty(shape, q.dtype, places, grad=q.grad or k.grad or v.grad)
     rows = w.tape.empty(q.shape[:-1], "float32", places)
     keys = k.shape[ROWS]
     local = out.local_shape
@@ -280,7 +280,7 @@ def _mask(w: Writer, scores: Value) -> Value:
 def _softcap(w: Writer, scores: Value) -> Value:
     """c * tanh(scores / c): Gemma 2."""
     scores = scale(w, scores)
-    out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=True)
+    out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=scores.grad)
     w.tape.record("aten.tanh.default", [scores], [out], saves=[saved(out, "capped scores")])
     return scale(w, out)
 
@@ -290,6 +290,6 @@ def _softmax(w: Writer, scores: Value, dtype: str, spec: Attention, op: str = "a
     scores = cast(w, scores, dtype)
     if spec.sinks:
         return softmax_with_sinks(w, scores, op)
-    out = w.tape.empty(scores.shape, dtype, scores.places, grad=True)
+    out = w.tape.empty(scores.shape, dtype, scores.places, grad=scores.grad)
     w.tape.record(op, [scores], [out], saves=[saved(out, "softmax output", f"{CORE}, softmax: 2as^2b")])
     return out

@@ -24,15 +24,15 @@ def softmax_with_sinks(w: Writer, scores: Value, op: str) -> Value:
     """
     weights = [sink_weight(w, scores.shape[1])]
     if w.kernels.fused_softmax:
-        out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=True)
+        out = w.tape.empty(scores.shape, scores.dtype, scores.places, grad=scores.grad or not weights[0].frozen)
         w.tape.record(op, [scores], [out], saves=[saved(out, "softmax output", REFERENCE)], weights=weights)
         return out
     wider = (*scores.shape[:-1], scores.shape[-1] + 1)
     joint = w.tape.op("aten.cat.default", [scores], wider, weights=weights)
-    highest = w.tape.empty((*wider[:-1], 1), joint.dtype, joint.places, grad=True)
+    highest = w.tape.empty((*wider[:-1], 1), joint.dtype, joint.places, grad=joint.grad)
     where = w.tape.empty(highest.shape, "int64", joint.places)
     w.tape.record("aten.max.dim", [joint], [highest, where], saves=[saved(where, "position of the maximum")])
     shifted = w.tape.op("aten.sub.Tensor", [joint, highest], passes=True)
-    out = w.tape.empty(wider, joint.dtype, joint.places, grad=True)
+    out = w.tape.empty(wider, joint.dtype, joint.places, grad=joint.grad)
     w.tape.record(op, [shifted], [out], saves=[saved(out, "softmax output", REFERENCE)])
     return w.tape.view(out, scores.shape)

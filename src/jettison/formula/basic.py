@@ -37,7 +37,8 @@ def multiply(w: Writer, a: Value, b: Value, roles: tuple[str, str], dtype: str |
 
 def weigh(w: Writer, x: Value, weight: Weight, role: str) -> Value:
     """x times a weight of its last dim. The weight's gradient is made in x's shape and summed."""
-    return w.tape.op("aten.mul.Tensor", [x], saves=[saved(x, role)], weights=[weight], workspace=x.nbytes)
+    kept = [] if weight.frozen else [saved(x, role)]
+    return w.tape.op("aten.mul.Tensor", [x], saves=kept, weights=[weight], workspace=0 if weight.frozen else x.nbytes)
 
 
 def power(w: Writer, x: Value, role: str, reference: str = "") -> Value:
@@ -79,17 +80,98 @@ def linear(
         kept = x if keeps is None else keeps
         if w.run.precision.product is not None:
             kept = quantise(w, kept)
+        inputs, workspace = [x], 0
+        if weights[0].packed_bytes:
+            inputs.append(
+                w.tape.op("dequantise.nf4", [_packed(w, weights[0])], weights[0].shape, w.compute, grad=False)
+            )
+            workspace = inputs[-1].nbytes
         out = w.tape.op(
             "aten.addmm.default" if bias else "aten.mm.default",
-            [x],
+            inputs,
             (*x.shape[:-1], features),
             places=places,
-            saves=[Saved(kept, role, reference)],
+            saves=[] if weights[0].frozen else [Saved(kept, role, reference)],
             weights=weights,
             dtype=w.compute,
             contracted=x.local_shape[-1],
+            workspace=workspace,
         )
+        tuning = w.run.tuning
+        if tuning is not None and tuning.adapts(name) and not head:
+            out = _adapted(w, x, kept, out, features, split, packed=bool(weights[0].packed_bytes))
     return out
+
+
+def _packed(w: Writer, weight: Weight) -> Value:
+    """The matrix as it is held: a parameter, which no activation is."""
+    return w.tape.source("packed weight", (weight.packed_bytes,), "uint8", free=True)
+
+
+def _adapted(w: Writer, x: Value, kept: Value, out: Value, features: int, split: str | None, *, packed: bool) -> Value:
+    """out + B(A(dropout(x))) · alpha / r: NOTE [ Adapters as PEFT places them ] in `spec.tuning`."""
+    tuning = w.run.tuning
+    assert tuning is not None
+    wide = w.run.precision.parameter
+    autocast = wide != w.compute
+    if packed:
+        out = copy(w, out)
+    if not (packed and autocast):
+        x = cast(w, x, wide)
+    dropped = _lora_dropout(w, x, tuning.dropout)
+    kept = kept if dropped.dtype == kept.dtype and not tuning.dropout else dropped
+    narrow = cast(w, dropped, w.compute)
+    kept = narrow if autocast and not (packed and not tuning.dropout) else kept
+    last = len(x.shape) - 1
+    row, column = split == "row" and w.tp > 1, split == "column" and w.tp > 1
+    rest = tuple(p for p in x.places if p[1] != last)
+    down = w.parameter("lora_A", tuning.rank, x.shape[-1], split=1 if row else None, adapter=True, product=True)
+    low = w.tape.op(
+        "aten.mm.default",
+        [narrow],
+        (*x.shape[:-1], tuning.rank),
+        places=rest,
+        saves=[saved(kept, "adapter input"), *(_cast_weights(w, down) if x.grad else ())],
+        weights=[down],
+        dtype=w.compute,
+        contracted=x.local_shape[-1],
+    )
+    up = w.parameter("lora_B", features, tuning.rank, split=0 if column else None, adapter=True, product=True)
+    high = w.tape.op(
+        "aten.mm.default",
+        [low],
+        out.shape,
+        places=out.places,
+        saves=[saved(low, "adapter output"), *_cast_weights(w, up)],
+        weights=[up],
+        dtype=w.compute,
+        contracted=tuning.rank,
+    )
+    return add(w, out, scale(w, high))
+
+
+def _cast_weights(w: Writer, weight: Weight) -> list[Saved]:
+    """Autocast makes a copy of an adapter, which its product keeps."""
+    wide = w.run.precision.parameter
+    if wide == w.compute:
+        return []
+    held = w.tape.source("adapter", weight.shape, wide, weight.places, grad=True, free=True)
+    return [saved(cast(w, held, w.compute), "adapter in the dtype of products")]
+
+
+def _lora_dropout(w: Writer, x: Value, probability: float) -> Value:
+    """What an adapter reads, whatever dropout the model has."""
+    if not probability:
+        return x
+    if w.kernels.byte_masks:
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
+        mask = w.tape.empty(x.shape, "bool", x.places)
+        w.tape.record(
+            "aten.native_dropout.default", [x, w.random()], [out, mask], saves=[saved(mask, "adapter's dropout mask")]
+        )
+        return out
+    mask = w.tape.op("aten.bernoulli.p", [x, w.random()], grad=False)
+    return w.tape.op("aten.mul.Tensor", [x, mask], saves=[saved(mask, "adapter's dropout mask")])
 
 
 def quantise(w: Writer, x: Value) -> Value:

@@ -26,7 +26,7 @@ def embedding(w: Writer) -> Value:
         w.inside(),
         saves=[saved(ids, "token ids")],
         weights=[weight],
-        grad=True,
+        grad=not weight.frozen,
     )
     if w.tp > 1:
         kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
@@ -91,5 +91,5 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
         w.outside(),
         saves=[saved(ids, ids_name)],
         weights=[weight],
-        grad=True,
+        grad=not weight.frozen,
     )

@@ -66,7 +66,7 @@ def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumula
 
 def weight_gradients(region: Region, dtype: str) -> int:
     """Bytes of the gradients of a region's own weights on one rank."""
-    return sum(w.numel for w in region.weights if not w.tied) * DTYPE_BYTES[dtype]
+    return sum(w.numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
 
 
 def _forward_peak(region: Region, kept: frozenset[int]) -> int:
@@ -144,7 +144,7 @@ class _Backward:
         self._grow(step.workspace)
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
-        weights = sum(w.numel for w in step.weights if not self._added_within(w)) * self.weight_bytes
+        weights = sum(w.numel for w in step.learned if not self._added_within(w)) * self.weight_bytes
         self._grow(weights)
         for b in () if step.in_place else needed:
             self._release(b)

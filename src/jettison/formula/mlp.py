@@ -56,11 +56,11 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
     if kind is Activation.GELU_FAST:
         return _gelu_fast(w, x)
     if kind is Activation.RELU:
-        out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
         return out
     if kind is Activation.RELU_SQUARED:
-        out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+        out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])
         return power(w, out, "activation output")
     return w.tape.op(KERNEL[kind], [x], saves=[saved(x, "activation input", f"{PAPER}, GeLU input: 8sbh")])
@@ -77,7 +77,7 @@ def _gelu_fast(w: Writer, x: Value) -> Value:
 
 
 def _tanh(w: Writer, x: Value) -> Value:
-    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
     w.tape.record("aten.tanh.default", [x], [out], saves=[saved(out, "activation output")])
     return out
 

@@ -198,7 +198,7 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
             (x.shape[0], features),
             w.compute,
             places,
-            saves=[saved(kept, "linear input"), saved(order.ends, "ends of experts")],
+            saves=[*([] if weight.frozen else [saved(kept, "linear input")]), saved(order.ends, "ends of experts")],
             weights=[weight],
             contracted=x.local_shape[1],
         )
@@ -239,7 +239,7 @@ def _clamped(w: Writer, gate: Value, up: Value) -> Value:
     """g · sigmoid(α g) · (u + 1) for both halves clamped, op by op: gpt-oss."""
     gate, up = (w.tape.op("aten.clamp.default", [v], saves=[saved(v, "activation input")]) for v in (gate, up))
     wide = w.tape.op("aten.mul.Tensor", [gate])
-    sigmoid = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
+    sigmoid = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=wide.grad)
     w.tape.record("aten.sigmoid.default", [wide], [sigmoid], saves=[saved(sigmoid, "activation output")])
     gated = multiply(w, gate, sigmoid, ("product operand", "activation output"))
     shifted = w.tape.op("aten.add.Tensor", [up], passes=True)

@@ -28,7 +28,7 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
         if spec.kind is NormKind.LAYER and w.kernels.written_layer_norm:
             return _written_layer(w, x, weight)
         if spec.kind is NormKind.LAYER and spec.offset:
-            return _fused(w, x, spec, weights, shifted=_shifted(w, weight, w.run.precision.parameter))
+            return _fused(w, x, spec, weights, shifted=_shifted(w, weight, w.held(frozen=weight.frozen)))
         if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
             return _fused(w, x, spec, weights)
         if spec.offset:
@@ -43,7 +43,7 @@ def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Valu
         shifted: 1 + weight, which then stays as well.
     """
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
-    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or not weights[0].frozen)
     layer = spec.kind is NormKind.LAYER
     rows = (*x.shape[:-1], 1)
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
@@ -70,7 +70,7 @@ def _root_mean_square(w: Writer, x: Value) -> Value:
     square = power(w, wide, "norm input", REFERENCE)
     mean = w.tape.op("aten.mean.dim", [square], rows, places=places)
     variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
-    root = w.tape.empty(rows, "float32", places, grad=True)
+    root = w.tape.empty(rows, "float32", places, grad=x.grad)
     w.tape.record("aten.rsqrt.default", [variance], [root], saves=[saved(root, "norm statistics", STATISTICS)])
     return multiply(w, wide, root, ("norm input", "norm statistics"))
 
@@ -89,9 +89,11 @@ def _written_wide(w: Writer, x: Value, weight: Weight) -> Value:
 
 def _weighed_wide(w: Writer, normal: Value, weight: Weight) -> Value:
     """In fp32; where the weight is cast for that, its copy stays for the gradient of what it multiplies."""
-    if not w.kernels.cast_weights or w.run.precision.parameter == "float32":
+    if not w.kernels.cast_weights or w.held(frozen=weight.frozen) == "float32":
         return weigh(w, normal, weight, "normalised input")
-    held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+    held = w.tape.source(
+        "weight", weight.shape, w.held(frozen=weight.frozen), weight.places, grad=not weight.frozen, free=True
+    )
     wide = w.tape.op("aten._to_copy.default", [held], dtype="float32", weights=[weight])
     return multiply(w, normal, wide, ("normalised input", "normalised input"))
 
@@ -105,7 +107,7 @@ def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
     square = power(w, w.tape.op("aten.sub.Tensor", [wide, mean]), "norm input", REFERENCE)
     variance = w.tape.op("aten.mean.dim", [square], rows, places=places)
     shifted = w.tape.op("aten.add.Tensor", [variance], passes=True)
-    root = w.tape.empty(rows, "float32", places, grad=True)
+    root = w.tape.empty(rows, "float32", places, grad=x.grad)
     w.tape.record("aten.rsqrt.default", [shifted], [root], saves=[saved(root, "norm statistics", STATISTICS)])
     centred = w.tape.op("aten.sub.Tensor", [wide, mean])
     normal = multiply(w, centred, root, ("normalised input", "norm statistics"))
@@ -114,7 +116,9 @@ def _written_layer(w: Writer, x: Value, weight: Weight) -> Value:
 
 def _shifted(w: Writer, weight: Weight, dtype: str) -> Value:
     """1 + weight, made anew by each call."""
-    held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+    held = w.tape.source(
+        "weight", weight.shape, w.held(frozen=weight.frozen), weight.places, grad=not weight.frozen, free=True
+    )
     return w.tape.op("aten.add.Tensor", [cast(w, held, dtype)], passes=True, weights=[weight])
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
+from jettison.spec.tuning import Tuning
 
 
-def regions(model: ModelSpec) -> Iterator[tuple[Region, int]]:
+def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
     """The distinct regions of a model, and how often each occurs."""
-    scene = Run(model=model, seq=1).scene
+    scene = Run(model=model, seq=1, tuning=tuning).scene
     yield embedding_region(scene), 1
     counts = Counter(model.layers)
     for kind in model.kinds:
@@ -23,6 +24,11 @@ def regions(model: ModelSpec) -> Iterator[tuple[Region, int]]:
 def parameter_count(model: ModelSpec) -> int:
     """Parameters of the whole model; a tied weight counts once."""
     return sum(n * sum(w.total for w in region.weights if not w.tied) for region, n in regions(model))
+
+
+def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
+    """Parameters of the adapters."""
+    return sum(n * sum(w.total for w in region.weights if not w.frozen) for region, n in regions(model, tuning))
 
 
 def active_parameter_count(model: ModelSpec) -> int:

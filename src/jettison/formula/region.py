@@ -207,7 +207,7 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
     if isinstance(layer, RecordedLayer):
         return _recorded(scene).blocks[layer.call]
     writer = Writer.of(scene)
-    return Region(output=write_layer(writer, writer.hidden(), layer), tape=writer.tape)
+    return Region(output=write_layer(writer, writer.hidden(detached=layer.detached), layer), tape=writer.tape)
 
 
 @lru_cache(maxsize=1024)

@@ -43,11 +43,12 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
         weight = w.parameter("weight", spec.experts, tokens.shape[-1])
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
         x = cast(w, tokens, "float32") if w.kernels.router_float32 else tokens
-        inputs, kept = [x], [saved(x, "router input", REFERENCE)]
+        inputs, kept = [x], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
         if w.kernels.router_float32:
-            held = w.tape.source("weight", weight.shape, w.run.precision.parameter, weight.places, grad=True, free=True)
+            dtype, learned = w.held(frozen=weight.frozen), not weight.frozen
+            held = w.tape.source("weight", weight.shape, dtype, weight.places, grad=learned, free=True)
             inputs.append(cast(w, held, "float32"))
-            kept.append(saved(inputs[-1], "router weight"))
+            kept += [saved(inputs[-1], "router weight")] if x.grad else []
         name = "aten.addmm.default" if spec.router_bias else "aten.mm.default"
         shape = (tokens.shape[0], spec.experts)
         return w.tape.op(name, inputs, shape, saves=kept, weights=weights, contracted=tokens.shape[-1])
@@ -62,20 +63,20 @@ def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tupl
             allowed = w.tape.op("aten.topk.default", [scores], dtype="bool", grad=False, anchor=Anchor.DISCRETE)
             scores = w.tape.op("aten.masked_fill.Scalar", [scores, allowed], saves=[saved(allowed, "expert mask")])
     else:
-        scores = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=True)
+        scores = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=wide.grad)
         w.tape.record("aten.sigmoid.default", [wide], [scores], saves=[saved(scores, "router scores")])
     choice = discrete(w, scores, "aten.topk.default", shape)
     return w.tape.op("aten.gather.default", [scores, choice], shape, saves=[saved(choice, CHOICE)]), choice
 
 
 def _softmax(w: Writer, x: Value) -> Value:
-    out = w.tape.empty(x.shape, x.dtype, x.places, grad=True)
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
     w.tape.record("aten._softmax.default", [x], [out], saves=[saved(out, "router probabilities", REFERENCE)])
     return out
 
 
 def _topk(w: Writer, logits: Value, shape: tuple[int, int]) -> tuple[Value, Value]:
-    values = w.tape.empty(shape, logits.dtype, logits.places, grad=True)
+    values = w.tape.empty(shape, logits.dtype, logits.places, grad=logits.grad)
     choice = w.tape.empty(shape, "int64", logits.places)
     w.tape.record(
         "aten.topk.default", [logits], [values, choice], saves=[saved(choice, CHOICE)], anchor=Anchor.DISCRETE

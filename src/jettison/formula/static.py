@@ -75,6 +75,11 @@ def static(
         ranks = layout.expert_shards if w.expert else layout.shards
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
         at = [owned if layout.zero >= stage else w.numel for stage in (1, 2, 3)]
+        if w.frozen:  # whoever shards trains in full shards what is frozen as well
+            shared = layout.zero == 3 and ranks > 1
+            parameters += -(-w.held_bytes // ranks) if shared else w.held_bytes
+            gathered += (w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute]) if shared else 0
+            continue
         parameters += at[2] * DTYPE_BYTES[precision.parameter]
         accumulated = DTYPE_BYTES[precision.accumulator] if precision.accumulator else 0
         gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)

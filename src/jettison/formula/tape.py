@@ -54,7 +54,8 @@ class Weight:
     ``expert``: ZeRO spreads it over the ranks of one expert only. ``tied``: another region's weight, read again.
     ``product``: a matrix whose gradient can be added to a buffer within the product that makes it. ``head``: that
     product is the head's, after which autograd is still given a gradient of that size: ``torch.empty`` in Megatron-LM's
-    ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept.
+    ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
+    ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
     """
 
     name: str
@@ -66,6 +67,13 @@ class Weight:
     tied: bool = False
     product: bool = False
     head: bool = False
+    frozen: bool = False
+    packed_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a frozen one, on one rank."""
+        return self.packed_bytes or self.nbytes
 
     @property
     def total(self) -> int:
@@ -106,6 +114,11 @@ class TapeOp:
     gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
     workspace: int  # bytes that only live while its backward runs
     in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
+
+    @property
+    def learned(self) -> tuple[Weight, ...]:
+        """Its weights that have a gradient."""
+        return tuple(w for w in self.weights if not w.frozen)
 
     @property
     def differentiable(self) -> bool:
@@ -159,12 +172,16 @@ class Tape:
         tied: bool = False,
         product: bool = False,
         head: bool = False,
+        frozen: bool = False,
+        packed_bytes: int = 0,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
-        made = Weight(full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head)
+        made = Weight(
+            full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes
+        )
         self.weights.append(made)
         return made
 
@@ -194,7 +211,7 @@ class Tape:
             contracted: a matrix product sums over this many local elements; its FLOPs count a multiply-add as two.
         """
         like = inputs[0]
-        carries = any(v.grad for v in inputs) or bool(weights)
+        carries = any(v.grad for v in inputs) or any(not each.frozen for each in weights)
         out = self._new(
             like.shape if shape is None else tuple(shape),
             like.dtype if dtype is None else dtype,

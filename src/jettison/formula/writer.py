@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from jettison.formula.tape import Places, Saved, Tape, Value, Weight
 from jettison.ledger.program import Source
 from jettison.spec.kernels import Device, Kernels
 from jettison.spec.run import Scene
+from jettison.spec.tuning import Base
 
 RANDOM_STATE_BYTES = {Device.CPU: 5056, Device.CUDA: 0}
 """Of the default generator. A CUDA generator's 16 bytes are a host tensor."""
@@ -78,9 +80,10 @@ class Writer:
 
     # sources --------------------------------------------------------------------------------------------------------
 
-    def hidden(self, role: str = "block input") -> Value:
-        """The residual stream as the region is given it."""
-        return self.tape.source(role, self.shape(self.run.model.hidden), self.compute, self.outside(), grad=True)
+    def hidden(self, role: str = "block input", *, detached: bool = False) -> Value:
+        """The residual stream as the region is given it. ``detached``: no gradient goes further back."""
+        shape = self.shape(self.run.model.hidden)
+        return self.tape.source(role, shape, self.compute, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
         """Something that every layer reads and none pays for."""
@@ -102,20 +105,45 @@ class Writer:
         tied: bool = False,
         product: bool = False,
         head: bool = False,
+        adapter: bool = False,
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
-        ``product``: it is the matrix of a product; ``head``: of the head's.
+        ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
+        are frozen.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
-        dtype = self.run.precision.parameter
+        frozen = self.run.tuning is not None and not adapter
+        packed = 0
+        if frozen and product and not head and not expert and self.base.packed:
+            packed = self.base.packed_bytes(prod(self.tape.local_shape(shape, tuple(sorted(places)))))
         return self.tape.weight(
-            name, shape, dtype, tuple(sorted(places)), expert=expert, tied=tied, product=product, head=head
+            name,
+            shape,
+            self.held(frozen=frozen),
+            tuple(sorted(places)),
+            expert=expert,
+            tied=tied,
+            product=product,
+            head=head,
+            frozen=frozen,
+            packed_bytes=packed,
         )
+
+    @property
+    def base(self) -> Base:
+        """How frozen matrices are held."""
+        return Base.PLAIN if self.run.tuning is None else self.run.tuning.base
+
+    def held(self, *, frozen: bool) -> str:
+        """Dtype of a parameter; of one that is held in fewer bits, of what it becomes to be read."""
+        if frozen:
+            return "float32" if self.base is Base.FP32 else self.compute
+        return self.run.precision.parameter
 
 
 def saved(value: Value, role: str, reference: str = "") -> Saved:

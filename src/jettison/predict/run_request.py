@@ -23,12 +23,13 @@ from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
-from jettison.spec.model import ModelSpec, RecordedLayer
+from jettison.spec.model import Layer, ModelSpec, RecordedLayer
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
+from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import workspaces
 
 PAPER: Final = "paper"
@@ -68,6 +69,9 @@ class CommonRequest:
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
+        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
+        input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
@@ -95,6 +99,9 @@ class CommonRequest:
     keep_received: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
+    lora: str | None = None
+    base: str | None = None
+    input_gradients: bool | None = None
     like: str | None = None
 
     def given(self) -> tuple[str, ...]:
@@ -233,6 +240,11 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         model = _with_positions(model, request.positions)
     layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
+    tuning = _tuning(request)
+    if tuning is not None and not tuning.inputs_need_gradients:
+        first = model.layers[0]
+        assert isinstance(first, Layer), "recorded models are refused adapters"
+        model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
     run = Run(
@@ -241,7 +253,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         micro_batch=_or(request.micro_batch, 1),
         micro_batches=_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=precision(_or(request.precision, "bf16")),
+        precision=precision(_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
         optimizer=optimizer(_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=Recompute.parse(
@@ -261,6 +273,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         adding=Adding.WHOLE if request.accumulation is None else _word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(_or(request.workspaces, "none")),
         loader_masks=_or(request.loader_masks, False),
+        tuning=tuning,
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 
@@ -338,6 +351,23 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if request.loss is None:
         return kernels
     return replace(kernels, loss=_word(Loss, request.loss, "loss"))
+
+
+def _tuning(request: RunRequest) -> Tuning | None:
+    """Adapters, where they are asked for."""
+    if request.lora is None:
+        for name in ("base", "input_gradients"):
+            if getattr(request, name) is not None:
+                raise UsageError(
+                    f"got {flag_of(name)} without adapters, where nothing is frozen; give --lora r=16 as well"
+                )
+        return None
+    again = _or(request.recompute, "none") != "none"
+    return Tuning.parse(
+        request.lora,
+        base=Base.PLAIN if request.base is None else _word(Base, request.base, "base"),
+        inputs_need_gradients=_or(request.input_gradients, again),
+    )
 
 
 def _whole(text: str) -> int:

@@ -64,7 +64,11 @@ def dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:
     each shape and dtype, which is kept for the next. The head's product, Megatron's own, takes it from there as well.
     """
     shapes = {
-        shape for part in parts for weight in part.region.weights if weight.product for shape in _shape(run, weight)
+        shape
+        for part in parts
+        for weight in part.region.weights
+        if weight.product and not weight.frozen
+        for shape in _shape(run, weight)
     }
     return sum(map(prod, shapes)) * DTYPE_BYTES[run.precision.compute]
 

@@ -412,7 +412,7 @@ def computed_share(layer: AnyLayer, seq: int, masked: bool) -> float:
 @lru_cache(maxsize=4096)
 def _pending(region: Region) -> float:
     """Share of a region's backward that is still to come when its first bucket of gradients is full."""
-    gradients = sum(w.numel for w in region.weights if not w.tied) * 4
+    gradients = sum(w.numel for w in region.weights if not w.tied and not w.frozen) * 4
     return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
 
 
@@ -421,10 +421,12 @@ def _shared(region: Region, layout: Layout, precision: Precision, hardware: Hard
     gathered = reduced = 0.0
     kind = "all_reduce" if layout.zero == 0 else "reduce_scatter_tensor"
     for expert in (False, True):
-        elements = sum(w.numel for w in region.weights if w.expert is expert and not w.tied)
+        shared = [w for w in region.weights if w.expert is expert and not w.tied]
+        elements = sum(w.numel for w in shared if not w.frozen)
+        frozen = sum(w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute] for w in shared if w.frozen)
         ranks = group(layout, "experts" if expert else "shards", hardware.node)
         weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, precision.gradient))
-        gathered += transfer_seconds("all_gather_into_tensor", weights, ranks, hardware)
+        gathered += transfer_seconds("all_gather_into_tensor", weights + frozen, ranks, hardware)
         reduced += transfer_seconds(kind, gradients, ranks, hardware)
     return gathered, reduced
 
@@ -435,7 +437,7 @@ def _adding(region: Region, layout: Layout, precision: Precision, execution: Exe
     gradient = DTYPE_BYTES[precision.gradient]
     into = DTYPE_BYTES[precision.accumulator or precision.gradient]
     for weight in region.weights:
-        if not weight.tied:
+        if not weight.tied and not weight.frozen:
             sharded = layout.zero >= 2 and execution.reduces_each
             ranks = layout.expert_shards if weight.expert else layout.shards
             elements = -(-weight.numel // ranks) if sharded else weight.numel
@@ -467,7 +469,7 @@ def _optimizer_bytes(
     copied = given + gradient if gradient != given else 0
     parameter = DTYPE_BYTES[precision.parameter] * (1 if precision.master else 2)
     for weight in region.weights:
-        if weight.tied:
+        if weight.tied or weight.frozen:
             continue
         ranks = layout.expert_shards if weight.expert else layout.shards
         owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel

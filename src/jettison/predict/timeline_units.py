@@ -42,10 +42,10 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
-            pending = sum(w.numel for w in part.region.weights if w.tied) * DTYPE_BYTES[dtype]
+            pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
             gradient += pending
         if part.name == EMBEDDING:  # the head's backward made it already
-            gradient -= max((w.numel for w in part.region.weights), default=0) * DTYPE_BYTES[dtype]
+            gradient -= max((w.numel for w in part.region.weights if not w.frozen), default=0) * DTYPE_BYTES[dtype]
             backward = adding.backward_peak
     return Unit(
         names=group.names,

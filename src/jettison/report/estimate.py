@@ -18,7 +18,7 @@ from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
-from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text
+from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text, tuning_text
 from jettison.report.parts import exact, facts_table, stack_note, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
@@ -172,12 +172,15 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "model", f"{report.model} on {run.layout.world} x {found.hardware.name}"
     yield "layout", layout_text(run.layout)
     yield "batch", batch_text(report.asked)
+    if run.tuning is not None:
+        yield "trained", tuning_text(run)
     yield ("recompute", f"{run.recompute.words}; fusion {found.execution.fusion}")
     yield "step", format_seconds(found.step_seconds)
     yield "range", report.sure.words(found.step_seconds)
     yield "throughput", f"{found.tokens_per_second_per_gpu:,.0f} tokens a second on each GPU"
     palm = found.mfu_by(Counting.PALM)
-    yield "MFU", f"{format_percent(found.mfu)} ({format_percent(palm)} by 6N + 12Lhs); HFU {format_percent(found.hfu)}"
+    by = f"{format_percent(palm)} by {4 if run.tuning else 6}N + 12Lhs"
+    yield "MFU", f"{format_percent(found.mfu)} ({by}); HFU {format_percent(found.hfu)}"
     yield "model FLOPs", f"{format_flops(found.model_flops())} a step; {format_flops(found.hardware_flops)} run"
     if report.training is not None:
         yield "training", f"{report.training.amount}: {report.training.duration}"

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from rich.console import Group, RenderableType
 
+from jettison.formula.parameters import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
 from jettison.predict.run_request import Resolved
 from jettison.report.answers import explanation_table, fit_table
@@ -15,6 +16,7 @@ from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
 from jettison.report.summary import Comparison, LayerRow, LedgerReport, PhaseRow, StageBytes
 from jettison.spec.layout import Layout
+from jettison.spec.run import Run
 from jettison.units import format_bytes, format_count, format_percent, format_seconds
 
 MOST_STAGES = 20
@@ -81,6 +83,8 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "layout", layout_text(asked.run.layout)
         yield "batch", batch_text(asked)
         yield "training", _training(asked)
+        if asked.run.tuning is not None:
+            yield "trained", tuning_text(asked.run)
         if asked.like:
             yield "like", asked.like
         yield "recompute", _recompute(report, asked)
@@ -155,6 +159,14 @@ def _training(asked: Resolved) -> str:
     if run.model.recorder is not None:
         kernels = f"recorded kernels, {run.kernels.attention} attention"
     return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
+
+
+def tuning_text(run: Run) -> str:
+    """Which adapters, and how much of the model they are."""
+    tuning = run.tuning
+    assert tuning is not None
+    trained = trained_parameter_count(run.model, tuning)
+    return f"{tuning}: {trained:,} parameters, {format_percent(trained / parameter_count(run.model))} of the model's"
 
 
 def _layers_table(report: LedgerReport) -> FittedTable:

@@ -253,6 +253,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "workspaces": run.workspaces.name,
         "loader_masks": run.loader_masks,
         "context_exchange": str(run.kernels.context_exchange),
+        "trained": None if run.tuning is None else str(run.tuning),
         "like": asked.like,
         "assumed": sorted(asked.assumed),
     }

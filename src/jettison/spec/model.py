@@ -176,12 +176,16 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One transformer layer. Equal layers are equal objects: they are worked out once."""
+    """One transformer layer. Equal layers are equal objects: they are worked out once.
+
+    ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
+    """
 
     attention: Attention | LatentAttention
     mlp: Mlp | Moe
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
+    detached: bool = False
 
     @property
     def experts(self) -> Moe | None:

@@ -23,6 +23,9 @@ AS_BUILT: Final = frozenset(
         "expert_tp",
         "positions",
         "like",
+        "lora",
+        "base",
+        "input_gradients",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

@@ -13,6 +13,7 @@ from jettison.spec.kernels import PYTORCH, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.tuning import Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 
@@ -130,6 +131,7 @@ class Scene:
     capacity_factor: float | None
     padding: bool
     imbalance: float
+    tuning: Tuning | None = None
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -154,6 +156,7 @@ class Run:
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        tuning: adapters are trained beside frozen weights; None: every weight is trained.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -180,6 +183,7 @@ class Run:
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -202,6 +206,8 @@ class Run:
                 "got --whole-micro-batches without a pipeline, where no other micro-batch is in flight; give --pp 2 or "
                 "more"
             )
+        if self.tuning is not None and self.precision.product is not None:
+            raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
         self.layout.check(self.model, seq=self.seq)
 
     @cached_property
@@ -224,4 +230,5 @@ class Run:
             capacity_factor=self.capacity_factor,
             padding=self.padding,
             imbalance=self.imbalance,
+            tuning=self.tuning,
         )

@@ -1,0 +1,152 @@
+"""Fine-tuning: which weights are frozen, in how many bits they lie, and the adapters that are trained beside them.
+
+NOTE [ Adapters as PEFT places them ]
+LoRA (arXiv 2106.09685) adds B(A(dropout(x))) · alpha / r to a product whose own weight is frozen. ``peft/tuners/lora/
+layer.py``, ``Linear.forward``: x is cast to the adapters' dtype, for each adapted product anew; the sum with the
+product's result is cast back. Under autocast that copy is cast to the dtype of products again, and A keeps what comes
+out. Over 4 bits (``lora/bnb.py``, ``Linear4bit.forward``) the result is copied first, and under autocast x is not cast.
+alpha changes no byte. A frozen weight needs no input: autograd keeps x for adapters alone.
+
+Where the embedding is frozen, the first layer's input has no gradient, and what stands before its first adapter keeps
+nothing. With checkpoints, trainers ask the embedding's output for one (``enable_input_require_grads``).
+
+NOTE [ Four bits ]
+bitsandbytes (``functional.py``, ``quantize_4bit``): two numbers a byte, an fp32 scale for each 64 of them and a table
+of 16 fp32; doubly quantised (arXiv 2305.14314 §3), a byte for each 64, an fp32 scale for each 256 of these and an fp32
+offset. ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the 16-bit matrix again for its product, and keeps
+neither it nor the input. What transformers packs are its ``nn.Linear`` but for the head: embeddings, norms, routers and
+experts, which are one tensor, keep 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from jettison.errors import UsageError
+
+PACKED_BLOCK: Final = 64
+SCALES_BLOCK: Final = 256
+TABLE_BYTES: Final = 64
+
+
+class Base(StrEnum):
+    """How frozen matrices are held."""
+
+    PLAIN = "plain"  # in the dtype of products
+    FP32 = "fp32"
+    NF4 = "nf4"
+    NF4_DOUBLE = "nf4-double"
+
+    @property
+    def packed(self) -> bool:
+        """In fewer bits than products read."""
+        return self in (Base.NF4, Base.NF4_DOUBLE)
+
+    def packed_bytes(self, elements: int) -> int:
+        """Of one matrix. See NOTE [ Four bits ]."""
+        blocks = -(-elements // PACKED_BLOCK)
+        scales = 4 * blocks if self is Base.NF4 else blocks + 4 * -(-blocks // SCALES_BLOCK) + 4
+        return -(-elements // 2) + scales + TABLE_BYTES
+
+
+ALL: Final = "all-linear"
+_QKV, _HEADS = ("query", "key", "value", "qkv"), ("query", "key", "value", "qkv", "out")
+_MLP = ("gate", "up", "down", "gate_up")
+TARGETS: Final = MappingProxyType(
+    {
+        "q_proj": ("query",),
+        "k_proj": ("key",),
+        "v_proj": ("value",),
+        "o_proj": ("out",),
+        "qkv_proj": ("qkv",),
+        "query_key_value": ("qkv",),
+        "c_attn": ("qkv",),
+        "gate_proj": ("gate",),
+        "up_proj": ("up",),
+        "down_proj": ("down",),
+        "gate_up_proj": ("gate_up",),
+        "q_a_proj": ("query_down",),
+        "q_b_proj": ("query",),
+        "kv_a_proj_with_mqa": ("key_value_down",),
+        "kv_b_proj": ("key_value",),
+        "c_fc": ("up",),
+        "c_proj": ("out", "down"),
+        "qkv": _QKV,
+        "attention": (*_HEADS, "query_down", "key_value_down", "key_value"),
+        "mlp": _MLP,
+    }
+)
+"""Names of modules, as configurations of PEFT have them, and words for several: which products they are here."""
+_KEYS: Final = ("r", "alpha", "targets", "dropout")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """Low-rank adapters beside frozen weights.
+
+    Args:
+        rank: r.
+        targets: words of `TARGETS`, or ``all-linear``.
+        dropout: of what adapters read.
+        base: how frozen matrices are held.
+        inputs_need_gradients: the first layer's input has a gradient although the embedding is frozen.
+    """
+
+    rank: int
+    targets: frozenset[str] = frozenset((ALL,))
+    dropout: float = 0.0
+    base: Base = Base.PLAIN
+    inputs_need_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"got --lora r={self.rank}; expected a rank of 1 or more")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"got --lora dropout={self.dropout}; expected a probability of at least 0 and below 1")
+        for word in self.targets - {ALL}:
+            if word not in TARGETS:
+                raise UsageError(f"got --lora targets={word}; expected {ALL} or some of {', '.join(TARGETS)}")
+
+    def adapts(self, name: str) -> bool:
+        """Has the product of this name an adapter?"""
+        return ALL in self.targets or any(name in TARGETS[word] for word in self.targets)
+
+    def __str__(self) -> str:
+        drop = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"LoRA r={self.rank} on {'+'.join(sorted(self.targets))}{drop}, base {self.base}"
+
+    @classmethod
+    def parse(cls, text: str, *, base: Base = Base.PLAIN, inputs_need_gradients: bool = False) -> Tuning:
+        """Read ``16``, or ``r=16,alpha=32,targets=qkv+o_proj,dropout=0.05``.
+
+        Raises:
+            UsageError: another key, or a value that is no number.
+        """
+        given = {"r": text} if text.isdecimal() else {}
+        for part in () if given else text.split(","):
+            key, equals, value = part.partition("=")
+            if key not in _KEYS or not equals or key in given:
+                raise UsageError(
+                    f"got --lora {text!r}; expected r=16, and perhaps alpha=32,targets=qkv+mlp,dropout=0.05"
+                )
+            given[key] = value
+        _number(text, given.get("alpha", "1"), float)
+        return cls(
+            rank=int(_number(text, given.get("r", ""), int)),
+            targets=frozenset(given.get("targets", ALL).split("+")),
+            dropout=_number(text, given.get("dropout", "0"), float),
+            base=base,
+            inputs_need_gradients=inputs_need_gradients,
+        )
+
+
+def _number(text: str, value: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UsageError(
+            f"got --lora {text!r}; expected a number in the place of {value!r}, and r=16 at least"
+        ) from None

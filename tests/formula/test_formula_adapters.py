@@ -1,0 +1,150 @@
+"""Adapters in closed form beside PEFT on models of transformers: every saved tensor of every layer, every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from jettison.formula.region import embedding_region, head_region, layer_region
+from jettison.ledger import compare
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
+from jettison.predict.forecast import forecast
+from jettison.spec.precision import PRECISIONS
+from jettison.spec.run import Recompute, Run
+from jettison.spec.tuning import Base, Tuning
+from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning"),
+]
+
+FAMILIES = ("llama", "qwen2", "gemma", "phi3", "gpt2")
+QUICK = [("llama", "fp32"), ("qwen2", "bf16-pure"), ("gemma", "fp32"), ("phi3", "bf16-pure"), ("gpt2", "fp32")]
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """What transformers logs once, within a forward, goes to a text in memory here, which no recording can undo."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+def tuned(case: FormulaCase, tuning: Tuning) -> Run:
+    """The run of a case, with adapters."""
+    run = run_of(case)
+    first = replace(run.model.layers[0], detached=not tuning.inputs_need_gradients)
+    model = replace(run.model, layers=(first, *run.model.layers[1:]))
+    return replace(run, model=model, tuning=tuning)
+
+
+def adapted(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear", *, upcast: bool = False) -> Any:
+    """The model, as PEFT makes it."""
+    config = peft.LoraConfig(r=tuning.rank, target_modules=targets, lora_dropout=tuning.dropout, task_type="CAUSAL_LM")
+    made = peft.get_peft_model(model_of(case), config, autocast_adapter_dtype=upcast)
+    if tuning.inputs_need_gradients:
+        made.enable_input_require_grads()
+    return made
+
+
+def differences(case: FormulaCase, tuning: Tuning, targets: Any = "all-linear") -> list[str]:
+    """How PEFT's model differs from the closed form."""
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    found = traced_call(adapted(case, tuning, targets), {"input_ids": ids, "labels": ids.clone()})
+    return [str(difference) for difference in compare(written(tuned(case, tuning)), found)]
+
+
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        pytest.param(family, precision, marks=[] if (family, precision) in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for precision in ("fp32", "bf16-pure")
+    ],
+)
+def test_saved_tensors_are_those_of_peft(family: str, precision: str) -> None:
+    assert differences(FormulaCase(family=family, attention="sdpa", precision=precision), Tuning(rank=4)) == []
+
+
+@pytest.mark.parametrize("targets", ["q_proj+v_proj", "gate_proj", "o_proj+down_proj"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_some_targets_keep_the_inputs_of_theirs_alone(targets: str, asks: bool) -> None:
+    tuning = Tuning(rank=4, targets=frozenset(targets.split("+")), inputs_need_gradients=asks)
+    assert differences(FormulaCase(family="llama"), tuning, targets.split("+")) == []
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_dropout_of_what_adapters_read(attention: str) -> None:
+    assert differences(FormulaCase(family="llama", attention=attention), Tuning(rank=4, dropout=0.1)) == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_wide_adapters_under_autocast(dropout: float) -> None:
+    """The base in bf16, adapters in fp32, as a Trainer with bf16=True has it."""
+    case, tuning = FormulaCase(family="llama", attention="sdpa", precision="bf16-pure"), Tuning(rank=4, dropout=dropout)
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = traced_call(adapted(case, tuning, upcast=True), {"input_ids": ids, "labels": ids.clone()})
+    run = replace(tuned(case, tuning), precision=PRECISIONS["bf16-autocast"])
+    assert [str(difference) for difference in compare(written(run), found)] == []
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_of_a_step_is_the_measured_one(asks: bool, recompute: str) -> None:
+    """Forward, backward and AdamW on the adapters, on real tensors; with layers computed again as torch does it."""
+    if recompute == "full" and not asks:
+        pytest.skip("checkpoints need an input with a gradient")
+    case = FormulaCase(family="llama", attention="sdpa", batch=4, sequence=64)
+    tuning = Tuning(rank=4, inputs_need_gradients=asks)
+    model = adapted(case, tuning)
+    if recompute == "full":
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with AllocationCounter(static_tensors(model, ids, optimizer)) as counter:
+        step()
+    run = tuned(case, tuning)
+    run = replace(run, recompute=Recompute.parse(recompute, layers=run.model.depth))
+    assert forecast(run).peak_bytes == pytest.approx(counter.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_weights_are_those_of_peft(family: str) -> None:
+    case, tuning = FormulaCase(family=family), Tuning(rank=4)
+    scene = tuned(case, tuning).scene
+    regions = [
+        embedding_region(scene),
+        *(layer_region(scene, layer) for layer in scene.model.layers),
+        head_region(scene),
+    ]
+    ours = [
+        sum(w.numel for r in regions for w in r.weights if w.frozen is frozen and not w.tied)
+        for frozen in (False, True)
+    ]
+    theirs = list(adapted(case, tuning).parameters())
+    assert ours == [sum(p.numel() for p in theirs if p.requires_grad is learns) for learns in (True, False)]
+
+
+def test_bytes_of_four_bits() -> None:
+    """A matrix of 4096 x 4096: half a byte a number, and a scale for each 64; doubly, a byte for each and 1/64 more."""
+    n = 4096 * 4096
+    assert Base.NF4.packed_bytes(n) == n // 2 + 4 * n // 64 + 64
+    assert Base.NF4_DOUBLE.packed_bytes(n) == n // 2 + n // 64 + 4 * n // 64 // 256 + 4 + 64
