@@ -9,7 +9,6 @@ is given alone by that block.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -84,37 +83,33 @@ class _Regions:
     def blocks(self) -> Iterator[Region]:
         """By call; alike ones are one object."""
         known: dict[object, Region] = {}
-        for call, weights in zip(self.trace.calls, self.owned[0], strict=True):
-            key = call.class_key, tuple(weights)
+        for call, weights, free in zip(self.trace.calls, self.owned[0], self.handed_on, strict=True):
+            key = call.class_key, tuple(weights), free
             if key not in known:
-                known[key] = self._block(call, weights)
+                known[key] = self._block(call, weights, free)
             yield known[key]
 
-    def _block(self, call: BlockCall, weights: dict[str, Weight]) -> Region:
+    def _block(self, call: BlockCall, weights: dict[str, Weight], free: frozenset[int]) -> Region:
         cls = self.called(call)
         leaves = tree_leaves((cls.args, cls.kwargs))
         streams = {b for b, at in cls.trace.inputs.items() if _differentiable(leaves[at])}
         module = self.trace.fake_model.get_submodule(call.name)
         maker = TapeMaker(trace=cls.trace, module=module, weights=weights, streams=streams)
-        free = self.handed_on[call.class_key]
         buffers = tuple(replace(b, free=True) if b.index in free else b for b in cls.trace.program.buffers)
         output = maker.value(_output(cls))
         return RecordedRegion(tape=maker.tape, output=output, recording=replace(cls.trace.program, buffers=buffers))
 
     @cached_property
-    def handed_on(self) -> dict[str, frozenset[int]]:
-        """By class of blocks, what each of them keeps of its results that the next one keeps as its argument."""
-        found: dict[str, set[int]] = {}
+    def handed_on(self) -> list[frozenset[int]]:
+        """By call, what it keeps of its results that another block keeps as its argument: that one pays."""
+        found = []
         for index, call in enumerate(self.trace.calls):
-            cls = self.called(call)
-            saved = cls.trace.program.saved_buffers()
-            kept = {
-                ref.buffer
-                for leaf, ref in enumerate(cls.trace.output_leaves)
-                if isinstance(ref, TensorRef) and ref.buffer in saved and (index, leaf) in self.kept_results
-            }
-            found[call.class_key] = kept if call.class_key not in found else found[call.class_key] & kept
-        return defaultdict(frozenset, {key: frozenset(kept) for key, kept in found.items()})
+            trace = self.called(call).trace
+            saved = trace.program.saved_buffers()
+            refs = [(leaf, ref) for leaf, ref in enumerate(trace.output_leaves) if isinstance(ref, TensorRef)]
+            kept = {ref.buffer for leaf, ref in refs if ref.buffer in saved and (index, leaf) in self.kept_results}
+            found.append(frozenset(kept))
+        return found
 
     @cached_property
     def kept_results(self) -> set[tuple[int, int]]:
@@ -182,9 +177,9 @@ class _Regions:
         if b not in self.trace.root.blocks:
             return False
         call, leaf = self.trace.root.blocks[b]
-        key = self.trace.calls[call].class_key
-        ref = self.trace.classes[key].trace.output_leaves[leaf]
-        saved = self.trace.classes[key].trace.program.saved_buffers() - self.handed_on[key]
+        trace = self.called(self.trace.calls[call]).trace
+        ref = trace.output_leaves[leaf]
+        saved = trace.program.saved_buffers() - self.handed_on[call]
         return isinstance(ref, TensorRef) and ref.buffer in saved
 
     def _maker(self, ops: list[Op], weights: dict[str, Weight], free: set[int]) -> TapeMaker:
