@@ -8,6 +8,7 @@ import multiprocessing
 import threading
 from contextlib import redirect_stdout
 from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 
@@ -276,3 +277,23 @@ def test_the_front_is_a_front() -> None:
     for faster, smaller in pairwise(front):
         assert faster.seconds.step < smaller.seconds.step
         assert faster.needed_bytes > smaller.needed_bytes
+
+
+def test_what_a_configuration_has_beside_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights that lie in fewer bits are counted in sixteen: `plan` and `search` say so, as `ledger` does."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 64, **shape, **packed}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    path = str(tmp_path / "config.json")
+    for words in (
+        ["plan", path, "--tp", "1", "--budget", "1GiB"],
+        ["search", path, *["--gpus", "1", "--gpu", "a100-80gb", "--global-batch", "1"]],
+    ):
+        assert cli(words) == 0
+        assert "note: " in capsys.readouterr().err
+        assert cli([*words, "--format", "json"]) == 0
+        said = capsys.readouterr()
+        (warning,) = json.loads(said.out)["warnings"]
+        assert "quantization_config" in warning
+        assert warning in " ".join(said.err.split())

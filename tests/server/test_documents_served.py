@@ -64,8 +64,19 @@ def timeless(text: str) -> dict[str, Any]:
         ("ledger", {"model": "gpt-22b", "gpu": "a100-80gb"}, "ledger gpt-22b --gpu a100-80gb", 3),
         (
             "search",
-            {"model": "gpt2", "gpus": 2, "gpu": "a100-80gb", "global_batch": 2, "recompute": "none,full", "top": 2},
-            "search gpt2 --gpus 2 --gpu a100-80gb --global-batch 2 --recompute none,full --top 2",
+            {
+                "model": "gpt2",
+                "gpus": 2,
+                "gpu": "a100-80gb",
+                "global_batch": 2,
+                "recompute": "none,full",
+                "top": 2,
+                "tokens": 1e9,
+                "price_per_gpu_hour": 2,
+                "margin": 0.5,
+            },
+            "search gpt2 --gpus 2 --gpu a100-80gb --global-batch 2 --recompute none,full --top 2 --tokens 1e9"
+            " --price-per-gpu-hour 2 --margin 0.5",
             0,
         ),
         (

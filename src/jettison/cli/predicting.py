@@ -177,6 +177,8 @@ def plan(
             print(json_text(infeasible_document(error, said)), end="")
             raise Answered(error) from None
         raise
+    for warning in getattr(report, "warnings", ()):
+        hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out)
     step = getattr(report, "step", None)
     if step is not None:
@@ -254,6 +256,8 @@ def search(
             if state is not None:
                 hint(f"what was worked out is in {state}: the same command goes on from there")
             raise
+    for warning in report.warnings:
+        hint(f"note: {warning}")
     deliver(report.document, report.table, form=form, out=out)
 
 

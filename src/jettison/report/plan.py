@@ -74,6 +74,11 @@ class ForecastPlan:
     made_by: dict[str, Any] = field(default_factory=dict)
     what_if: tuple[NextGiB, ...] | None = None
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the configuration is not in the figures."""
+        return self.choice.forecast.run.model.left_out
+
     def document(self) -> dict[str, Any]:
         """Schema ``jettison.plan/1``. The hash covers the layers' choices and segments."""
         live = ("digest", "option", "kept", "offloaded", "packed", "price")  # what of a layer only a live plan says
@@ -110,6 +115,7 @@ class ForecastPlan:
             "reasons": [{"layer": name, **asdict(reason)} for name, reason in self.reasons.items()],
             "made_by": self.made_by,
             "request": self.made_by,
+            "warnings": list(self.warnings),
             "what_if": None if self.what_if is None else [_next(row) for row in self.what_if],
             "hash": hashlib.sha256(text.encode()).hexdigest(),
         }

@@ -52,6 +52,11 @@ class SearchReport:
     request: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the configuration is not in the figures."""
+        return self.answer.space.template.model.left_out
+
+    @property
     def sure(self) -> Sureness:
         """How sure the times are: all candidates are of one kind."""
         template = self.answer.space.template
@@ -78,6 +83,7 @@ class SearchReport:
             **_asked(self.model, self.hardware, answer),
             "margin": answer.margin,
             "request": self.request,
+            "warnings": list(self.warnings),
             "feasible": True,
             "sureness": sure.document(),
             "trainings": [one.document() for one in trainings] or None,

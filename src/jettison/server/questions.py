@@ -43,13 +43,21 @@ Share = Annotated[float, Field(allow_inf_nan=False)]
 _OWN: Final[Mapping[Verb, dict[str, Any]]] = {
     "plan": {"budget": Text | None, "gpu": Text | None, "host_budget": Text | None, "what_if": bool},
     "ledger": {"budget": Text | None, "gpu": Text | None, "fit": bool, "explain": bool},
-    "estimate": {"gpu": Text, "compile": bool, "explain": bool},
+    "estimate": {
+        "gpu": Text,
+        "compile": bool,
+        "explain": bool,
+        "tokens": Share | None,
+        "price_per_gpu_hour": Share | None,
+    },
     "search": {
         "gpus": Number,
         "gpu": Text,
         "global_batch": Number,
         "budget": Text | None,
         "margin": Share,
+        "tokens": Share | None,
+        "price_per_gpu_hour": Share | None,
         "top": Annotated[int, Field(ge=1, le=100)],
     },
 }

@@ -415,6 +415,7 @@ class SearchDocument(TypedDict):
     attention: str | None
     space: Space | None
     margin: float | None
+    warnings: list[str] | None
     feasible: bool
     sureness: Sureness | None
     trainings: list[Training] | None

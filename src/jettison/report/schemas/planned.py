@@ -121,6 +121,7 @@ class PlanDocument(TypedDict):
     hardware: str | None
     stages: list[PlanStage] | None
     reasons: list[Reason] | None
+    warnings: list[str] | None
     what_if: list[NextGiB] | None
     tensors: list[Tensor] | None
     levels: StepLevels | None
