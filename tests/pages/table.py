@@ -67,9 +67,10 @@ PAGES: dict[str, Page] = {
     ),
     "docs/layouts.md": Page(
         run={
+            "$ jettison search gpt-175b": World(slow=True),
             "$ jettison search llama3-70b --gpus 8 --gpu a100-80gb --global-batch 8 --budget 10GiB": World(
                 slow=True, code=3
-            )
+            ),
         }
     ),
     "docs/loops.md": Page(
