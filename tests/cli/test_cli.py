@@ -312,3 +312,17 @@ def test_ctrl_c_exits_130_with_a_short_line(tmp_path):
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert err == "jettison: interrupted\n"
+
+
+@pytest.mark.parametrize("flags", [(), ("--precision", "bf16", "--seq", 64, "--micro-batch", 2)])
+def test_a_trace_says_which_flags_of_the_closed_form_are_the_same(capsys, tmp_path, flags):
+    """And they are: every saved tensor of every layer."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config, traced = str(tmp_path / "config.json"), str(tmp_path / "traced.json")
+    code, out, _ = call(capsys, "ledger", config, "--trace", *flags, "--out", traced)
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.startswith("closed form"))
+    same = line[line.index("--") :].split()
+    assert {"--precision", "--kernels", "--attention", "--seq", "--micro-batch"} <= set(same)
+    code, out, _ = call(capsys, "ledger", config, *same, "--compare", traced)
+    assert (code, "has the same saved tensors in every layer" in out) == (0, True)

@@ -78,6 +78,7 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
     asked, worst = report.asked, report.worst
     if asked is None:
         yield "model", f"{report.model}, {format_count(report.parameters)} parameters, recompute {report.recompute}"
+        yield from report.built
     else:
         yield "model", _model(report, asked)
         yield "layout", layout_text(asked.run.layout)

@@ -104,6 +104,7 @@ class LedgerReport:
         choice: a planner's, where recompute was left to it.
         comparison: with another ledger's document.
         request: what was asked of a live model.
+        built: how it is built, and the flags under which its closed form says the same.
         with_entries: the document has every saved tensor.
     """
 
@@ -124,6 +125,7 @@ class LedgerReport:
     explanation: Explanation | None = None
     comparison: Comparison | None = None
     request: Mapping[str, Any] = field(default_factory=dict)
+    built: tuple[tuple[str, str], ...] = ()
     with_entries: bool = True
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import RenderableType
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -13,15 +14,16 @@ from torch.utils._pytree import tree_leaves
 from jettison.capture.entries import ledger_of
 from jettison.capture.model_trace import ModelTrace
 from jettison.dryrun.step import OneBatch, dry_run_batch, dry_run_events
+from jettison.errors import UsageError
 from jettison.ledger.program import Program
 from jettison.measure.allocations import allocation_timeline
 from jettison.measure.environment import environment
 from jettison.measure.tensors import unique_bytes
-from jettison.models.request import ModelRequest, load, optimizer_for
+from jettison.models.request import Loaded, ModelRequest, load, optimizer_for
 from jettison.planner import plan as plan_trace
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import module_policy
-from jettison.predict.run_request import RunRequest
+from jettison.predict.run_request import RunRequest, is_live, model_spec
 from jettison.progress import Progress, silent
 from jettison.report.summary import LedgerReport, PhaseRow, StageBytes
 from jettison.report.tables import plan_table
@@ -102,7 +104,33 @@ def live_ledger(request: ModelRequest, *, recompute: str = "none", progress: Pro
         phases=phases if optimizer else phases[:2],
         warnings=tuple(traced.warnings),
         request=request.document() | {"recompute": recompute},
+        built=tuple(_built(request, loaded)),
     )
+
+
+CLOSED_FORM = {torch.float32: "fp32", torch.bfloat16: "bf16-pure"}
+"""Names of precisions in which nothing but the weights' type counts, as in a model that is built and traced."""
+
+
+def _built(request: ModelRequest, loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """How a model is traced, for the header; where it has a closed form, the flags under which that is the same."""
+    types = list(dict.fromkeys(p.dtype for p in loaded.model.parameters()))
+    words = " and ".join(str(dtype).removeprefix("torch.") for dtype in types)
+    attention = getattr(getattr(loaded.model, "config", None), "_attn_implementation", None)
+    code = f"its own code with {attention} attention" if attention else "its own code"
+    yield "as built", f"{words} weights, {code} on a CPU's kernels; one rank; its output is held"
+    ids = loaded.batch.get("input_ids") if isinstance(loaded.batch, Mapping) else None
+    if is_live(request.model) or ids is None or len(types) != 1 or types[0] not in CLOSED_FORM:
+        return
+    sequences, seq = ids.shape
+    default = " (default)" if request.seq is None else ""
+    yield "batch", f"{seq} tokens{default}, {sequences} {'sequence' if sequences == 1 else 'sequences'}"
+    try:
+        model_spec(request.model)
+    except UsageError:
+        return
+    flags = f"--precision {CLOSED_FORM[types[0]]} --kernels huggingface --attention {attention} --seq {seq}"
+    yield "closed form", f"of the same: {flags} --micro-batch {sequences}"
 
 
 def live_plan(
