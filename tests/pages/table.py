@@ -63,7 +63,11 @@ PAGES: dict[str, Page] = {
         },
     ),
     "docs/fine-tuning.md": Page(
-        run={"$ jettison plan llama3-70b --lora": World(slow=True), "$ jettison ledger llama3-8b --lora": World()}
+        run={
+            "$ jettison plan llama3-70b --lora": World(slow=True),
+            "$ jettison ledger llama3-8b --lora": World(),
+            "$ jettison ledger llama3-8b --gradients": World(),
+        }
     ),
     "docs/layouts.md": Page(
         run={

@@ -97,6 +97,7 @@ class _Backward:
         self.region, self.program, self.kept = region, region.program, kept
         self.accumulates = accumulates
         self.fused, self.dummies = rule.fused and accumulates, rule.dummies
+        self.update_bytes = rule.update_bytes if accumulates else 0
         self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
         self.live = self.peak = 0
         self.pending = set(again)
@@ -153,6 +154,9 @@ class _Backward:
         for storage, tensor in contributions:
             self._accept(storage, tensor)
         self.live -= step.workspace
+        if self.update_bytes and step.learned:
+            self._grow(update := self.update_bytes * max(w.numel for w in step.learned))
+            self.live -= update
         if self.accumulates:
             self.live -= weights
 

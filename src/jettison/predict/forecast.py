@@ -21,7 +21,7 @@ from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
-from jettison.spec.run import Recompute, Run
+from jettison.spec.run import Gradients, Recompute, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def _stage(
         optimizer_transient=_transient(run, total),
         sent=_output_bytes(run, chunks[0]) if layout.keeps_stage_outputs and index < layout.pp - 1 else 0,
         twins=bool(twins),
-        master=total.master,
+        master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
         copies=total.copies,
         aside=aside,
         late=late,
@@ -271,6 +271,8 @@ def _transient(run: Run, total: Static) -> int:
     which training on accelerators uses, need none. torch's default on CUDA is neither: ``torch/optim/adam.py``,
     ``_multi_tensor_adam``, makes the roots of all second moments at once (``_foreach_sqrt``).
     """
+    if run.gradients is Gradients.IN_BACKWARD:
+        return 0  # it is among a backward's
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)

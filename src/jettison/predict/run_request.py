@@ -63,7 +63,7 @@ class CommonRequest:
         stack: Whose software: base, megatron, nemo or nemo-26.06; else what goes with --kernels.
         gathered_inputs: Save gathered inputs under sequence parallelism, as stock DTensor does.
         keep_stage_outputs: A pipeline stage holds on to outputs that it has sent.
-        gradients: one-by-one, as backward makes them, or upfront, in buffers.
+        gradients: one-by-one, as backward makes them; upfront, in buffers; in-backward, where the optimizer steps.
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
@@ -379,7 +379,7 @@ def _whole(text: str) -> int:
 
 
 def _gradients(text: str) -> Gradients:
-    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT}
+    words = {"one-by-one": Gradients.ONE_BY_ONE, "upfront": Gradients.UPFRONT, "in-backward": Gradients.IN_BACKWARD}
     if text not in words:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
     return words[text]

@@ -233,7 +233,7 @@ class StageChoice:
     def _fresh(self) -> bool:
         """Do gradients appear one by one in the only backward of a step?"""
         load = self.stage.load
-        return load.gradients is Gradients.ONE_BY_ONE and load.micro_batches == 1
+        return load.gradients is not Gradients.UPFRONT and load.micro_batches == 1
 
     @cached_property
     def _problem(self) -> StepProblem:

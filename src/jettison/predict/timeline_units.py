@@ -19,7 +19,7 @@ from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.precision import GradientRule
-from jettison.spec.run import Mode, Run
+from jettison.spec.run import Gradients, Mode, Run
 
 
 def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
@@ -40,6 +40,8 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
     part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
     passes, adding = passes_of(part, rule), passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
+    if run.gradients is Gradients.IN_BACKWARD:  # it goes as one that is added to others does
+        gradient, backward = 0, adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
@@ -99,13 +101,14 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
+    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.gradients is Gradients.IN_BACKWARD
     return Unit(
         names=names,
         resident=held,
         forward_peak=max(p.forward_peak + (held if i else 0) for i, p in enumerate(full)),
-        backward_peak=_segment_backward(plain, [p.static.gradients for p in parts], shared),
-        adding_peak=_segment_backward(adding, [0] * len(parts), shared),
-        gradient=sum(part.static.gradients for part in parts),
+        backward_peak=passing if freed else _segment_backward(plain, [p.static.gradients for p in parts], shared),
+        adding_peak=passing,
+        gradient=0 if freed else sum(part.static.gradients for part in parts),
     )
 
 

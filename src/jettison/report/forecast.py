@@ -11,6 +11,7 @@ from jettison.predict.forecast import Forecast, Stage
 from jettison.predict.limit import Limit
 from jettison.predict.run_request import Resolved
 from jettison.report.summary import LayerRow, LedgerReport, PhaseRow, StageBytes
+from jettison.spec.run import Gradients
 
 if TYPE_CHECKING:
     from jettison.explain.figures import Explanation
@@ -71,7 +72,7 @@ def _stage(stage: Stage) -> StageBytes:
         in_flight=stage.in_flight,
         activation_bytes=stage.activation_bytes,
         parameter_bytes=stage.static.parameters,
-        gradient_bytes=stage.static.gradients,
+        gradient_bytes=0 if stage.load.gradients is Gradients.IN_BACKWARD else stage.static.gradients,
         optimizer_bytes=stage.static.state,
         peak_bytes=stage.peak.nbytes,
         first_step_peak_bytes=stage.first_step_peak.nbytes,

@@ -14,6 +14,7 @@ from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, res
 from jettison.search.space import PLANS, SCHEDULES, Axes, Space
 from jettison.spec.hardware import Hardware
 from jettison.spec.model import ModelSpec
+from jettison.spec.run import Gradients
 
 MARGIN: Final = 0.25
 """Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
@@ -67,6 +68,8 @@ class SearchRequest(CommonRequest):
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         template = resolve(model, RunRequest(**common)).run
+        if template.gradients is Gradients.IN_BACKWARD:
+            raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
         ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
         zero = numbers.pop("zero") or ((ruled,) if ruled else (0, 1, 2, 3))

@@ -54,20 +54,22 @@ class GradientRule:
         added: of a contribution to what is there already, while both live.
         fused: products have no contribution of their own.
         dummies: not even the head's, which is torch's: it is given the library's empty gradient as well.
+        update_bytes: of an element, while a weight is updated within backward.
     """
 
     kept: str
     added: str
     fused: bool = False
     dummies: bool = False
+    update_bytes: int = 0
 
 
 @lru_cache(maxsize=256)
-def gradient_rule(precision: Precision, adding: Adding) -> GradientRule:
+def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0) -> GradientRule:
     """Where a precision and a way to add meet."""
     added = precision.gradient if adding is Adding.WHOLE else precision.compute
     fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
-    return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies)
+    return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies, update_bytes=update_bytes)
 
 
 PRECISIONS: Final = MappingProxyType(

@@ -9,7 +9,7 @@ from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import PYTORCH, Kernels
+from jettison.spec.kernels import PYTORCH, Device, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
@@ -36,8 +36,11 @@ class Gradients(StrEnum):
 
     ONE_BY_ONE = "one by one"  # as backward reaches each weight; freed again after the optimizer step
     UPFRONT = "upfront"  # one buffer for all, for good: Megatron's and DDP's buckets
+    IN_BACKWARD = "in backward"  # the optimizer steps within backward, and each is freed as soon as it was applied
 
 
+UPDATE_BYTES: Final = 8
+"""Of an element, while AdamW updates a parameter on a CPU: two tensors in fp32."""
 MOST: Final = -1
 """Of micro-batches kept whole: as many as fit, which `predict.whole_micro_batches` finds."""
 _WITH_NUMBER = {Mode.EVERY: "K", Mode.BLOCK: "N", Mode.INTERVAL: "K"}
@@ -208,12 +211,40 @@ class Run:
             )
         if self.tuning is not None and self.precision.product is not None:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
+        if self.gradients is Gradients.IN_BACKWARD:
+            self._check_in_backward()
         self.layout.check(self.model, seq=self.seq)
+
+    def _check_in_backward(self) -> None:
+        """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.
+
+        Raises:
+            UsageError: this run is none of those.
+        """
+        layout, why = self.layout, ""
+        if self.micro_batches > 1:
+            why = f"--micro-batches {self.micro_batches}: each backward would be a step of its own"
+        elif layout.pp > 1:
+            why = f"--pp {layout.pp}, which needs micro-batches to fill"
+        elif layout.dp * layout.cp > 1 and layout.zero < 2:
+            why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
+        elif self.adding is not Adding.WHOLE or self.precision.accumulator or self.precision.optimizer_gradient:
+            why = "gradients that are gathered up in another buffer"
+        elif self.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.MUON):
+            why = f"--optimizer {self.optimizer}, which steps for many parameters at once"
+        if why:
+            raise UsageError(f"got --gradients in-backward with {why}")
 
     @cached_property
     def gradient_rule(self) -> GradientRule:
         """What there is of weight gradients during a backward."""
-        return gradient_rule(self.precision, self.adding)
+        updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
+        return gradient_rule(self.precision, self.adding, updates)
+
+    @property
+    def updates_on_cpu(self) -> bool:
+        """Does an update make tensors of a parameter's size? PyTorch's do, on a CPU; fused kernels do not."""
+        return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
 
     @cached_property
     def scene(self) -> Scene:
