@@ -13,6 +13,8 @@ from jettison.spec.precision import Optimizer, Precision
 
 SCALE_BLOCK = 256
 """8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861 §2.1)."""
+SMALL_TENSOR = 4096
+"""Tensors of fewer numbers have fp32 moments (bitsandbytes, ``optim/optimizer.py``, ``min_8bit_size``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +120,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
         case Optimizer.SGD_MOMENTUM:
             return moment * elements
         case Optimizer.ADAM8BIT:
-            return 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
+            return 8 * elements if elements < SMALL_TENSOR else 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
         case Optimizer.ADAFACTOR:
             return _factored(weight, elements) if matrix else 4 * elements
         case Optimizer.MUON:

@@ -1,0 +1,23 @@
+"""Optimizer states of single tensors, as the optimizers' own code allocates them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jettison.formula.static import state_bytes
+from jettison.formula.tape import Weight
+from jettison.spec.precision import PRECISIONS, Optimizer
+
+
+@pytest.mark.parametrize(
+    ("elements", "nbytes"),
+    [
+        (4095, 2 * 16380),  # fp32: what bitsandbytes 0.50.2 allocated for a tensor of this size
+        (4096, 2 * (4096 + 64)),
+        (5000, 2 * (5000 + 80)),
+    ],
+)
+def test_small_tensors_of_8_bit_adam_have_fp32_moments(elements: int, nbytes: int) -> None:
+    weight = Weight("weight", (elements,), (), 2 * elements, elements)
+    found = state_bytes(weight, elements, PRECISIONS["bf16"], Optimizer.ADAM8BIT, in_layer=True)
+    assert found == nbytes
