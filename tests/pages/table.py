@@ -92,6 +92,17 @@ PAGES: dict[str, Page] = {
             "$ jettison profile loop.py": World(setup=worlds.loop, slow=True, measured=True),
         }
     ),
+    "docs/questions.md": Page(
+        run={
+            "$ jettison plan llama3-70b --lora": World(slow=True),
+            "$ jettison ledger llama3-8b --lora r=16 --base": World(slow=True),
+            "$ jettison ledger llama3-8b --lora r=16 --micro-batch": World(),
+            "$ jettison ledger llama3-8b --dp": World(slow=True),
+            "$ jettison ledger llama3-8b --cp": World(slow=True),
+            "$ jettison ledger llama3-8b --pp": World(),
+            "$ jettison ledger llama3-8b --gradients": World(),
+        }
+    ),
     "docs/report.md": Page(run={"jettison report proof.json": World(setup=worlds.documents, slow=True)}),
     "docs/serve.md": Page(
         not_here={
