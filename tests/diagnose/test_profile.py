@@ -301,3 +301,22 @@ def test_a_recipe_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monk
     assert document["trace"]["steps"] == 3
     assert document["trace"]["recompute_flops"] > 0
     assert {file.name for file in tmp_path.iterdir()} == {"r.toml", "p.json"}
+
+
+@pytest.mark.parametrize(
+    "profiler", ["torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=2))",
+                 "torch.profiler.profile()", "torch.autograd.profiler.profile()"],
+)  # fmt: skip
+def test_a_script_that_profiles_itself_is_told_so(
+    profiler: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch 2.13 ends the process otherwise."""
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 8)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"with {profiler} as found:\n    for _ in range(8):\n        model(torch.randn(2, 8)).sum().backward()\n"
+        "        optimizer.step()\n        getattr(found, 'step', int)()\n",
+        encoding="utf-8",
+    )
+    assert run(["profile", str(script)]) == 2
+    assert "one profiler at a time" in " ".join(capsys.readouterr().err.split())

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import profiler as autograd_profiler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from jettison.diagnose.profile_file import RECOMPUTES
+from jettison.errors import UsageError
 from jettison.progress import Progress, silent
 from jettison.runtime.frame import Frame
 
@@ -69,11 +71,46 @@ def recorded(trace: Path, *, steps: int, progress: Progress = silent) -> Iterato
 
         hook = register_optimizer_step_post_hook(stepped)
         try:
-            yield found
+            with _alone(made):
+                yield found
         except Enough:
             pass
         finally:
             hook.remove()
+
+
+@contextmanager
+def _alone(made: Any) -> Iterator[None]:
+    """There can be one profiler at a time; torch 2.13 ends the process where a second one starts.
+
+    Raises:
+        UsageError: what runs inside starts one.
+    """
+    kinds: tuple[tuple[Any, str], ...] = (
+        (torch.profiler.profile, "start"),
+        (torch.profiler._KinetoProfile, "start"),
+        (autograd_profiler.profile, "_prepare_trace"),
+    )
+
+    def refusing(begin: Any) -> Any:
+        def begun(profiler: Any) -> Any:
+            if profiler is not made and profiler is not made.profiler:
+                raise UsageError(
+                    "it profiles itself, and there can be one profiler at a time; give jettison profile the trace that "
+                    "it writes, or switch its own profiler off"
+                )
+            return begin(profiler)
+
+        return begun
+
+    usual = [getattr(kind, name) for kind, name in kinds]
+    for (kind, name), begin in zip(kinds, usual, strict=True):
+        setattr(kind, name, refusing(begin))
+    try:
+        yield
+    finally:
+        for (kind, name), begin in zip(kinds, usual, strict=True):
+            setattr(kind, name, begin)
 
 
 @contextmanager
