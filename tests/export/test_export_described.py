@@ -246,3 +246,23 @@ def test_what_the_document_shows_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert code is not None
     exec(code[1], {})
     assert re.findall(r"^\| `([a-z_-]+)` \|", page, flags=re.MULTILINE)[1:] == list(TARGETS)
+
+
+def test_a_plan_of_a_file_is_the_same_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its hash does not hold how the file was called on the command line."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"model_type": "llama", "vocab_size": 128, "max_position_embeddings": 64, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("config.json", str(tmp_path / "config.json"))):
+        assert run(["plan", name, "--tp", "1", "--budget", "1GiB", "--out", f"{number}.json"]) == 0
+        assert run(["export", f"{number}.json", "--to", "brief"]) == 0, capsys.readouterr().err
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text(encoding="utf-8")) for number in (0, 1))
+    assert first["hash"] == second["hash"]
+
+
+def test_what_the_loop_has_to_set_up_is_lost() -> None:
+    made = document("llama3-8b", "30GiB", lora="r=16", precision="bf16-pure", seq=2048)
+    assert any("adapters beside frozen weights (LoRA r=16" in line for line in exported(made, "torchtitan").lost)

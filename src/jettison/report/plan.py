@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -84,7 +85,8 @@ class ForecastPlan:
         live = ("digest", "option", "kept", "offloaded", "packed", "price")  # what of a layer only a live plan says
         layers = [{name: getattr(layer, name) for name in LayerChoice.__slots__} for layer in self.layers]
         segments = [list(each) for each in self.choice.segments]
-        decided = [self.model, layers, segments] if segments else [self.model, layers]
+        name = Path(self.model).name if Path(self.model).exists() else self.model  # wherever it lies
+        decided = [name, layers, segments] if segments else [name, layers]
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         document = {
             "schema": SCHEMA,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jettison.progress import Progress, silent
 from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
+from jettison.spec.run import Gradients, Run
 
 
 def export_plan(
@@ -78,7 +80,16 @@ def _described(document: Mapping[str, Any], name: str, model: str | None, write:
             f"{again.document()['hash']}: it was edited, its model's file was, or another version made it. Plan again"
         )
     subject = subject_of(again.choice, dict(document), again.model)
-    return write(subject, DescribedPricer(again.choice))
+    found: Exported = write(subject, DescribedPricer(again.choice))
+    return replace(found, lost=(*found.lost, *_of_the_loop(again.choice.forecast.run)))
+
+
+def _of_the_loop(run: Run) -> Iterator[str]:
+    """What a plan was made for, and is set up beside what settings of recomputation can say."""
+    if run.tuning is not None:
+        yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
+    if run.gradients is Gradients.IN_BACKWARD:
+        yield "an optimizer that steps within backward: hook it to the parameters yourself"
 
 
 def check_free(out: Path | None, *, force: bool) -> None:
