@@ -94,8 +94,8 @@ def page() -> str:
     near = [abs(error(row)) for row in found if row.within <= CLAIMED]
     words = {
         "summary": accuracy_megatron.summary(),
-        "others": f"{len(near)} runs of torchtitan, nanotron and an older Megatron-LM within the claim: median "
-        f"{100 * median(near):.1f} %, worst {100 * max(near):.1f} %",
+        "others": f"{len(near)} runs of torchtitan, torchtune, nanotron and an older Megatron-LM within the claim: "
+        f"median {100 * median(near):.1f} %, worst {100 * max(near):.1f} %",
         "golden": accuracy_megatron.golden_tables(),
         "later": accuracy_megatron.later_table(),
         "simumax": accuracy_megatron.simumax_table(),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jettison.predict.run_request import RunRequest, flag_of, model_spec, resolve
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.kernels import MEGATRON
 from jettison.spec.layout import Layout
 from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Norm, NormKind
@@ -42,6 +43,7 @@ class Framework(StrEnum):
     GRAPH = "torchtitan, captured graph"
     NANOTRON = "nanotron"
     MEGATRON = "Megatron-LM, September 2023"
+    TORCHTUNE = "torchtune"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +261,78 @@ def nanotron_stages(**request: Any) -> Run:
     return resolve(wider, RunRequest(micro_batch=1, pp=8, micro_batches=8, **request)).run
 
 
+# torchtune ------------------------------------------------------------------------------------------------------------
+
+_TUNE = "torchtune README (v0.4-0.6)"
+_WHOLE_LOGITS = (
+    "the loss on whole logits, with the loop's own variables around it: from one kind of loss to the next 9.0 and "
+    "8.1 GiB were measured, 7.8 and 2.1 are predicted; not explained"
+)
+_CANCELS = (
+    "near by chance: compiled layers save less than those described here, and torchtune's loss in chunks keeps "
+    "all 16-bit logits (2.0 GiB), as a list, where the one described keeps none"
+)
+_TUNE_LOSS = (
+    "2.0 GiB below, which is what all 16-bit logits take: see the run with the loss in chunks. Where backward in layers "
+    "sets the peak, with checkpoints alone, they are gone by then"
+)
+_TUNE_8BIT = (
+    "the same logits, and less is saved by 8-bit states (4.2 GiB) than two moments of two bytes can give (6.0): which "
+    "optimizer it was is not said"
+)
+
+
+def llama32_3b() -> ModelSpec:
+    """Llama 3.2 3B."""
+    return parse_config(
+        {
+            "model_type": "llama",
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        name="llama3.2-3b",
+    )
+
+
+def torchtune_run(**request: Any) -> Run:
+    """Full fine-tuning of Llama 3.2 3B on one A100: 2 x 4096 packed tokens, parameters and moments in bf16."""
+    return resolve(llama32_3b(), RunRequest(seq=4096, micro_batch=2, precision="bf16-pure", **request)).run
+
+
+def _torchtune() -> Iterator[Row]:
+    chunked, full = {"loss": "chunked"}, {"loss": "chunked", "recompute": "full"}
+    within, sent = {**full, "gradients": "in-backward"}, {**full, "gradients": "in-backward", "offload": True}
+    steps: tuple[tuple[str, dict[str, Any], float, str], ...] = (
+        ("packed", {}, 0.15, _WHOLE_LOGITS),
+        ("packed+compile", {"loss": "compiled"}, 0.15, _WHOLE_LOGITS),
+        ("+chunked CE", chunked, 0.12, _CANCELS),
+        ("+AC", full, CLAIMED, ""),
+        ("+optimizer in bwd", within, 0.12, _TUNE_LOSS),
+        ("+activation offload", sent, 0.12, _TUNE_LOSS),
+        ("+8-bit AdamW", {**sent, "optimizer": "adam8bit"}, 0.25, _TUNE_8BIT),
+    )
+    for name, request, within_share, why in steps:
+        model = f"llama3.2-3b full finetune ({name})"
+        yield Row(
+            name=f"Llama 3.2 3B, full fine-tuning, {name}",
+            framework=Framework.TORCHTUNE,
+            figure=Figure.ALLOCATED,
+            gib=published_gib(MORE, source=_TUNE, model=model),
+            run=torchtune_run(**request),
+            shown=f"forecast(torchtune_run({', '.join(f'{k}={v!r}' for k, v in request.items())})).peak_bytes",
+            within=within_share,
+            why=why,
+            facts=MORE,
+        )
+
+
 # Megatron-LM ----------------------------------------------------------------------------------------------------------
 
 
@@ -312,4 +386,4 @@ def _megatron() -> Iterator[Row]:
 
 def rows() -> list[Row]:
     """All of them."""
-    return [*_fsdp2(), *_graph(), *_nanotron(), *_megatron()]
+    return [*_fsdp2(), *_graph(), *_torchtune(), *_nanotron(), *_megatron()]
