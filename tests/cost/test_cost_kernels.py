@@ -105,7 +105,7 @@ def test_products_are_those_of_the_layer(tp: int) -> None:
     assert weights == 24 * tokens * h * h // tp
 
 
-@pytest.mark.parametrize("loss", ["upcast", "fused", "chunked"])
+@pytest.mark.parametrize("loss", ["upcast", "fused", "chunked", "listed"])
 def test_every_loss_runs_the_heads_three_products(loss: str) -> None:
     run = run_of("llama3-8b", loss=loss, seq=1024)
     listed = work(head_region(run.scene), Fusion.NONE, "float32", None)

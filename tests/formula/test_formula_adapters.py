@@ -15,8 +15,11 @@ from jettison.ledger import compare
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.predict.forecast import forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.spec.kernels import Loss
 from jettison.spec.precision import PRECISIONS
-from jettison.spec.run import Recompute, Run
+from jettison.spec.presets import preset
+from jettison.spec.run import Gradients, Recompute, Run
 from jettison.spec.tuning import Base, Tuning
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, traced_call, written
 
@@ -148,3 +151,26 @@ def test_bytes_of_four_bits() -> None:
     n = 4096 * 4096
     assert Base.NF4.packed_bytes(n) == n // 2 + 4 * n // 64 + 64
     assert Base.NF4_DOUBLE.packed_bytes(n) == n // 2 + n // 64 + 4 * n // 64 // 256 + 4 + 64
+
+
+@pytest.mark.parametrize(("loss", "forwards"), [("fused", 2), ("chunked", 1), ("listed", 1)])
+def test_a_frozen_head_has_no_gradient_of_its_weight(loss: str, forwards: int) -> None:
+    """Of a loss that makes gradients at once there are two products instead of three (Liger: ``grad_weight``)."""
+    runs = [replace(run_of(FormulaCase(family="llama")), tuning=tuning) for tuning in (None, Tuning(rank=4))]
+    runs = [replace(run, kernels=replace(run.kernels, loss=Loss(loss))) for run in runs]
+    whole, frozen = (head_region(run.scene) for run in runs)
+    assert not any("weight" in entry.role for entry in frozen.entries("head"))
+    once = 2 * runs[0].micro_batch * runs[0].seq * runs[0].model.hidden * runs[0].model.vocab
+    assert (whole.flops, frozen.flops) == (once * (3 if loss == "fused" else 1), once * forwards)
+
+
+def test_a_list_of_logits_is_all_that_chunks_do_without() -> None:
+    """Two bytes a logit, between the passes and at the head's peak: torchtune's loss in chunks."""
+    run = resolve(preset("llama3-8b"), RunRequest(seq=2048, precision="bf16-pure", recompute="full")).run
+    chunked, listed = (
+        forecast(replace(run, kernels=replace(run.kernels, loss=Loss(w)))) for w in ("chunked", "listed")
+    )
+    extra = 2 * 2048 * 128256
+    assert sum(n for _, n in listed.layer_bytes()) - sum(n for _, n in chunked.layer_bytes()) == extra
+    within = [forecast(replace(f.run, gradients=Gradients.IN_BACKWARD)).peak_bytes for f in (chunked, listed)]
+    assert within[1] - within[0] == extra

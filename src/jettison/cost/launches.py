@@ -31,7 +31,9 @@ from jettison.cost.expert_kernels import ExpertKernels
 from jettison.cost.kernel import Half, Kernel, KernelWork, Product
 from jettison.cost.op_kinds import (
     BATCHED,
+    CHUNKED,
     FLASH,
+    FUSED,
     GROUPED,
     HOLD,
     LOOKUPS,
@@ -255,13 +257,15 @@ class _Listing:
         k = x.local_shape[-1]
         m, n = prod(x.local_shape[:-1]), weight.numel // k
         logits = LOSS_PASSES * m * n * 4
-        at_once = step.name != "chunked_cross_entropy"
+        at_once = step.name == FUSED
         ahead = Product(1, m, n, k, x.dtype)
-        if not (backward and at_once):
-            yield Kernel(steps=indices, nbytes=logits, product=ahead)
+        if not backward or step.name == CHUNKED:
+            yield Kernel(steps=indices, nbytes=logits, product=ahead, half=Half.INPUTS if backward else None)
         if backward != at_once:
             back, half = Product(1, m, k, n, x.dtype), Half.INPUTS if backward else None
             yield Kernel(steps=indices, nbytes=logits + x.nbytes, product=back, half=half)
+            if weight.frozen:
+                return
             moved = x.nbytes + weight.numel * self.gradient_bytes
             half = Half.WEIGHTS if backward else None
             yield Kernel(steps=indices, nbytes=moved, product=Product(1, n, k, m, x.dtype), half=half)

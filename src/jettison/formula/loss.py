@@ -25,7 +25,7 @@ def head(w: Writer, x: Value) -> Value:
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=True)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
-    if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED):
+    if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
     whole, kept = enter(w, x)
     logits = linear(
@@ -178,7 +178,11 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
 
 
 def _without_logits(w: Writer, x: Value) -> Value:
-    """Head and loss together. FUSED makes gradients at once: dx and dW stay. CHUNKED keeps x and starts over."""
+    """Head and loss together. FUSED makes gradients at once: dx and dW stay. CHUNKED keeps x and starts over.
+
+    LISTED keeps the logits as well: the model returns a list of them, a chunk each, in the dtype of products, and the
+    loss has one chunk in fp32 at a time (torchtune, ``CEWithChunkedOutputLoss``; its pull request 1390).
+    """
     model = w.run.model
     whole, kept = enter(w, x)
     with w.tape.scope("logits"):
@@ -189,12 +193,16 @@ def _without_logits(w: Writer, x: Value) -> Value:
     logits_bytes = -(-tokens // chunks) * (weight.numel // model.hidden) * 4
     flops = 2 * tokens * weight.numel
     loss = w.tape.empty((), "float32", grad=True)
-    if w.kernels.loss is Loss.CHUNKED:
-        kept_now = [saved(kept, "linear input"), saved(labels, "labels")]
+    if w.kernels.loss in (Loss.CHUNKED, Loss.LISTED):
+        kept_now, made = [saved(kept, "linear input"), saved(labels, "labels")], [loss]
+        if w.kernels.loss is Loss.LISTED:
+            places = w.on_tp(2)
+            made.append(w.tape.empty((*whole.shape[:-1], model.vocab), w.compute, places))
+            kept_now.append(saved(made[-1], "logits", "16-bit logits: 2sbV"))
         w.tape.record(
-            "chunked_cross_entropy",
+            f"{w.kernels.loss}_cross_entropy",
             [whole, labels],
-            [loss],
+            made,
             saves=kept_now,
             weights=[weight],
             flops=flops,
@@ -202,15 +210,17 @@ def _without_logits(w: Writer, x: Value) -> Value:
         )
         return loss
     dx = w.tape.empty(whole.shape, whole.dtype, whole.places)
-    dw = w.tape.empty(weight.shape, w.compute, weight.places)
-    kept_now = [saved(dx, "gradient of the head's input"), saved(dw, "gradient of the head's weight")]
+    kept_now, made = [saved(dx, "gradient of the head's input")], [loss, dx]
+    if not weight.frozen:
+        made.append(w.tape.empty(weight.shape, w.compute, weight.places))
+        kept_now.append(saved(made[-1], "gradient of the head's weight"))
     w.tape.record(
         "fused_linear_cross_entropy",
         [whole, labels],
-        [loss, dx, dw],
+        made,
         saves=kept_now,
         weights=[weight],
-        flops=3 * flops,
+        flops=len(made) * flops,
         workspace=2 * logits_bytes,
     )
     return loss

@@ -51,7 +51,7 @@ class CommonRequest:
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
             adafactor, muon or none.
         kernels: megatron, pytorch or huggingface: whose code runs.
-        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused or chunked.
+        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked or listed.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.

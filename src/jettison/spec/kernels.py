@@ -32,6 +32,7 @@ class Loss(StrEnum):
     DTENSOR = "dtensor"  # torch's loss_parallel over a sharded vocabulary: four fp32 copies at its worst moment
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
+    LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
 
 
 class ContextExchange(StrEnum):
