@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from jettison.errors import UsageError
 from jettison.formula.region import embedding_region, head_region, layer_region
 from jettison.ledger import compare
 from jettison.measure.memory import AllocationCounter
@@ -174,3 +175,27 @@ def test_a_list_of_logits_is_all_that_chunks_do_without() -> None:
     assert sum(n for _, n in listed.layer_bytes()) - sum(n for _, n in chunked.layer_bytes()) == extra
     within = [forecast(replace(f.run, gradients=Gradients.IN_BACKWARD)).peak_bytes for f in (chunked, listed)]
     assert within[1] - within[0] == extra
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4-double"])
+def test_weights_in_four_bits_by_hand(base: str) -> None:
+    """Llama 3 8B: seven matrices a layer in half a byte and scales; embedding, head, norms in 2 bytes; adapters in 4."""
+    request = RunRequest(seq=128, lora="r=16", base=base, recompute="full")
+    stage = forecast(resolve(preset("llama3-8b"), request).run).stages[0]
+    h, kv, ffn = 4096, 1024, 14336
+    matrices = [h * h] * 2 + [kv * h] * 2 + [ffn * h] * 3
+    scales = {"nf4": lambda n: 4 * n // 64, "nf4-double": lambda n: n // 64 + 4 * n // 64 // 256 + 4}[base]
+    packed = 32 * sum(n // 2 + scales(n) + 64 for n in matrices)
+    adapters = 32 * 16 * (2 * 2 * h + 2 * (h + kv) + 3 * (h + ffn))
+    assert adapters == 41_943_040
+    plain = 2 * 128256 * h + (2 * 32 + 1) * h
+    assert stage.static.parameters == packed + 2 * plain + 4 * adapters
+    assert stage.static.gradients == 4 * adapters
+    assert stage.static.state == 8 * adapters
+
+
+def test_what_lora_is_told_wrongly() -> None:
+    with pytest.raises(UsageError, match="without a rank"):
+        Tuning.parse("targets=qkv")
+    with pytest.raises(UsageError, match="in the place of 'x'"):
+        Tuning.parse("r=x")

@@ -167,7 +167,9 @@ def tuning_text(run: Run) -> str:
     tuning = run.tuning
     assert tuning is not None
     trained = trained_parameter_count(run.model, tuning)
-    return f"{tuning}: {trained:,} parameters, {format_percent(trained / parameter_count(run.model))} of the model's"
+    share = 100 * trained / parameter_count(run.model)
+    experts = "; experts have none" if any(layer.experts for layer in run.model.layers) else ""
+    return f"{tuning}: {trained:,} parameters, {share:.2g} % of the model's{experts}"
 
 
 def _layers_table(report: LedgerReport) -> FittedTable:

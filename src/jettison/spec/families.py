@@ -137,6 +137,7 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "gpt2": Family(
             norm=_LAYER_NORM,
             required=SIZES,
+            refused=("num_key_value_heads",),  # transformers' GPT-2 has no use for it
             spelling={
                 "hidden_size": ("n_embd", "hidden_size"),
                 "num_hidden_layers": ("n_layer", "num_hidden_layers"),

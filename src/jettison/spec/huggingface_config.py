@@ -99,7 +99,7 @@ def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
 
 def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
     """What a configuration has that the code of transformers does not build, one remark each."""
-    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers")
+    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
         yield f"{count} further tokens left out, as in the code of transformers"

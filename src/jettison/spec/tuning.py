@@ -133,9 +133,11 @@ class Tuning:
                     f"got --lora {text!r}; expected r=16, and perhaps alpha=32,targets=qkv+mlp,dropout=0.05"
                 )
             given[key] = value
+        if "r" not in given:
+            raise UsageError(f"got --lora {text!r} without a rank; expected r=16, and perhaps more: r=16,{text}")
         _number(text, given.get("alpha", "1"), float)
         return cls(
-            rank=int(_number(text, given.get("r", ""), int)),
+            rank=int(_number(text, given["r"], int)),
             targets=frozenset(given.get("targets", ALL).split("+")),
             dropout=_number(text, given.get("dropout", "0"), float),
             base=base,
