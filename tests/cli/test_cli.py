@@ -248,6 +248,7 @@ def test_doctor(capsys):
     assert found["torch"] == torch.__version__
 
 
+@pytest.mark.slow  # tests/capture/test_scale.py traces one as large
 def test_a_large_config_is_never_allocated(capsys, tmp_path):
     """A model of 70 billion parameters, in a process whose own memory hardly grows."""
     import resource

@@ -179,7 +179,7 @@ def test_a_list_of_logits_is_all_that_chunks_do_without() -> None:
 
 @pytest.mark.parametrize("base", ["nf4", "nf4-double"])
 def test_weights_in_four_bits_by_hand(base: str) -> None:
-    """Llama 3 8B: seven matrices a layer in half a byte and scales; embedding, head, norms in 2 bytes; adapters in 4."""
+    """Llama 3 8B: seven matrices a layer in half a byte and scales; embedding, head, norms in 2; adapters in 4."""
     request = RunRequest(seq=128, lora="r=16", base=base, recompute="full")
     stage = forecast(resolve(preset("llama3-8b"), request).run).stages[0]
     h, kv, ffn = 4096, 1024, 14336

@@ -261,6 +261,7 @@ def test_weights_and_blocks_that_are_there_twice(share: Callable[[Headed], None]
         assert peak(model, given) == pytest.approx(handle.plan.predicted.peak_bytes, rel=0.001)
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class_and_other_sizes_and_types() -> None:
     """At once, under one word: they share what is compiled, and nothing else."""
     small = Headed([Mlp(16, 48, 0.2) for _ in range(3)], 16, 8)

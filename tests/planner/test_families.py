@@ -52,7 +52,7 @@ def product() -> list[Case]:
     return [case for case in found if case not in ROTATION]
 
 
-LONG = ("t5", "vit", "qwen3", "bert")  # which take longest, of what others show as well
+LONG = ("t5", "vit", "qwen3", "bert", "gemma2")  # which take longest, of what others show as well
 ROTATION = [case for n, family in enumerate(NAMES) for case in rotation(family, n)]
 DEFAULT = [case for n, family in enumerate(NAMES) if family not in LONG for case in rotation(family, n)[n % 3 :][:1]]
 MORE = [
