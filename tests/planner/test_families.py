@@ -54,7 +54,8 @@ def product() -> list[Case]:
 
 LONG = ("t5", "vit", "qwen3", "bert", "gemma2")  # which take longest, of what others show as well
 ROTATION = [case for n, family in enumerate(NAMES) for case in rotation(family, n)]
-DEFAULT = [case for n, family in enumerate(NAMES) if family not in LONG for case in rotation(family, n)[n % 3 :][:1]]
+SHORT = [family for family in NAMES if family not in LONG]
+DEFAULT = [rotation(family, NAMES.index(family))[n % 3] for n, family in enumerate(SHORT)]
 MORE = [
     Case(family="llama", cache=True),
     Case(family="gpt2", cache=True, dropout=True, attention="eager"),
