@@ -6,6 +6,7 @@ from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Attention, LatentAttention
 
 POSITIONS = "position ids"
@@ -16,6 +17,8 @@ def embedding(w: Writer) -> Value:
     model, layout = w.run.model, w.run.layout
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
+    if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
+        _mask(w)
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
     x = w.tape.op(
@@ -44,6 +47,13 @@ def embedding(w: Writer) -> Value:
         for name, shape in model.beside:
             w.parameter(name, *shape)
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+
+
+def _mask(w: Writer) -> None:
+    """Which keys a query may not see, for each sequence; kept for all layers."""
+    shape = (w.run.micro_batch, 1, w.run.seq, w.run.seq)
+    with w.tape.scope("mask"):
+        w.tape.hold(w.tape.op("aten.logical_not.default", [w.table("seen", shape, "bool")]), "attention mask")
 
 
 def rotary_tables(w: Writer) -> None:
