@@ -108,6 +108,8 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {**_LATENT, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 16, "time_step_rank": 4},
+    "llama4": {"text_config": {"no_rope_layers": None, "moe_layers": None}},
+    "llama4_text": {"no_rope_layers": None, "moe_layers": None},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16},
@@ -131,8 +133,8 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 """What a type needs beside that."""
 CLOSED: Final = "closed form"
 TOWER: Final = "closed form, tower's weights"
-GROUPED: Final = ("deepseek_v3",)
-LET_GO: Final = ": routing within groups gives it to autograd and lets go of it before the layer is over"
+GROUPED: Final = ("deepseek_v3", "dots1", "glm4_moe", "phimoe")
+LET_GO: Final = ": routing gives it to autograd and lets go of it before the layer is over"
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 BESIDE: Final = {
     "torch_dtype",

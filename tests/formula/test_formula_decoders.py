@@ -11,7 +11,18 @@ from jettison.formula.parameters import parameter_count
 from jettison.spec.decoder_families import DECODERS
 from jettison.spec.huggingface_config import parse_config
 from support import formula_cases
-from support.formula_cases import _TOKENS, HEADS, HIDDEN, LAYERS, WINDOW, FormulaCase, TinyFamily, counts, differences
+from support.formula_cases import (
+    _GROUPED,
+    _TOKENS,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    WINDOW,
+    FormulaCase,
+    TinyFamily,
+    counts,
+    differences,
+)
 
 _GPT2 = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, **_TOKENS}
 _GPT2_DROPOUT = ("attn_pdrop", "resid_pdrop", "embd_pdrop")
@@ -24,6 +35,8 @@ _NEO = {
     "window_size": WINDOW,
     **_TOKENS,
 }
+_FALCON = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, **_TOKENS}
+_GROUPS = {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}
 _MPT = {"d_model": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "max_seq_len": 64, **_TOKENS}
 
 
@@ -40,6 +53,12 @@ def _tiny(name: str, settings: dict[str, Any], *dropout: str, fused: bool = True
 TINY = {
     "bloom": _tiny("Bloom", _BLOOM, "attention_dropout", "hidden_dropout", fused=False),
     "codegen": _tiny("CodeGen", {**_GPT2, "rotary_dim": 8}, *_GPT2_DROPOUT, fused=False),
+    "falcon": _tiny("Falcon", _FALCON),
+    "falcon groups": _tiny("Falcon", _GROUPS),
+    "falcon groups, one norm": _tiny("Falcon", {**_GROUPS, "num_ln_in_parallel_attn": 1}),
+    "falcon heads": _tiny(
+        "Falcon", {**_FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}
+    ),
     "gpt_bigcode": _tiny("GPTBigCode", _GPT2, *_GPT2_DROPOUT),
     "gpt_bigcode heads": _tiny("GPTBigCode", {**_GPT2, "multi_query": False}, *_GPT2_DROPOUT),
     "gpt_neo": _tiny(
@@ -49,10 +68,11 @@ TINY = {
         fused=False,
     ),
     "gptj": _tiny("GPTJ", {**_GPT2, "rotary_dim": 8}, *_GPT2_DROPOUT, fused=False),
+    "ministral3": _tiny("Ministral3", {**_GROUPED, **_TOKENS, "head_dim": 16}, "attention_dropout"),
     "mpt": _tiny("Mpt", _MPT, fused=False),  # its configuration takes no fraction as a probability
     "mpt clipped": _tiny("Mpt", {**_MPT, "attn_config": {"clip_qkv": 6.0}}, fused=False),
 }
-FEW = {"codegen", "gpt_bigcode heads", "mpt clipped"}
+FEW = {"codegen", "falcon groups, one norm", "gpt_bigcode heads", "mpt clipped"}
 """With nothing that another one here has not: tried by the slow tests alone."""
 
 

@@ -11,11 +11,12 @@ from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
-from jettison.spec.model import Attention, Norm, QkNorm
+from jettison.spec.model import Attention, Norm, NormKind, QkNorm
 
 HEADS, ROWS = 1, 2
 """Dims of q, k, v and of the scores."""
 CORE = "arXiv 2205.05198 §4.1, attention core"
+_LENGTH = Norm(kind=NormKind.RMS, weight=False)
 
 
 def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
@@ -25,6 +26,10 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
         q, k, v = _project(w, whole, kept, spec, norm_spec)
         if spec.rotary_dim:
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
+        if spec.qk_norm is QkNorm.LENGTH:
+            q, k = (norm(w, x, _LENGTH, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
+        if spec.scaled_queries:
+            q = _scaled(w, q)
         context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
         out = linear(
             w,
@@ -72,7 +77,24 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
     if spec.qk_norm is QkNorm.HEAD:
         q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
+    if w.kernels.indexed_kv and spec.kv_heads < spec.heads:
+        k, v = (_indexed(w, x, spec) for x in (k, v))
     return q, k, v
+
+
+def _indexed(w: Writer, x: Value, spec: Attention) -> Value:
+    """Keys or values as a list of one number finds them among the queries: copies, of a group for each of its heads."""
+    number = w.tape.op("aten.lift_fresh.default", [w.table("place in a group", (1,), "int64")], grad=False)
+    x = w.tape.op("aten.index.Tensor", [x, number], saves=[saved(number, "place in a group")])
+    return x if spec.kv_heads == 1 else _repeat(w, x, spec.heads)
+
+
+def _scaled(w: Writer, q: Value) -> Value:
+    """Queries times a factor of their position, which each block works out for itself."""
+    positions = w.table("positions", (w.run.seq,), "float32")
+    dtype = "float32" if w.kernels.wide_positions else q.dtype
+    factor = w.tape.op("aten.log1p.default", [positions], (w.run.seq, 1), dtype)
+    return cast(w, multiply(w, q, factor, ("", "factor of positions"), dtype), q.dtype)
 
 
 def _clipped(w: Writer, x: Value) -> Value:
@@ -115,16 +137,17 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     """
     masked = _has_mask_tensor(w, spec)
     fused = w.kernels.attention is AttentionKernel.FLASH
-    if w.kernels.repeat_kv and (not fused or masked or not _takes_groups(k, v)):
+    lone = w.kernels.indexed_kv and k.shape[HEADS] < q.shape[HEADS]  # no fused kernel is asked to take groups
+    if w.kernels.repeat_kv and (not fused or (masked and not lone) or not _takes_groups(k, v)):
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
     if not fused:
         out = eager(w, q, k, v, spec)
-    elif written := _falls_back(w, q, v):
+    elif written := lone or _falls_back(w, q, v):
         out = written_out(w, q, k, v, spec)
     else:
         q, k, v, back = _as_kernels_take_them(w, q, k, v)
-        out = flash(w, q, k, v, masked=masked, sinks=spec.sinks)
+        out = flash(w, q, k, v, masked=masked, sinks=spec.sinks, alibi=spec.alibi)
         out = copy(w, out) if back else out
     copied = (not fused or written or joined) and out.local_shape[HEADS] > 1
     return copy(w, out, shape, places) if copied else w.tape.view(out, shape, places)
@@ -161,7 +184,7 @@ def _has_mask_tensor(w: Writer, spec: Attention) -> bool:
     """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
-    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding)
+    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.made_masks)
 
 
 def _takes_groups(k: Value, v: Value) -> bool:
@@ -183,7 +206,9 @@ def _repeat(w: Writer, x: Value, heads: int) -> Value:
     return w.tape.view(x, shape) if x.shape[HEADS] == 1 else copy(w, x, shape)
 
 
-def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sinks: bool = False) -> Value:
+def flash(
+    w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sinks: bool = False, alibi: bool = False
+) -> Value:
     """One kernel (arXiv 2205.14135): q, k, v, the output and a log-sum-exp a row stay; scores never exist.
 
     Args:
@@ -202,7 +227,7 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     kept += [saved(out, "attention output", reference), saved(rows, "attention statistics", reference)]
     inputs = [q, k, v]
     if masked:
-        inputs.append(_mask_tensor(w, q, keys))
+        inputs.append(_mask_tensor(w, q, keys, alibi=alibi))
         kept.append(saved(inputs[-1], "attention mask"))
     w.tape.record(
         "aten._scaled_dot_product_flash_attention.default",
@@ -215,8 +240,10 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     return out
 
 
-def _mask_tensor(w: Writer, q: Value, keys: int) -> Value:
-    """0 and minus infinity, made of the booleans that all layers are given."""
+def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
+    """0 and minus infinity, made of the booleans that all layers are given; or what they are given, with distances."""
+    if alibi and w.kernels.made_masks:
+        return w.table("attention mask", (*q.shape[:ROWS], q.shape[ROWS], keys), q.dtype, head_places(w))
     shape = (w.run.micro_batch, 1, q.shape[ROWS], keys)
     places = tuple(p for p in q.places if p[0] == "cp")
     given = w.table("attention mask", shape, "bool", places)
@@ -226,9 +253,11 @@ def _mask_tensor(w: Writer, q: Value, keys: int) -> Value:
 def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
     """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included."""
     places, dtype = head_places(w), q.dtype
-    k, v = (_repeat(w, x, spec.heads) for x in (k, v))
+    k, v = (x if x.shape[HEADS] == 1 else _repeat(w, x, spec.heads) for x in (k, v))
     q, k, v = (cast(w, x, "float32") for x in (q, k, v))
-    q, k = (as_batch(w, scale(w, x)) for x in (q, k))
+    q, k = (scale(w, x) for x in (q, k))
+    k, v = (_repeat(w, x, spec.heads) for x in (k, v))
+    q, k = (as_batch(w, x) for x in (q, k))
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32")

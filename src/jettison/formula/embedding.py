@@ -17,8 +17,9 @@ def embedding(w: Writer) -> Value:
     model, layout = w.run.model, w.run.layout
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
-    if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
-        _mask(w)
+    eager = w.kernels.attention is AttentionKernel.EAGER
+    if (w.kernels.filled_masks and eager) or (w.kernels.made_masks and not eager):
+        _masks(w)
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
     x = w.tape.op(
@@ -49,11 +50,23 @@ def embedding(w: Writer) -> Value:
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
 
 
-def _mask(w: Writer) -> None:
-    """Which keys a query may not see, for each sequence; kept for all layers."""
-    shape = (w.run.micro_batch, 1, w.run.seq, w.run.seq)
+def _masks(w: Writer) -> None:
+    """Which keys a query may not see, for each sequence; with distances, for each head. Kept for all layers."""
+    rows, heads = (
+        (w.run.micro_batch, 1, w.run.seq, w.run.seq),
+        [
+            layer.heads
+            for layer in w.run.model.described
+            if isinstance(layer.attention, Attention) and layer.attention.alibi
+        ],
+    )
     with w.tape.scope("mask"):
-        w.tape.hold(w.tape.op("aten.logical_not.default", [w.table("seen", shape, "bool")]), "attention mask")
+        seen = w.table("seen", rows, "bool")
+        if w.kernels.filled_masks:
+            w.tape.hold(w.tape.op("aten.logical_not.default", [seen]), "attention mask")
+        elif heads:
+            shape = (rows[0], heads[0], *rows[2:])
+            w.tape.hold(w.tape.op("aten.masked_fill.Scalar", [seen], shape, w.compute), "attention mask")
 
 
 def rotary_tables(w: Writer) -> None:

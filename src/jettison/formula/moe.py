@@ -34,8 +34,9 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from jettison.formula.basic import add, cast, enter, leave, linear, multiply, quantise
+from jettison.formula.every_token import every_token
 from jettison.formula.mlp import activation, gate_product, mlp
-from jettison.formula.router import route
+from jettison.formula.router import route, scores_of_all
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Combine
@@ -53,10 +54,17 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
         sharded = w.tp > 1 and w.run.layout.sp
         whole = x if sharded else enter(w, x)[0]
         size, hidden = whole.shape[0] * whole.shape[1], whole.shape[2]
+        for _ in range(spec.jitters):
+            noise = w.tape.op("aten.uniform.default", [whole, w.random()], grad=False)
+            whole = w.tape.op("aten.mul.Tensor", [whole, noise], saves=[saved(noise, "noise")])
         tokens = w.tape.view(whole, (size, hidden), _token_places(w, whole))
-        weights, choice = route(w, tokens, spec)
-        with w.tape.scope("experts"):
-            out = w.tape.view(_experts(w, tokens, weights, choice, spec), whole.shape, whole.places)
+        if w.kernels.every_token and w.run.layout.ep == 1:
+            out = every_token(w, tokens, scores_of_all(w, tokens, spec), spec)
+        else:
+            weights, choice = route(w, tokens, spec)
+            with w.tape.scope("experts"):
+                out = _experts(w, tokens, weights, choice, spec)
+        out = w.tape.view(out, whole.shape, whole.places)
         out = out if sharded else leave(w, out)
         if spec.shared_ffn:
             shared = Mlp(
@@ -116,10 +124,13 @@ def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe)
     order = _sort(w, choice, rows, tokens.places, spec)
     x = _take(w, tokens, order.origin)
     flat = w.tape.view(weights, (weights.shape[0] * weights.shape[1], 1))
-    scores = _take(w, flat, order.permutation)
+    scores: Value | None = _take(w, flat, order.permutation)
+    if spec.weighted_inputs and scores is not None:
+        x, scores = multiply(w, x, scores, ("router input", SCORES[1]), w.compute), None
     x = _send(w, x, order, spec.top_k)
     early = w.kernels.combine is Combine.ACTIVATION
-    hidden = _hidden(w, x, _send(w, scores, order, spec.top_k) if early else None, order, spec)
+    sent = _send(w, scores, order, spec.top_k) if early and scores is not None else None
+    hidden = _hidden(w, x, sent, order, spec)
     out = _product(w, hidden, tokens.shape[1], "down", order, spec, split="row")
     out = _return(w, out, order, tokens.places, spec.top_k)
     return _combined(w, out, scores, order, tokens)
@@ -246,16 +257,16 @@ def _clamped(w: Writer, gate: Value, up: Value) -> Value:
     return multiply(w, shifted, gated, ("product operand", "product operand"))
 
 
-def _combined(w: Writer, out: Value, scores: Value, order: _Order, tokens: Value) -> Value:
+def _combined(w: Writer, out: Value, scores: Value | None, order: _Order, tokens: Value) -> Value:
     """N outputs as T sums. Weights that come after the experts keep their outputs, in fp32 where they are added up
     (torchtitan's ``combine``); those that entered the activation do not (Megatron-LM's grouped experts).
     """
     if w.kernels.combine is Combine.SORTED:
-        weighted = multiply(w, out, scores, SCORES, scores.dtype)
+        weighted = out if scores is None else multiply(w, out, scores, SCORES, scores.dtype)
         inverse = w.tape.op("aten.index_put.default", [order.permutation], grad=False)
         back = _take(w, weighted, inverse)
         return cast(w, w.tape.op("aten.sum.dim_IntList", [back], tokens.shape, places=tokens.places), tokens.dtype)
-    if w.kernels.combine is Combine.ADDED:
+    if w.kernels.combine is Combine.ADDED and scores is not None:
         out = cast(w, multiply(w, cast(w, out, "float32"), scores, SCORES, "float32"), tokens.dtype)
     kept = [saved(order.origin, ORDER)]
     if w.kernels.deterministic:  # megatron/core/transformer/moe/moe_utils.py, unpermute

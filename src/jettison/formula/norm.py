@@ -22,6 +22,8 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
     size = x.shape[-1] if width is None else width
     with w.tape.scope(name):
         if not spec.weight:
+            if spec.kind is NormKind.RMS and not w.kernels.fused_norm:
+                return cast(w, _root_mean_square(w, x), x.dtype)
             return cast(w, _fused(w, cast(w, x, "float32") if w.kernels.wide_norm else x, spec, []), x.dtype)
         weight = w.parameter("weight", size, split=0 if split else None)
         weights = [weight] + ([w.parameter("bias", size)] if spec.bias else [])
@@ -43,7 +45,7 @@ def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Valu
         shifted: 1 + weight, which then stays as well.
     """
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
-    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or not weights[0].frozen)
+    out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))
     layer = spec.kind is NormKind.LAYER
     rows = (*x.shape[:-1], 1)
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)

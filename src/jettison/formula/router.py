@@ -26,6 +26,13 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
     shape = (tokens.shape[0], spec.top_k)
     with w.tape.scope("router"):
         logits = _logits(w, tokens, spec)
+        if spec.correction_frozen:
+            w.parameter("correction", 1, spec.experts, fixed=True)
+        if spec.router is Router.SPARSE_MIXER:
+            return sparse_mixer(w, logits, spec.top_k)
+        if spec.router is Router.TOPK_SIGMOID:
+            values, choice = _topk(w, logits, shape)
+            return cast(w, _sigmoid(w, values), logits.dtype), choice
         if spec.router is Router.TOPK_SOFTMAX:
             values, choice = _topk(w, logits, shape)
             wide = w.kernels.weights_float32 or w.kernels.softmax_float32
@@ -33,18 +40,19 @@ def route(w: Writer, tokens: Value, spec: Moe) -> tuple[Value, Value]:
             return (cast(w, weights, w.compute) if w.kernels.softmax_float32 else weights), choice
         weights, choice = _scored(w, logits, shape, spec)
         if spec.normalise_top_k:
-            weights = _normalise(w, weights)
+            weights = _normalise(w, weights, clamped=spec.clamped_sum)
         return (weights if w.kernels.weights_float32 else cast(w, weights, w.compute)), choice
 
 
 def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
     """T × e, never from fp8. In fp32 copies stay: of the tokens for the weight's gradient, and the other way round."""
     with w.tape.scope("gate"):
-        weight = w.parameter("weight", spec.experts, tokens.shape[-1])
+        wide = w.kernels.router_float32 or w.kernels.wide_routers
+        weight = w.parameter("weight", spec.experts, tokens.shape[-1], wide=w.kernels.wide_routers)
         weights = [weight, w.parameter("bias", spec.experts)] if spec.router_bias else [weight]
-        x = cast(w, tokens, "float32") if w.kernels.router_float32 else tokens
+        x = cast(w, tokens, "float32") if wide else tokens
         inputs, kept = [x], [] if weight.frozen else [saved(x, "router input", REFERENCE)]
-        if w.kernels.router_float32:
+        if wide and not w.kernels.wide_routers:
             dtype, learned = w.held(frozen=weight.frozen), not weight.frozen
             held = w.tape.source("weight", weight.shape, dtype, weight.places, grad=learned, free=True)
             inputs.append(cast(w, held, "float32"))
@@ -63,10 +71,47 @@ def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tupl
             allowed = w.tape.op("aten.topk.default", [scores], dtype="bool", grad=False, anchor=Anchor.DISCRETE)
             scores = w.tape.op("aten.masked_fill.Scalar", [scores, allowed], saves=[saved(allowed, "expert mask")])
     else:
-        scores = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=wide.grad)
-        w.tape.record("aten.sigmoid.default", [wide], [scores], saves=[saved(scores, "router scores")])
+        scores = _sigmoid(w, wide)
     choice = discrete(w, scores, "aten.topk.default", shape)
     return w.tape.op("aten.gather.default", [scores, choice], shape, saves=[saved(choice, CHOICE)]), choice
+
+
+def scores_of_all(w: Writer, tokens: Value, spec: Moe) -> Value:
+    """T × e: the weights of those that were chosen, 0 for all others. ``tokens`` is T × h."""
+    with w.tape.scope("router"):
+        logits = _logits(w, tokens, spec)
+        values, choice = _topk(w, logits, (tokens.shape[0], spec.top_k))
+        spread = w.tape.op("aten.scatter.src", [values, choice], logits.shape, saves=[saved(choice, CHOICE)])
+        return cast(w, _sigmoid(w, spread), logits.dtype)
+
+
+def sparse_mixer(w: Writer, logits: Value, top_k: int) -> tuple[Value, Value]:
+    """Each choice is drawn from a softmax over the scores that are near the best; those before it are left out.
+
+    What was the best of each softmax is asked for as well, with its place; nothing is differentiated by that, and it is
+    let go of when the router returns, as above.
+    """
+    weights, choices, scores, column = [], [], logits, (logits.shape[0], 1)
+    for _ in range(top_k):
+        far = w.tape.op("aten.gt.Scalar", [scores], dtype="bool", grad=False)
+        near = w.tape.op("aten.masked_fill.Scalar", [scores, far], saves=[saved(far, "expert mask")])
+        gates = _softmax(w, near)
+        drawn = w.tape.op("aten.max.dim", [near, w.random()], column, "int64", grad=False, anchor=Anchor.DISCRETE)
+        weight = w.tape.op("aten.gather.default", [gates, drawn], column, saves=[saved(drawn, CHOICE)])
+        kept = [saved(weight, WEIGHTS), saved(drawn, CHOICE), saved(gates, "router probabilities")]
+        weights.append(w.tape.op("sparse_mixer", [weight, gates, drawn], column, saves=kept))
+        choices.append(drawn)
+        scores = w.tape.op("aten.scatter.value", [scores, drawn], logits.shape, saves=[saved(drawn, CHOICE)])
+    shape = (logits.shape[0], top_k)
+    return w.tape.op("aten.cat.default", weights, shape), w.tape.op("aten.cat.default", choices, shape, grad=False)
+
+
+def _sigmoid(w: Writer, x: Value) -> Value:
+    """In fp32."""
+    wide = cast(w, x, "float32")
+    out = w.tape.empty(wide.shape, wide.dtype, wide.places, grad=wide.grad)
+    w.tape.record("aten.sigmoid.default", [wide], [out], saves=[saved(out, "router scores")])
+    return out
 
 
 def _softmax(w: Writer, x: Value) -> Value:
@@ -84,7 +129,9 @@ def _topk(w: Writer, logits: Value, shape: tuple[int, int]) -> tuple[Value, Valu
     return values, choice
 
 
-def _normalise(w: Writer, weights: Value) -> Value:
+def _normalise(w: Writer, weights: Value, *, clamped: bool) -> Value:
     """Weights that sum to 1: both sides of the division stay."""
     total = w.tape.op("aten.sum.dim_IntList", [weights], (weights.shape[0], 1))
+    if clamped:
+        total = w.tape.op("aten.clamp.default", [total], saves=[saved(total, WEIGHTS)])
     return w.tape.op("aten.div.Tensor", [weights, total], saves=[saved(weights, WEIGHTS), saved(total, WEIGHTS)])

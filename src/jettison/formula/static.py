@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from jettison.dtypes import DTYPE_BYTES
@@ -82,12 +82,13 @@ def static(
             parameters += -(-w.held_bytes // ranks) if shared else w.held_bytes
             gathered += (w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute]) if shared else 0
             continue
-        parameters += at[2] * DTYPE_BYTES[precision.parameter]
-        accumulated = DTYPE_BYTES[precision.accumulator] if precision.accumulator else 0
-        gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
-        master += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        held = _wide(precision) if w.wide else precision
+        parameters += at[2] * DTYPE_BYTES[held.parameter]
+        accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
+        gradients += at[1] * (DTYPE_BYTES[held.gradient] + accumulated)
+        master += at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
         copies += at[0] * (DTYPE_BYTES[precision.optimizer_gradient] if precision.optimizer_gradient else 0)
-        state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
+        state += state_bytes(w, at[0], held, optimizer, in_layer=in_layer)
         if layout.zero == 3 and ranks > 1:
             gathered += w.numel * DTYPE_BYTES[precision.compute]
         if layout.zero >= 2 and ranks > 1:
@@ -103,6 +104,12 @@ def static(
         reduced=reduced,
         largest=largest,
     )
+
+
+def _wide(precision: Precision) -> Precision:
+    """Of a weight that is fp32 already: nothing is narrower, and no copy of it is needed."""
+    wide = "float32"
+    return replace(precision, parameter=wide, gradient=wide, accumulator=None, master=None)
 
 
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:

@@ -55,6 +55,7 @@ class Weight:
     ``product``: a matrix whose gradient can be added to a buffer within the product that makes it. ``head``: that
     product is the head's, after which autograd is still given a gradient of that size: ``torch.empty`` in Megatron-LM's
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
+    ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
     """
 
@@ -69,6 +70,7 @@ class Weight:
     head: bool = False
     frozen: bool = False
     packed_bytes: int = 0
+    wide: bool = False
 
     @property
     def held_bytes(self) -> int:
@@ -174,13 +176,14 @@ class Tape:
         head: bool = False,
         frozen: bool = False,
         packed_bytes: int = 0,
+        wide: bool = False,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
         made = Weight(
-            full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes
+            full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes, wide
         )
         self.weights.append(made)
         return made

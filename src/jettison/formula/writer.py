@@ -106,25 +106,28 @@ class Writer:
         product: bool = False,
         head: bool = False,
         adapter: bool = False,
+        fixed: bool = False,
+        wide: bool = False,
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
         ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
-        are frozen.
+        are frozen. ``fixed``: it has no gradient whatever is trained. ``wide``: it
+        is held in fp32 whatever the others are.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
-        frozen = self.run.tuning is not None and not adapter
+        frozen = fixed or (self.run.tuning is not None and not adapter)
         packed = 0
         if frozen and product and not head and not expert and self.base.packed:
             packed = self.base.packed_bytes(prod(self.tape.local_shape(shape, tuple(sorted(places)))))
         return self.tape.weight(
             name,
             shape,
-            self.held(frozen=frozen),
+            "float32" if wide else self.held(frozen=frozen),
             tuple(sorted(places)),
             expert=expert,
             tied=tied,
@@ -132,6 +135,7 @@ class Writer:
             head=head,
             frozen=frozen,
             packed_bytes=packed,
+            wide=wide,
         )
 
     @property

@@ -66,7 +66,18 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "bloom": _eager,
         "codegen": lambda k: replace(_gptj(k), wide_rotary=True),
         "gpt_neo": lambda k: replace(_eager(k), wide_scores=True),
+        "falcon": lambda k: replace(k, scores_float32=False, indexed_kv=True, made_masks=True),
         "gptj": _gptj,
+        "dots1": lambda k: replace(k, router_float32=True),
+        "ernie4_5_moe": lambda k: replace(
+            k, spread_rotary=True, wide_rotary=True, wide_routers=True, weights_float32=False
+        ),
+        "glm4_moe": lambda k: replace(k, router_float32=True, joined_rotary=True),
+        "hunyuan_v1_moe": lambda k: replace(k, wide_routers=True),
+        "llama4_text": lambda k: replace(
+            k, scores_float32=False, complex_rotary=True, wide_positions=True, every_token=True
+        ),
+        "phimoe": lambda k: replace(k, weights_float32=False),
         "mpt": lambda k: replace(_eager(k), filled_masks=True),
         "bert": _bert,
         "camembert": _roberta,

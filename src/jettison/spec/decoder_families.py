@@ -72,6 +72,32 @@ DECODERS: Final[Mapping[str, Family]] = MappingProxyType(
             rotary_key="rotary_dim",
             dropout=_GPT2_DROPOUT,
         ),
+        "falcon": Family(
+            norm=_LAYER_NORM,
+            required=SIZES,
+            spelling={
+                "hidden_size": ("hidden_size", "n_embed"),
+                "num_hidden_layers": ("num_hidden_layers", "n_layer"),
+                "num_attention_heads": ("num_attention_heads", "n_head"),
+                "intermediate_size": ("ffn_hidden_size",),
+                "hidden_act": ("activation",),
+                "attention_bias": ("bias",),
+                "mlp_bias": ("bias",),
+            },
+            defaults={
+                "intermediate_size": None,
+                "hidden_act": "gelu",
+                "max_position_embeddings": 2048,
+                "tie_word_embeddings": True,
+                "num_key_value_heads": None,
+                "attention_bias": False,
+                "mlp_bias": False,
+            },
+            refused=("hidden_dropout", "attention_dropout"),  # each at one place or another, as other keys say
+            gated=False,
+            fused_qkv=True,
+            dropout=DropoutKeys(attention=None),
+        ),
         "gpt_bigcode": Family(
             norm=_LAYER_NORM,
             required=SIZES,
@@ -129,6 +155,20 @@ DECODERS: Final[Mapping[str, Family]] = MappingProxyType(
             head_bias=True,
             rotary_key="rotary_dim",
             dropout=_GPT2_DROPOUT,
+        ),
+        "ministral3": Family(
+            norm=Norm(kind=NormKind.RMS),
+            required=(*SIZES, "intermediate_size"),
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "tie_word_embeddings": False,
+                "attention_dropout": 0.0,
+                "max_position_embeddings": 262144,
+                "sliding_window": None,
+            },
+            scaled_queries=True,
         ),
         "mpt": Family(
             norm=Norm(kind=NormKind.LAYER),

@@ -36,6 +36,9 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     correction_bias: bool = False
+    correction_frozen: bool = False
+    clamped_sum: bool = False
+    weighted_inputs: bool = False
     shared_width: str | None = None  # the key of the shared experts' width, where it is none of one expert's
     shared_gate: bool = False
     shared_fused: bool = False  # their gate and up are one weight
@@ -69,6 +72,8 @@ class Family:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     qk_norm: QkNorm = QkNorm.NONE
+    scaled_queries: bool = False
+    scaled_where_plain: bool = False  # in layers without rotary positions alone
     rotary: bool = True
     rotary_key: str | None = None
     latent: bool = False

@@ -28,6 +28,7 @@ from jettison.spec.model import (
     Mlp,
     ModelSpec,
     Moe,
+    QkNorm,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
@@ -256,7 +257,7 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         embedding_scale=family.embedding_scale,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
-            bias=masked or family.head_bias,
+            bias=masked or family.head_bias or fields.flag("lm_head_bias"),
             transform=fields.activation() if masked else None,
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
@@ -304,7 +305,7 @@ def _layers(fields: _Fields) -> tuple[Layer, ...]:
     order = list(zip(windows, _sparse(fields, depth), _rotates(fields, windows), strict=True))
     for window, sparse, rotates in dict.fromkeys(order):
         kinds[window, sparse, rotates] = Layer(
-            attention=_placed(attention, window, rotates) if isinstance(attention, Attention) else attention,
+            attention=_placed(attention, family, window, rotates) if isinstance(attention, Attention) else attention,
             mlp=_experts(fields) if sparse else _mlp(fields),
             norm=family.norm,
             arrangement=arrangement,
@@ -312,9 +313,14 @@ def _layers(fields: _Fields) -> tuple[Layer, ...]:
     return tuple(kinds[kind] for kind in order)
 
 
-def _placed(attention: Attention, window: int | None, rotates: bool) -> Attention:
+def _placed(attention: Attention, family: Family, window: int | None, rotates: bool) -> Attention:
     """The attention of one layer."""
-    return replace(attention, window=window, rotary_dim=attention.rotary_dim if rotates else 0)
+    scaled = family.scaled_queries or (family.scaled_where_plain and not rotates)
+    attention = replace(attention, window=window, scaled_queries=scaled)
+    if rotates:
+        return attention
+    kind = QkNorm.NONE if attention.qk_norm is QkNorm.LENGTH else attention.qk_norm
+    return replace(attention, rotary_dim=0, qk_norm=kind)
 
 
 def _rotates(fields: _Fields, windows: Sequence[int | None]) -> Iterator[bool]:
@@ -441,6 +447,10 @@ def _experts(fields: _Fields) -> Moe:
         shared_ffn=ffn * (fields.optional_size("n_shared_experts", least=0) or 0)
         if style.shared_width is None
         else fields.size(style.shared_width),
+        correction_frozen=style.correction_frozen,
+        clamped_sum=style.clamped_sum,
+        weighted_inputs=style.weighted_inputs,
+        jitters=fields.size("jitters", least=0) if fields.knows("jitters") else 0,
         shared_gate=style.shared_gate,
         shared_fused=style.shared_fused,
         groups=groups,

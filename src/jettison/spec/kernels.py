@@ -83,6 +83,7 @@ class Kernels:
         tensor_masks: a fused attention kernel knows causality and nothing else: a window or padding reaches it as a
             mask, which each layer makes and keeps, as scaled_dot_product_attention does.
         bidirectional_masks: it is given one where attention looks both ways, too.
+        made_masks: it is given one whatever it knows, and where scores get distances one of its own for each head.
         fused_norm: a norm is one kernel that saves its input and its statistics.
         wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
@@ -97,11 +98,14 @@ class Kernels:
         spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
         rotary_apiece: and does so for queries and keys apart, once each.
         rotary_by_window: layers with a window have rotary tables of their own.
+        wide_positions: the factor of scaled queries is fp32.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
+        indexed_kv: where heads share them, keys and values are copied out of the joint product by an index that stays,
+            a group's for each of its heads; those that all heads share no fused kernel takes.
         batched_positions: ids of positions and segments are made for each sequence of a batch.
         stored_positions: position ids are a buffer of the model.
         shifted_labels: the model itself moves labels by one position, after padding them.
@@ -111,8 +115,11 @@ class Kernels:
         dispatcher: how tokens reach experts.
         deterministic: torch's deterministic algorithms, Megatron's ``--deterministic-mode``: expert outputs are added
             by ``index_add_``, for which autograd keeps what is added; for ``scatter_add_`` it keeps the index alone.
+        every_token: each expert is given all tokens, those it was not chosen for with a weight of 0, and its outputs
+            are summed over experts; where experts are spread over ranks, tokens are sent to those they chose.
         sequential_experts: one expert after the other, each with products of its own, not one grouped product.
         router_float32: a router's input and weight are cast to fp32 for its product.
+        wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
         softmax_float32: that cast back comes after a softmax in fp32, where a softmax makes the weights.
     """
@@ -129,6 +136,7 @@ class Kernels:
     context_exchange: ContextExchange = ContextExchange.RING
     tensor_masks: bool = False
     bidirectional_masks: bool = False
+    made_masks: bool = False
     fused_norm: bool = True
     wide_norm: bool = False
     cast_weights: bool = False
@@ -142,10 +150,12 @@ class Kernels:
     spread_rotary: bool = False
     rotary_apiece: bool = False
     rotary_by_window: bool = False
+    wide_positions: bool = False
     joined_rotary: bool = False
     fused_gate: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
+    indexed_kv: bool = False
     batched_positions: bool = False
     stored_positions: bool = False
     shifted_labels: bool = False
@@ -153,9 +163,11 @@ class Kernels:
     batch_first: bool = True
     combine: Combine = Combine.ADDED
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
+    every_token: bool = False
     sequential_experts: bool = False
     deterministic: bool = False
     router_float32: bool = False
+    wide_routers: bool = False
     weights_float32: bool = True
     softmax_float32: bool = False
     device: Device = Device.CUDA

@@ -52,6 +52,7 @@ class QkNorm(StrEnum):
     NONE = "none"
     HEAD = "head"  # over each head's d: Qwen3, Gemma 3
     WIDTH = "width"  # over all heads together: OLMo 2
+    LENGTH = "length"  # over each head's d, without a weight, and after the rotation: Llama 4
 
 
 class Router(StrEnum):
@@ -60,6 +61,8 @@ class Router(StrEnum):
     SOFTMAX_TOPK = "softmax, then top-k"  # Mixtral, Qwen3-MoE, DeepSeek-V2
     TOPK_SOFTMAX = "top-k, then softmax"  # gpt-oss
     SIGMOID_GROUPS = "sigmoid, top-k within groups"  # DeepSeek-V3
+    TOPK_SIGMOID = "top-k, then sigmoid"  # Llama 4
+    SPARSE_MIXER = "one after the other, each drawn from a softmax over those near the best"  # PhiMoE, arXiv 2409.12136
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +96,7 @@ class Attention:
     sinks: bool = False  # a learned logit a head takes part in the softmax: gpt-oss
     alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
     clipped: bool = False  # what the projections give is clamped
+    scaled_queries: bool = False  # by a factor that grows with the position (arXiv 2501.19399)
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -163,7 +167,11 @@ class Moe:
     bias: bool = False  # of the experts
     router_bias: bool = False  # learned: gpt-oss
     correction_bias: bool = False  # a buffer, not learned: DeepSeek-V3
+    correction_frozen: bool = False  # a parameter without a gradient: ERNIE 4.5
     normalise_top_k: bool = False
+    clamped_sum: bool = False  # what they are divided by has a least value, which is a further tensor
+    weighted_inputs: bool = False  # tokens get their weights before the experts: Llama 4
+    jitters: int = 0  # how often tokens are multiplied by noise before they are routed
     shared_ffn: int = 0  # width of the shared experts together; 0: none
     shared_gate: bool = False  # what they return is weighted by a number a token: Qwen2-MoE
     shared_fused: bool = False  # their gate and up are one weight

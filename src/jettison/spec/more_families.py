@@ -12,6 +12,7 @@ from typing import Any, Final
 from jettison.spec.decoder_families import DECODERS
 from jettison.spec.families import FAMILIES, SIZES, WRAPPERS, DropoutKeys, Experts, Family
 from jettison.spec.further_families import FURTHER
+from jettison.spec.mixture_families import MIXTURES
 from jettison.spec.model import Arrangement, Norm, NormKind, QkNorm, Router
 
 _LAYER_NORM: Final = Norm(kind=NormKind.LAYER, bias=True)
@@ -103,10 +104,11 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
     }
 )
 """By ``model_type``."""
-EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **DECODERS})
+EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **DECODERS, **MIXTURES})
 EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
     {
         **WRAPPERS,
+        "llama4": "llama4_text",
         "llava_next": "llama",
         "llava_onevision": "qwen2",
         "internvl": "qwen2",

@@ -6,14 +6,16 @@ others say in several; each of those has a function here: from its entry and its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from reprlib import repr as short
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.errors import UsageError
+from jettison.errors import NotDescribed, UsageError
 from jettison.spec.families import Family
+from jettison.spec.model import Arrangement, QkNorm
 
 Read = tuple[Family, Mapping[str, Any]]
 
@@ -64,12 +66,124 @@ def _gpt_neo(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**values, "layer_types": [words[word] for word in layers]}
 
 
+def _one(values: Mapping[str, Any], key: str, name: str) -> Any:
+    """A number, or a list of the same one for each layer."""
+    value = values.get(key)
+    if not isinstance(value, list | tuple):
+        return value
+    if len(set(value)) != 1:
+        raise NotDescribed(f"{name}: got {key} {short(value)}, which differs by layer and has no closed form")
+    return value[0]
+
+
+def _dense_but(depth: int, sparse: Iterable[int]) -> list[int]:
+    """All layers but these."""
+    return sorted(set(range(depth)) - set(sparse))
+
+
+def _size(values: Mapping[str, Any], key: str, default: int, name: str, *, least: int = 0) -> int:
+    value = values.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}: got {key} {short(value)}; expected a whole number of {least} or more")
+    return value
+
+
+def _depth(values: Mapping[str, Any], name: str) -> int:
+    """How many layers; that there are not too many is asked later."""
+    return min(_size(values, "num_hidden_layers", 0, name), 100_000)
+
+
+def _ernie4_5_moe(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Experts from one layer to another, every so often."""
+    depth = _depth(values, name)
+    first = _size(values, "moe_layer_start_index", 1, name)
+    period = _size(values, "moe_layer_interval", 1, name, least=1)
+    last = _size(values, "moe_layer_end_index", -1, name, least=-1)
+    sparse = (i for i in range(first, depth if last < 0 else min(last + 1, depth)) if (i + 1) % period == 0)
+    return family, {**values, "mlp_only_layers": _dense_but(depth, sparse)}
+
+
+def _falcon(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Three generations: one key and value for all heads, groups of heads, and heads of their own with distances."""
+    groups = _flag(values, "new_decoder_architecture", False, name)
+    parallel = _flag(values, "parallel_attn", True, name)
+    norms = _size(values, "num_ln_in_parallel_attn", 2 if groups else 1, name, least=1)
+    if groups and not parallel:
+        raise NotDescribed(
+            f"{name}: got parallel_attn false beside new_decoder_architecture, which its code cannot run"
+        )
+    beside = Arrangement.PARALLEL if groups and norms == 2 else Arrangement.SHARED
+    lone = None if not _flag(values, "multi_query", True, name) else 1
+    read = {**values, "num_key_value_heads": values.get("num_kv_heads") if groups else lone}
+    arrangement = beside if parallel else Arrangement.PRE
+    return replace(family, arrangement=arrangement, alibi=_flag(values, "alibi", False, name)), read
+
+
+def _glm4_moe(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Queries and keys are normalised if it says so."""
+    kind = QkNorm.HEAD if _flag(values, "use_qk_norm", False, name) else QkNorm.NONE
+    return replace(family, qk_norm=kind), values
+
+
+def _hunyuan_v1_moe(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Sizes may be listed layer by layer."""
+    return family, {**values, **{key: _one(values, key, name) for key in ("num_experts", "moe_topk") if key in values}}
+
+
+def _llama4(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Two widths, chunks of a sequence that see nothing before them, and which layers have experts."""
+    depth = _depth(values, name)
+    read = {
+        **values,
+        "num_experts_per_tok": values.get("num_experts_per_tok", 1),
+        "sliding_window": values.get("attention_chunk_size", 8192),
+        "no_rope_layers": values.get("no_rope_layers") or None,
+    }
+    if "intermediate_size" in values:
+        read["moe_intermediate_size"] = values["intermediate_size"]
+        read["intermediate_size"] = values.get("intermediate_size_mlp", 16384)
+    listed = values.get("layer_types")
+    if listed is None:
+        period = _size(values, "no_rope_layer_interval", 4, name, least=1)
+        rotates = read["no_rope_layers"] or [(index + 1) % period for index in range(depth)]
+        listed = ["chunked_attention" if rotated else "full_attention" for rotated in rotates]
+    if isinstance(listed, list | tuple):
+        listed = ["sliding_attention" if word == "chunked_attention" else word for word in listed]
+    step = _size(values, "interleave_moe_layer_step", 1, name, least=1)
+    sparse = values.get("moe_layers")
+    sparse = range(step - 1, depth, step) if sparse is None else sparse
+    if not isinstance(sparse, list | tuple | range) or any(not isinstance(index, int) for index in sparse):
+        raise UsageError(f"{name}: got moe_layers {short(sparse)}; expected a list of layer numbers")
+    kind = QkNorm.LENGTH if _flag(values, "use_qk_norm", True, name) else QkNorm.NONE
+    scaled = _flag(values, "attn_temperature_tuning", True, name)
+    read |= {"layer_types": listed, "mlp_only_layers": _dense_but(depth, sparse)}
+    return replace(family, qk_norm=kind, scaled_where_plain=scaled), read
+
+
+def _phimoe(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Noise on what is routed, twice; its router chooses two experts, whatever is asked for."""
+    if (chosen := values.get("num_experts_per_tok", 2)) != 2:
+        raise NotDescribed(f"{name}: got num_experts_per_tok {short(chosen)}, of which its code knows 2 alone")
+    return family, {**values, "num_experts_per_tok": 2, "jitters": 2 if values.get("input_jitter_noise") else 0}
+
+
 def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Attention has a part of its own."""
     return family, {**values, **_part(values, "attn_config", name)}
 
 
 _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = MappingProxyType(
-    {"gpt_bigcode": _gpt_bigcode, "gpt_neo": _gpt_neo, "mpt": _mpt}
+    {
+        "ernie4_5_moe": _ernie4_5_moe,
+        "falcon": _falcon,
+        "glm4_moe": _glm4_moe,
+        "gpt_bigcode": _gpt_bigcode,
+        "gpt_neo": _gpt_neo,
+        "hunyuan_v1_moe": _hunyuan_v1_moe,
+        "llama4_text": _llama4,
+        "mpt": _mpt,
+        "phimoe": _phimoe,
+    }
 )
 """By ``model_type``."""
