@@ -42,6 +42,7 @@ from jettison.units import Bytes
 from support.patience import PATIENCE
 from support.random_programs import Case, Program, draw, draw_moving, program_of
 from support.random_steps import Loop, loop_of, train, world
+from support.stated_peaks import WISHED, Stated, Watcher
 from zoo.harness import Step, differences, state_differences, state_of, streams
 
 REFUSALS = (UnsupportedModule, UsageError, TraceError)
@@ -57,7 +58,7 @@ class Found:
         outcome: `FINE`, `FAILED`; ``refused`` and the kind of error; ``said``, a budget that did not hold and was said
             not to; ``unfair``, where plain PyTorch does not train it twice the same way.
         closest: the highest share of the budget that a step took.
-        predicted: how far the predicted peak was from the highest one of the steps, where one batch is all there is.
+        stated: the peak that each plan stated, beside the highest of the steps under it.
         moved: copies to the host and back.
     """
 
@@ -69,9 +70,14 @@ class Found:
     smallest_bytes: int = 0
     plain_bytes: int = 0
     closest: float = 0.0
-    predicted: float = 0.0
+    stated: list[Stated] = field(default_factory=list)
     moved: int = 0
     seconds: float = 0.0
+
+    @property
+    def furthest(self) -> float:
+        """The share by which a stated peak was furthest from what was measured, with its sign."""
+        return max((one.off for one in self.stated), key=abs, default=0.0)
 
     def fail(self, note: str) -> None:
         """One more thing that must not be."""
@@ -119,6 +125,7 @@ def _judge(case: Case, found: Found) -> None:
             handle = _planned(case, program, loop, found)
             doing = "training"
             met: dict[int, int] = {}
+            watcher = Watcher(handle, loop, _planned_for(case, program))
 
             def tell(batch: Any, step: int) -> None:
                 met[step] = len(loop.planning)
@@ -126,7 +133,7 @@ def _judge(case: Case, found: Found) -> None:
                     handle.expect(batch)
                     met[step] = len(loop.planning)
 
-            done = train(case, program, loop, tell)
+            done = train(case, program, loop, tell, watcher.ended)
             met[program.steps] = len(loop.planning)
         except REFUSALS as error:
             if doing == "planning":
@@ -139,9 +146,10 @@ def _judge(case: Case, found: Found) -> None:
             return
     found.said = sorted({str(w.message).splitlines()[0] for w in said if _is_ours(w)})
     _compare(case, program, found, done, plain)
-    _look_at_host(case, found, done, handle)
+    _look_at_host(case, found, handle)
     planned_in = {step for step in range(program.steps) if met[step + 1] > met[step] and loop.step is None}
     _hold(found, done, planned_in, program, handle)
+    found.stated = watcher.compared(done, planned_in)
     handle.remove()
 
 
@@ -157,8 +165,8 @@ def _compare(case: Case, program: Program, found: Found, done: list[Step], plain
         found.fail(unequal[0])
 
 
-def _look_at_host(case: Case, found: Found, done: list[Step], handle: Any) -> None:
-    """What was pinned, what is left there, and how near the prediction was."""
+def _look_at_host(case: Case, found: Found, handle: Any) -> None:
+    """What was pinned, and what is left there."""
     engines = {id(r.offload): r.offload for r in handle.regions if getattr(r, "offload", None) is not None}
     found.moved = sum(len(engine.transfers) for engine in engines.values())
     pinned = sum(engine.pool.real_bytes for engine in engines.values())
@@ -166,8 +174,6 @@ def _look_at_host(case: Case, found: Found, done: list[Step], handle: Any) -> No
         found.fail(f"{pinned} bytes are pinned; the host gives {case.host}")
     if any(engine.pool.live_bytes for engine in engines.values()):
         found.fail("something is left on the host")
-    if handle.plan is not None and case.wrapper not in ("changing", "changing step", "shapes") and case.link:
-        found.predicted = handle.plan.predicted.peak_bytes / max(step.peak_bytes for step in done) - 1
 
 
 def _hold(found: Found, done: list[Step], planned_in: set[int], program: Program, handle: Any) -> None:
@@ -242,7 +248,7 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
     if case.wrapper == "models":
         more["models"] = loop.models
     if case.wrapper == "shapes":
-        more["shapes"] = [program.batch(step) for step in range(1, program.steps)]
+        more["shapes"] = _planned_for(case, program)[1:]
     return jettison.auto_checkpoint(
         loop.models[0],
         program.batch(first),
@@ -253,6 +259,11 @@ def _ask(case: Case, program: Program, loop: Loop, budget: int | str, *, first: 
         progress=loop.planning.append,
         **more,
     )
+
+
+def _planned_for(case: Case, program: Program) -> list[Any]:
+    """Batches that the first plan is made for."""
+    return [program.batch(step) for step in range(program.steps if case.wrapper == "shapes" else 1)]
 
 
 def _linked(bytes_per_second: float) -> Hardware:
@@ -304,6 +315,8 @@ def run(seeds: Iterable[int], workers: int, *, quiet: bool = False, moving: bool
             found.append(one)
             if one.outcome != FINE and not quiet:
                 print(f"{one.outcome}, seed {number}: {'; '.join(one.notes)} [{one.case}]", flush=True)
+            if abs(one.furthest) > WISHED and not quiet:
+                print(f"far, seed {number}: {'; '.join(_far(one)['stated'])} [{one.case}]", flush=True)
             if not quiet:
                 done = f"{len(found)} of {len(seeds)} in {time.perf_counter() - began:.0f} s"
                 print(f"{done}: seed {number} {one.outcome}, {one.case.source} {one.case.wrapper}", flush=True)
@@ -332,9 +345,21 @@ def summary(found: list[Found]) -> dict[str, Any]:
         "wrappers": dict(Counter(one.case.wrapper for one in found if one.outcome == FINE)),
         "refused": dict(Counter(one.notes[0][:120] for one in found if one.outcome.startswith("refused"))),
         "cases that moved": sum(one.moved > 0 for one in found),
-        "furthest from the prediction": max((abs(one.predicted) for one in found), default=0.0),
+        "furthest from the prediction": max((one.furthest for one in found), key=abs, default=0.0),
+        "far from what was stated": [_far(one) for one in found if abs(one.furthest) > WISHED],
         "highest share of a budget": max((one.closest for one in found if one.outcome == FINE), default=0.0),
         "failures": [{"case": asdict(one.case), "notes": one.notes} for one in found if one.outcome == FAILED],
+    }
+
+
+def _far(one: Found) -> dict[str, Any]:
+    return {
+        "seed": one.case.seed,
+        "outcome": one.outcome,
+        "wrapper": one.case.wrapper,
+        "source": one.case.source,
+        "stated": [str(each) for each in one.stated if abs(each.off) > WISHED],
+        "said": one.said,
     }
 
 

@@ -2,7 +2,8 @@
 
 Autograd saves the wrapper; bytes, ops and collectives are those of the plain tensor inside. A recorder therefore lets
 wrappers take themselves apart first (`desugars`), writes down what they do to what is inside them, and keeps how to put
-a computed tensor back into the wrapper that autograd had saved.
+a computed tensor back into the wrapper that autograd had saved. Wrappers that live within one function only (`PASSING`)
+take themselves apart as well; autograd saves none of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ class _Kind(Enum):
     PLAIN = 0
     DISTRIBUTED = 1  # a DTensor
     ASYNCHRONOUS = 2  # the result of a collective, to be waited for before its first use
+    PASSING = 3  # seen within a function, where ops on what is inside it do the work
+
+
+PASSING = (("torchao.float8.float8_training_tensor", "Float8TrainingTensor"),)
+"""Modules and classes of narrow numbers beside their factor, which products take apart."""
+
+_HOLDS_ONE = (_Kind.DISTRIBUTED, _Kind.ASYNCHRONOUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ def _kind(cls: type) -> _Kind:
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and issubclass(cls, functional.AsyncCollectiveTensor):
         return _Kind.ASYNCHRONOUS
+    if (cls.__module__, cls.__qualname__) in PASSING:
+        return _Kind.PASSING
     return _Kind.PLAIN
 
 
@@ -65,14 +75,14 @@ def desugars(types: Any) -> bool:
 
 def plain(tensor: Any) -> Any:
     """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not."""
-    while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
+    while (kind := _kind_of(tensor)) in _HOLDS_ONE:
         tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.elem
     return tensor
 
 
 def arrived(tensor: Any) -> Any:
     """As `plain`, after waiting for what is still under way."""
-    while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
+    while (kind := _kind_of(tensor)) in _HOLDS_ONE:
         tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.trigger_wait()
     return tensor
 
