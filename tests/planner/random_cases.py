@@ -1,11 +1,12 @@
-"""``python -m planner.random_cases [--cases N] [--seed S] [--workers W] [--only SEED] [--host]``, from the folder of
-tests.
+"""``python -m planner.random_cases [--cases N] [--seed S] [--workers W] [--only SEED] [--host] [--out FILE]``, from the
+folder of tests.
 
 Trains cases by chance next to independent copies without a plan. In every step gradients, parameters, buffers, the
 loss and the random streams have to be the same to the bit, and the measured peak no higher than the budget. A refusal
 in words is fair, and counted by kind; so is a warning that the budget may not hold. Whatever else happens is a failure:
 a line each, with the seed, and exit code 1. With ``--host`` tensors may also wait there: the recorder stands in for the
-device and looks for races, and what is pinned is no more than the case's budget for it.
+device and looks for races, and what is pinned is no more than the case's budget for it. A plan that stated a peak more
+than 2 % from the measured one is named, with its case.
 """
 
 from __future__ import annotations
@@ -299,8 +300,14 @@ def shrunk(case: Case) -> Case:
     return case
 
 
-def run(seeds: Iterable[int], workers: int, *, quiet: bool = False, moving: bool = False) -> list[Found]:
-    """Judge the cases of these seeds, each in one of so many processes; failures and progress are printed."""
+def run(
+    seeds: Iterable[int], workers: int, *, quiet: bool = False, moving: bool = False, out: Path | None = None
+) -> list[Found]:
+    """Judge the cases of these seeds, each in one of so many processes; failures and progress are printed.
+
+    Args:
+        out: where each case is written down at once, as a line of JSON.
+    """
     seeds, found = list(seeds), []
     began = time.perf_counter()
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -313,6 +320,9 @@ def run(seeds: Iterable[int], workers: int, *, quiet: bool = False, moving: bool
                 case = (draw_moving if moving else draw)(number)
                 one = Found(case=case, outcome=FAILED, notes=[f"its process: {_words(error)}"])
             found.append(one)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps({**asdict(one), "furthest": one.furthest}, default=str) + "\n")
             if one.outcome != FINE and not quiet:
                 print(f"{one.outcome}, seed {number}: {'; '.join(one.notes)} [{one.case}]", flush=True)
             if abs(one.furthest) > WISHED and not quiet:
@@ -372,6 +382,7 @@ def main() -> int:
     parser.add_argument("--host", action="store_true", help="tensors may wait on the host")
     parser.add_argument("--only", type=int, metavar="SEED", help="one case, by the seed that a failure names")
     parser.add_argument("--shrink", action="store_true", help="with --only: look for a simpler case that fails")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a line of JSON a case, added as it ends")
     options = parser.parse_args()
     if options.only is not None:
         case = (draw_moving if options.host else draw)(options.only)
@@ -381,7 +392,7 @@ def main() -> int:
         print(json.dumps(asdict(found[0]), default=str, indent=2))
     else:
         first = options.seed * SEEDS_APART
-        found = run(range(first, first + options.cases), options.workers, moving=options.host)
+        found = run(range(first, first + options.cases), options.workers, moving=options.host, out=options.out)
     print(json.dumps(summary(found), indent=2))
     return int(any(one.outcome == FAILED for one in found))
 

@@ -23,45 +23,66 @@ WITHOUT = pytest.mark.skipif(
 )
 
 
-class Narrow(Tensor):
+class Halves(Tensor):
     """Halves beside the factor that they were multiplied with; a product takes them apart."""
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor) -> Narrow:
-        made: Narrow = Tensor._make_wrapper_subclass(cls, data.size(), strides=data.stride(), dtype=torch.float32)  # type: ignore[attr-defined]
-        made.data_, made.scale = data, scale
+    def __new__(cls, numbers: Tensor, factor: Tensor, unit: float = 1.0) -> Halves:
+        made: Halves = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, numbers.size(), strides=numbers.stride(), dtype=torch.float32
+        )
+        made.numbers, made.factor, made.unit = numbers, factor, unit
         return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, float]]:
+        return ["numbers", "factor"], {"unit": self.unit}
+
+    @staticmethod
+    def __tensor_unflatten__(inside: dict[str, Tensor], context: dict[str, float], *_: Any) -> Halves:
+        return Halves(inside["numbers"], inside["factor"], context["unit"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is torch.ops.aten.mm.default
-        return torch.mm(*(one.data_.float() / one.scale for one in args))
+        if func is torch.ops.aten.mm.default:
+            return torch.mm(*(one.whole() for one in args))
+        one = args[0]
+        return Halves(func(one.numbers, *args[1:]), one.factor, one.unit)  # views
+
+    def whole(self) -> Tensor:
+        return self.numbers.float() / self.factor
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
+def halved(tensor: Tensor) -> Halves:
+    factor = 100 / tensor.abs().max()
+    return Halves((tensor * factor).half(), factor)
+
+
 class Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        flat = x.reshape(-1, x.shape[-1])
-        made: Tensor = torch.mm(*(Narrow((each * by).half(), by) for each in (flat, weight) for by in [largest(each)]))
-        return made.reshape(*x.shape[:-1], -1)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, saves_halves: bool) -> Tensor:
+        flat, narrow = halved(x.reshape(-1, x.shape[-1])), halved(weight)
+        ctx.save_for_backward(*((flat, narrow) if saves_halves else (x, weight)))
+        return torch.mm(flat, narrow).reshape(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), x.flatten(0, 1).t() @ gradient.flatten(0, 1)
-
-
-def largest(tensor: Tensor) -> Tensor:
-    return 100 / tensor.abs().max()
+        x, weight = (one.whole() if isinstance(one, Halves) else one for one in ctx.saved_tensors)
+        rows = x.reshape(-1, x.shape[-1])
+        return gradient @ weight.t(), rows.t() @ gradient.flatten(0, 1), None
 
 
 class NarrowLinear(nn.Linear):
+    saves_halves = False
+
     def forward(self, input: Tensor) -> Tensor:
-        found: Tensor = Product.apply(input, self.weight.t())
+        found: Tensor = Product.apply(input, self.weight.t(), self.saves_halves)
         return found + self.bias
+
+
+class SavingLinear(NarrowLinear):
+    saves_halves = True
 
 
 class Block(nn.Module):
@@ -101,15 +122,15 @@ def train(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def test_a_product_over_wrappers_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrappers = (*tensor_subclasses.PASSING, (Narrow.__module__, Narrow.__qualname__))
-    monkeypatch.setattr(tensor_subclasses, "PASSING", wrappers)
+@pytest.mark.parametrize("linear", [NarrowLinear, SavingLinear])
+def test_products_over_wrappers_are_computed_again(linear: type[nn.Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tensor_subclasses.NARROW, (Halves.__module__, Halves.__qualname__), ("numbers", "factor"))
     tensor_subclasses._kind.cache_clear()
-    model = Net(NarrowLinear)
+    model = Net(linear)
     with jettison.apply(model, "full", batch=(batches()[0],)) as handle:
         found = train(model)
         assert [region.kept_bytes for region in handle.report()[:3]] == [INPUT_BYTES] * 3
-    assert all(map(torch.equal, found, train(Net(NarrowLinear))))
+    assert all(map(torch.equal, found, train(Net(linear))))
 
 
 def in_eight_bits(recipe: str = "tensorwise") -> nn.Module:
@@ -117,10 +138,20 @@ def in_eight_bits(recipe: str = "tensorwise") -> nn.Module:
         warnings.simplefilter("ignore")
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    made = _delayed if recipe == "delayed" else Float8LinearConfig.from_recipe_name
+    config = made(recipe)
     object.__setattr__(config, "emulate", True)
     model: nn.Module = convert_to_float8_training(Net(), config=config)
     return model
+
+
+def _delayed(_recipe: str) -> Any:
+    from torchao.float8 import CastConfig, Float8LinearConfig, ScalingType
+
+    if not hasattr(ScalingType, "DELAYED"):
+        pytest.skip("torchao has delayed scaling up to 0.9 (pip install torchao==0.9.0)")
+    cast = CastConfig(scaling_type=ScalingType.DELAYED)
+    return Float8LinearConfig(cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast)
 
 
 @pytest.mark.slow
@@ -135,6 +166,37 @@ def test_torchaos_gradients_are_the_same(policy: str, recipe: str) -> None:
     assert all(map(torch.equal, found, train(in_eight_bits(recipe))))
     if policy == "full":
         assert kept == [INPUT_BYTES] * 3
+
+
+@pytest.mark.slow
+@WITHOUT
+@pytest.mark.parametrize("policy", ["none", "full", "selective-op", "every:2"])
+def test_torchaos_delayed_factors_are_the_forwards_and_histories_grow_once(policy: str) -> None:
+    model, plain = in_eight_bits("delayed"), in_eight_bits("delayed")
+    with jettison.apply(model, policy, batch=(batches()[0],)) as handle:
+        found = accumulated(model)
+        kept = [region.kept_bytes for region in handle.report()[:3]]
+    expected = accumulated(plain)
+    assert all(map(torch.equal, found, expected))
+    assert any("history" in name for name, _ in plain.named_buffers())
+    if policy == "full":
+        assert kept == [INPUT_BYTES] * 3
+
+
+def accumulated(model: nn.Module) -> list[Tensor]:
+    """Gradients, factors and histories after each of six micro-batches; factors move after every second."""
+    from torchao.float8 import sync_float8_amax_and_scale_history
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number, x in enumerate(batches() * 2):
+        model(x).backward()
+        found += [t.detach().clone() for t in (*(p.grad for p in model.parameters()), *model.buffers())]
+        if number % 2:
+            sync_float8_amax_and_scale_history(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
 
 
 @pytest.mark.slow
