@@ -96,7 +96,8 @@ PAGES: dict[str, Page] = {
         run={
             "$ jettison plan llama3-70b --lora": World(slow=True),
             "$ jettison ledger llama3-8b --lora r=16 --base": World(slow=True),
-            "$ jettison ledger llama3-8b --lora r=16 --micro-batch": World(),
+            "$ jettison ledger llama3-8b --reference same": World(),
+            "$ jettison ledger llama3-8b --lora r=16 --reference base": World(),
             "$ jettison ledger llama3-8b --dp": World(slow=True),
             "$ jettison ledger llama3-8b --cp": World(slow=True),
             "$ jettison ledger llama3-8b --pp": World(),

@@ -117,11 +117,16 @@ def tokens(run: Run) -> int:
 
 
 def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
-    """Of a step on all ranks: what the mathematics asks for, as somebody counts it."""
+    """Of a step on all ranks: what the mathematics asks for, as somebody counts it. Of frozen models, the forward."""
+    models = [run.model if beside.model is None else beside.model for beside in run.frozen]
     if counting in (Counting.PALM, Counting.PARAMETERS):
-        return tokens(run) * _token_flops(run.model, run.seq, counting is Counting.PALM, run.tuning is not None)
-    each = _micro_batch_flops(unsharded(run), counting is Counting.CAUSAL)[1]
-    return each * run.micro_batches * run.layout.dp
+        attention = counting is Counting.PALM
+        each = _token_flops(run.model, run.seq, attention, run.tuning is not None)
+        return tokens(run) * (each + sum(_token_flops(model, run.seq, attention, False) / PASSES for model in models))
+    scene, causal = unsharded(run), counting is Counting.CAUSAL
+    total = _micro_batch_flops(scene, causal)[1]
+    total += sum(_micro_batch_flops(replace(scene, model=model, tuning=None), causal)[0] for model in models)
+    return total * run.micro_batches * run.layout.dp
 
 
 @lru_cache(maxsize=4096)

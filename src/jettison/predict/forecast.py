@@ -16,6 +16,7 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
+from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.set_aside import loader_mask, set_aside
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.timeline_units import units
@@ -217,7 +218,7 @@ def _stage(
             whole=run.recompute.whole,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole + aside,
+        fixed=total.parameters + whole + aside + sum(found.parameters for found in frozen_bytes(run)),
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),

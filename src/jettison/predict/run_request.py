@@ -9,6 +9,7 @@ a pipeline gets as many micro-batches as it has stages, the fewest that fill it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import isfinite
@@ -18,6 +19,7 @@ from typing import Final, TypeVar
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens
 from jettison.spec.conventions import kernels_for
+from jettison.spec.frozen_models import BASE, SAME, FrozenModel, FrozenWords, Role, When
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
@@ -72,6 +74,9 @@ class CommonRequest:
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
+        reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
+            off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
+        reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
@@ -102,6 +107,8 @@ class CommonRequest:
     lora: str | None = None
     base: str | None = None
     input_gradients: bool | None = None
+    reference: str | None = None
+    reward: str | None = None
     like: str | None = None
 
     def given(self) -> tuple[str, ...]:
@@ -241,6 +248,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
     tuning = _tuning(request)
+    frozen = tuple(_frozen(model, request))
     if tuning is not None and not tuning.inputs_need_gradients:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
@@ -274,6 +282,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         workspaces=workspaces(_or(request.workspaces, "none")),
         loader_masks=_or(request.loader_masks, False),
         tuning=tuning,
+        frozen=frozen,
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 
@@ -368,6 +377,33 @@ def _tuning(request: RunRequest) -> Tuning | None:
         base=Base.PLAIN if request.base is None else _word(Base, request.base, "base"),
         inputs_need_gradients=_or(request.input_gradients, again),
     )
+
+
+def _frozen(policy: ModelSpec, request: RunRequest) -> Iterator[FrozenModel]:
+    """Frozen models beside the policy.
+
+    Raises:
+        UsageError: a word that is not known.
+    """
+    for role in Role:
+        text: str | None = getattr(request, role)
+        if text is None:
+            continue
+        words = FrozenWords.parse(text, f"--{role}")
+        if words.model == BASE and (request.lora is None or role is Role.REWARD or words.dtype or words.sharded):
+            raise UsageError(
+                f"got --{role} {text}; base is the policy with its adapters switched off: --reference base, with --lora"
+            )
+        model = policy if words.model == SAME else None if words.model == BASE else model_spec(words.model)
+        if model is not None and model.recorder is not None:
+            raise UsageError(f"got --{role} {text}; the blocks of {model.name} are recorded, not described")
+        yield FrozenModel(
+            role=role,
+            model=model,
+            dtype=words.dtype,
+            sharded=_or(words.sharded, True),
+            when=_or(words.when, When.AFTER if role is Role.REFERENCE else When.BEFORE),
+        )
 
 
 def _whole(text: str) -> int:

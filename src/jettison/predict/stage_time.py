@@ -19,6 +19,7 @@ from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.static import state_bytes
+from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
@@ -198,7 +199,7 @@ class Timing:
             alike = id(items), share
             if alike not in known:
                 each = total_of([item.seconds * item.count for item in items] or [NOTHING])
-                known[alike] = replace(each, again=each.again * share) + self._beside(items)
+                known[alike] = replace(each, again=each.again * share) + self._beside(items) + self._frozen
             seconds.append(known[alike])
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
@@ -214,6 +215,16 @@ class Timing:
             optimizer=self.optimizer(every),
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
         )
+
+    @property
+    def _frozen(self) -> RegionSeconds:
+        """The forwards of frozen models, in a micro-batch of the one stage that there is."""
+        total = NOTHING
+        for beside in self.run.frozen:
+            own = Timing(run=frozen_run(self.run, beside), hardware=self.hardware, execution=self.execution)
+            items = own.items(frozen_groups(self.run, beside))
+            total = total + replace(NOTHING, forward=own.stage(0, [items], 1.0, {}).total.forward)
+        return total
 
     def sending(self) -> float:
         """Of a stage's output to the next one, or of its gradient back: of one residual stream."""

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
+from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.residuals import Sureness, sure_of
 from jettison.predict.run_request import Resolved
 from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
-from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text, tuning_text
+from jettison.report.ledger_table import MOST_STAGES, batch_text, frozen_text, layout_text, tuning_text
 from jettison.report.parts import exact, facts_table, stack_note, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
@@ -174,6 +175,8 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "batch", batch_text(report.asked)
     if run.tuning is not None:
         yield "trained", tuning_text(run)
+    for beside in frozen_bytes(run):
+        yield str(beside.beside.role), frozen_text(beside)
     yield ("recompute", f"{run.recompute.words}; fusion {found.execution.fusion}")
     yield "step", format_seconds(found.step_seconds)
     yield "range", report.sure.words(found.step_seconds)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 
 from jettison.formula.parameters import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
+from jettison.predict.frozen_models import FrozenBytes, frozen_bytes
 from jettison.predict.run_request import Resolved
 from jettison.report.answers import explanation_table, fit_table
 from jettison.report.fitted import FittedTable
@@ -25,6 +26,7 @@ MOST_DIFFERENCES = 20
 PLACES = {
     "before forward": "before the forward",
     "loss": "in the loss",
+    "frozen model": "in a frozen model's forward",
     "optimizer": "in the optimizer step",
     "after the step": "after the step",
 }
@@ -86,6 +88,8 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "training", _training(asked)
         if asked.run.tuning is not None:
             yield "trained", tuning_text(asked.run)
+        for found in frozen_bytes(asked.run):
+            yield str(found.beside.role), frozen_text(found)
         if asked.like:
             yield "like", asked.like
         yield "recompute", _recompute(report, asked)
@@ -170,6 +174,12 @@ def tuning_text(run: Run) -> str:
     share = 100 * trained / parameter_count(run.model)
     experts = "; experts have none" if any(layer.experts for layer in run.model.layers) else ""
     return f"{tuning}: {trained:,} parameters, {share:.2g} % of the model's{experts}"
+
+
+def frozen_text(found: FrozenBytes) -> str:
+    """Which model, what its weights take, and how high its forward rises."""
+    words = str(found.beside).partition(": ")[2]
+    return f"{words}: {format_bytes(found.parameters)} of weights, a forward of {format_bytes(found.forward)}"
 
 
 def _layers_table(report: LedgerReport) -> FittedTable:

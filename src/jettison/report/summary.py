@@ -12,6 +12,7 @@ from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 from jettison.predict.allowance import Allowance
+from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.limit import Limit
 from jettison.predict.run_request import Resolved
 from jettison.report.schemas import shaped
@@ -256,6 +257,16 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "loader_masks": run.loader_masks,
         "context_exchange": str(run.kernels.context_exchange),
         "trained": None if run.tuning is None else str(run.tuning),
+        "frozen_models": [
+            {
+                "role": str(found.beside.role),
+                "model": None if found.beside.model is None else found.beside.model.name,
+                "when": str(found.beside.when),
+                "parameter_bytes": found.parameters,
+                "forward_bytes": found.forward,
+            }
+            for found in frozen_bytes(run)
+        ],
         "like": asked.like,
         "assumed": sorted(asked.assumed),
     }

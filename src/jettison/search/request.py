@@ -75,6 +75,10 @@ class SearchRequest(CommonRequest):
         zero = numbers.pop("zero") or ((ruled,) if ruled else (0, 1, 2, 3))
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
+        if template.frozen:  # no stage of a pipeline runs them
+            numbers["pp"] = numbers["pp"] or (1,)
+            if numbers["pp"] != (1,):
+                raise UsageError(f"got --pp {self.pp} with --{template.frozen[0].role}, which goes with --pp 1 alone")
         if model.recorder is not None:  # its blocks cannot be cut
             numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(

@@ -26,6 +26,8 @@ AS_BUILT: Final = frozenset(
         "lora",
         "base",
         "input_gradients",
+        "reference",
+        "reward",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

@@ -9,6 +9,7 @@ from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.kernels import PYTORCH, Device, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
@@ -160,6 +161,7 @@ class Run:
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
+        frozen: models beside it of which a step runs the forward.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -187,6 +189,7 @@ class Run:
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
     tuning: Tuning | None = None
+    frozen: tuple[FrozenModel, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -214,6 +217,28 @@ class Run:
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
         self.layout.check(self.model, seq=self.seq)
+        for beside in self.frozen:
+            self._check_beside(beside)
+
+    def _check_beside(self, beside: FrozenModel) -> None:
+        """Can this frozen model stand beside it?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.layout.pp > 1:
+            raise UsageError(
+                f"got --{beside.role} with --pp {self.layout.pp}; no rule says which stage would run its forward when: "
+                "give --pp 1, and --zero 3 or --tp instead"
+            )
+        if beside.model is None:
+            return
+        if beside.model.learned_positions and self.seq > beside.model.max_positions:
+            raise UsageError(
+                f"got --seq {self.seq}; the {beside.role} {beside.model.name} has {beside.model.max_positions} "
+                "positions"
+            )
+        self.layout.check(beside.model, seq=self.seq)
 
     def _check_in_backward(self) -> None:
         """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.

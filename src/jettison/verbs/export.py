@@ -88,6 +88,8 @@ def _of_the_loop(run: Run) -> Iterator[str]:
     """What a plan was made for, and is set up beside what settings of recomputation can say."""
     if run.tuning is not None:
         yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
+    for beside in run.frozen:
+        yield f"a frozen model ({beside}): give it to the trainer"
     if run.gradients is Gradients.IN_BACKWARD:
         yield "an optimizer that steps within backward: hook it to the parameters yourself"
 
