@@ -67,6 +67,7 @@ PAGES: dict[str, Page] = {
             "$ jettison plan llama3-70b --lora": World(slow=True),
             "$ jettison ledger llama3-8b --lora": World(),
             "$ jettison ledger llama3-8b --gradients": World(),
+            "$ jettison ledger llama3-8b --states-on-host": World(),
         }
     ),
     "docs/layouts.md": Page(

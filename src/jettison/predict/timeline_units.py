@@ -43,8 +43,8 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
     part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
     passes, adding = passes_of(part, rule), passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
-    if run.gradients is Gradients.IN_BACKWARD:  # it goes as one that is added to others does
-        gradient, backward = 0, adding.backward_peak
+    if run.frees_gradients:  # it goes as one that is added to others does
+        gradient, backward = _left(run, [part]), adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
@@ -63,6 +63,11 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
         is_loss=part.name == HEAD,
         frozen=_frozen(run, part.name) if run.frozen else 0,
     )
+
+
+def _left(run: Run, parts: Sequence[StageRegion]) -> int:
+    """Gradients that a backward leaves behind; of those that go to the host, `formula.static` has none."""
+    return 0 if run.gradients is Gradients.IN_BACKWARD else sum(part.static.gradients for part in parts)
 
 
 def _frozen(run: Run, name: str) -> int:
@@ -121,14 +126,14 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
-    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.gradients is Gradients.IN_BACKWARD
+    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.frees_gradients
     return Unit(
         names=names,
         resident=held,
         forward_peak=max(p.forward_peak + (held if i else 0) for i, p in enumerate(full)),
         backward_peak=passing if freed else _segment_backward(plain, [p.static.gradients for p in parts], shared),
         adding_peak=passing,
-        gradient=0 if freed else sum(part.static.gradients for part in parts),
+        gradient=_left(run, parts),
     )
 
 

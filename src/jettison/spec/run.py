@@ -14,6 +14,7 @@ from jettison.spec.kernels import PYTORCH, Device, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
@@ -162,6 +163,7 @@ class Run:
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
         frozen: models beside it of which a step runs the forward.
+        states_on_host: whose way of keeping the optimizer's states in the host's memory.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -190,6 +192,7 @@ class Run:
     loader_masks: bool = False
     tuning: Tuning | None = None
     frozen: tuple[FrozenModel, ...] = ()
+    states_on_host: StatesOnHost = StatesOnHost.NONE
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -216,9 +219,35 @@ class Run:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
+        if self.states_on_host is not StatesOnHost.NONE:
+            self._check_states_on_host()
         self.layout.check(self.model, seq=self.seq)
         for beside in self.frozen:
             self._check_beside(beside)
+
+    def _check_states_on_host(self) -> None:
+        """Does the framework whose way it is do this?
+
+        Raises:
+            UsageError: no.
+        """
+        rule, why = self.states_on_host, ""
+        own = self.precision.master is None
+        kinds = (Optimizer.ADAMW,) if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+        if rule.moves_masters and own:
+            why = f"--precision {self.precision.name}; DeepSpeed updates fp32 copies: --precision bf16"
+        elif not rule.moves_masters and not own:
+            why = (
+                f"--precision {self.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
+            )
+        elif self.optimizer not in kinds:
+            why = f"--optimizer {self.optimizer}; expected {' or '.join(kinds)}"
+        elif rule is StatesOnHost.TORCHAO_GRADIENTS and self.micro_batches > 1:
+            why = f"--micro-batches {self.micro_batches}; each gradient goes as it is made: 1, or torchao"
+        elif rule.steps_there and self.gradients is not Gradients.ONE_BY_ONE:
+            why = f"gradients {self.gradients}; give --gradients one-by-one"
+        if why:
+            raise UsageError(f"got --states-on-host {rule} with {why}")
 
     def _check_beside(self, beside: FrozenModel) -> None:
         """Can this frozen model stand beside it?
@@ -265,6 +294,11 @@ class Run:
         """What there is of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
         return gradient_rule(self.precision, self.adding, updates)
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Do gradients go as backward makes them?"""
+        return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
 
     @property
     def updates_on_cpu(self) -> bool:
