@@ -68,6 +68,7 @@ PAGES: dict[str, Page] = {
             "$ jettison ledger llama3-8b --lora": World(),
             "$ jettison ledger llama3-8b --gradients": World(),
             "$ jettison ledger llama3-8b --states-on-host": World(),
+            "$ jettison estimate llama3-8b --seq 32768": World(),
         }
     ),
     "docs/layouts.md": Page(

@@ -1,4 +1,4 @@
-"""Of a request, what people ask who fine-tune: adapters, frozen models beside the trained one, states on the host."""
+"""Of a request, what people ask who fine-tune: adapters, frozen models, states on the host, packed documents."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def frozen_of(policy: ModelSpec, request: RunRequest, named: Callable[[str], Mod
             sharded=given_or(words.sharded, True),
             when=given_or(words.when, When.AFTER if role is Role.REFERENCE else When.BEFORE),
         )
+
+
+def packed_of(request: RunRequest) -> int:
+    """Tokens of a document; 0: sequences are one.
+
+    Raises:
+        UsageError: fewer than one.
+    """
+    if request.packed is not None and request.packed < 1:
+        raise UsageError(f"got --packed {request.packed}; expected tokens of a document, 1 or more")
+    return given_or(request.packed, 0)
 
 
 def states_of(request: RunRequest) -> StatesOnHost:

@@ -17,7 +17,7 @@ from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
-from jettison.predict.set_aside import loader_mask, set_aside
+from jettison.predict.set_aside import loader_mask, packed_batch, set_aside
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.states_on_host import HostStates, device_buffer, host_states
 from jettison.predict.timeline_units import units
@@ -239,7 +239,7 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + _around(run, index),
+        around=mask + packed_batch(run) + _around(run, index),
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens
-from jettison.predict.fine_tuning_request import frozen_of, states_of, tuning_of
+from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
 from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import kernels_for
 from jettison.spec.hub import hub_config, is_hub_id
@@ -45,7 +45,7 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-        attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
+        attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
@@ -69,6 +69,7 @@ class CommonRequest:
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
@@ -104,6 +105,7 @@ class CommonRequest:
     keep_received: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
+    packed: Tokens | None = None
     lora: str | None = None
     base: str | None = None
     input_gradients: bool | None = None
@@ -281,6 +283,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(given_or(request.workspaces, "none")),
         loader_masks=given_or(request.loader_masks, False),
+        packed=packed_of(request),
         tuning=tuning,
         frozen=frozen,
         states_on_host=states_of(request),

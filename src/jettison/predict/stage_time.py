@@ -24,6 +24,7 @@ from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_b
 from jettison.predict.states_on_host import host_states
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Documents
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer, Precision
@@ -133,7 +134,7 @@ class Timing:
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
-        visible = 1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks)
+        visible = 1.0 if layer is None else _computed_share(run, layer)
         return _prices(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
 
     # regions ----------------------------------------------------------------------------------------------------------
@@ -440,6 +441,12 @@ def _one(
         in_layer=in_layer,
         prices=prices,
     )
+
+
+def _computed_share(run: Run, layer: AnyLayer) -> float:
+    if run.packed and run.kernels.documents is Documents.MASK:
+        return 1.0
+    return computed_share(layer, run.packed or run.seq, run.kernels.tensor_masks and not run.packed)
 
 
 @lru_cache(maxsize=4096)

@@ -154,7 +154,7 @@ def batch_text(asked: Resolved) -> str:
         return f"{text} (default)" if name in asked.assumed else text
 
     parts = (
-        stated("seq", f"{run.seq} tokens"),
+        stated("seq", f"{run.seq} tokens" + (f" in documents of {run.packed}" if run.packed else "")),
         stated("micro_batch", f"{run.micro_batch} a micro-batch"),
         stated("micro_batches", f"{run.micro_batches} of these a step"),
     )

@@ -260,6 +260,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "accumulation": str(run.adding),
         "workspaces": run.workspaces.name,
         "loader_masks": run.loader_masks,
+        "packed": run.packed or None,
         "context_exchange": str(run.kernels.context_exchange),
         "trained": None if run.tuning is None else str(run.tuning),
         "frozen_models": [

@@ -85,6 +85,10 @@ class SearchRequest(CommonRequest):
             numbers["pp"] = numbers["pp"] or (1,)
             if numbers["pp"] != (1,):
                 raise UsageError(f"got --pp {self.pp} with {alone[0]}, which goes with --pp 1 alone")
+        if template.packed:  # ranks share no documents
+            numbers["cp"] = numbers["cp"] or (1,)
+            if numbers["cp"] != (1,):
+                raise UsageError(f"got --cp {self.cp} with --packed; documents that ranks share are not described")
         if model.recorder is not None:  # its blocks cannot be cut
             numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(

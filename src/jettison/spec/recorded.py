@@ -26,6 +26,7 @@ AS_BUILT: Final = frozenset(
         "lora",
         "base",
         "input_gradients",
+        "packed",
         "reference",
         "reward",
     }

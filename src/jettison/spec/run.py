@@ -10,7 +10,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.frozen_models import FrozenModel
-from jettison.spec.kernels import PYTORCH, Device, Kernels
+from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
@@ -137,6 +137,7 @@ class Scene:
     padding: bool
     imbalance: float
     tuning: Tuning | None = None
+    packed: int = 0
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -161,6 +162,7 @@ class Run:
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
         frozen: models beside it of which a step runs the forward.
         states_on_host: whose way of keeping the optimizer's states in the host's memory.
@@ -190,6 +192,7 @@ class Run:
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
+    packed: int = 0
     tuning: Tuning | None = None
     frozen: tuple[FrozenModel, ...] = ()
     states_on_host: StatesOnHost = StatesOnHost.NONE
@@ -208,7 +211,9 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
-        if self.model.learned_positions and self.seq > self.model.max_positions:
+        if self.packed:
+            self._check_packed()
+        if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
         if self.recompute.whole and self.layout.pp == 1:
             raise UsageError(
@@ -224,6 +229,23 @@ class Run:
         self.layout.check(self.model, seq=self.seq)
         for beside in self.frozen:
             self._check_beside(beside)
+
+    def _check_packed(self) -> None:
+        """Are documents packed in a way that somebody's code has?
+
+        Raises:
+            UsageError: no.
+        """
+        if not 1 <= self.packed <= self.seq:
+            raise UsageError(f"got --packed {self.packed}; expected tokens of a document, 1 to --seq {self.seq}")
+        if self.layout.cp > 1:
+            raise UsageError(f"got --packed with --cp {self.layout.cp}; documents that ranks share are not described")
+        rows = self.kernels.name == "huggingface" and self.kernels.documents is Documents.VARLEN
+        if rows and self.micro_batch > 1:
+            raise UsageError(
+                f"got --packed with --micro-batch {self.micro_batch}; with flash-attn transformers packs one row alone "
+                "(modeling_flash_attention_utils.py, _is_packed_sequence): --micro-batch 1 and a longer --seq"
+            )
 
     def _check_states_on_host(self) -> None:
         """Does the framework whose way it is do this?
@@ -321,4 +343,5 @@ class Run:
             padding=self.padding,
             imbalance=self.imbalance,
             tuning=self.tuning,
+            packed=self.packed,
         )
