@@ -67,6 +67,8 @@ PAGES: dict[str, Page] = {
             "$ jettison plan llama3-70b --lora": World(slow=True),
             "$ jettison ledger llama3-8b --lora": World(),
             "$ jettison ledger llama3-8b --gradients": World(),
+            "$ jettison ledger llama3-8b --states-on-host": World(),
+            "$ jettison estimate llama3-8b --seq 32768": World(),
         }
     ),
     "docs/layouts.md": Page(
@@ -96,7 +98,8 @@ PAGES: dict[str, Page] = {
         run={
             "$ jettison plan llama3-70b --lora": World(slow=True),
             "$ jettison ledger llama3-8b --lora r=16 --base": World(slow=True),
-            "$ jettison ledger llama3-8b --lora r=16 --micro-batch": World(),
+            "$ jettison ledger llama3-8b --reference same": World(),
+            "$ jettison ledger llama3-8b --lora r=16 --reference base": World(),
             "$ jettison ledger llama3-8b --dp": World(slow=True),
             "$ jettison ledger llama3-8b --cp": World(slow=True),
             "$ jettison ledger llama3-8b --pp": World(),

@@ -5,12 +5,14 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
+from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
 from jettison.spec.model import Attention, Norm, QkNorm
 
 HEADS, ROWS = 1, 2
@@ -153,6 +155,8 @@ def _has_mask_tensor(w: Writer, spec: Attention) -> bool:
     """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
+    if w.run.packed:
+        return w.kernels.documents is Documents.MASK
     return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding)
 
 
@@ -185,8 +189,9 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     out = w.tape.empty(shape, q.dtype, places, grad=q.grad or k.grad or v.grad)
     rows = w.tape.empty(q.shape[:-1], "float32", places)
     keys = k.shape[ROWS]
+    seen = w.run.packed if w.run.packed and not masked else keys  # of them, by each row
     local = out.local_shape
-    flops = 2 * local[0] * local[1] * local[2] * keys * (q.shape[-1] + v.shape[-1])
+    flops = 2 * local[0] * local[1] * local[2] * seen * (q.shape[-1] + v.shape[-1])
     reference = "arXiv 2205.14135, Algorithm 2"
     names = ("attention query", "attention key", "attention value")
     kept = [saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
@@ -195,6 +200,7 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     if masked:
         inputs.append(_mask_tensor(w, q, keys))
         kept.append(saved(inputs[-1], "attention mask"))
+    kept += [saved(bounds, "document bounds") for bounds in _bounds(w)]
     w.tape.record(
         "aten._scaled_dot_product_flash_attention.default",
         inputs,
@@ -204,6 +210,23 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
         weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
     )
     return out
+
+
+def _bounds(w: Writer) -> Iterator[Value]:
+    """Where documents begin, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
+
+    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all of them.
+    """
+    if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
+        return
+    shape = (w.run.micro_batch * -(-w.run.seq // w.run.packed) + 1,)
+    if w.kernels.name == "huggingface":
+        ids = w.table("position ids", w.shape(), "int64")
+        yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
+        return
+    yield w.table("document bounds", shape, "int32")
+    if w.kernels.name == "pytorch":
+        yield w.tape.source("random state of the kernel", (2,), "int64")
 
 
 def _mask_tensor(w: Writer, q: Value, keys: int) -> Value:

@@ -51,7 +51,7 @@ def rotary_tables(w: Writer) -> None:
 
     Code that places text among images has a table for each sequence, b × s.
     """
-    rows = w.run.micro_batch if w.kernels.batched_rotary else 1
+    rows = w.run.micro_batch if w.kernels.batched_rotary or w.run.packed else 1
     kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
@@ -79,9 +79,9 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
     """Rows of a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
-    if w.kernels.batched_positions:
+    if w.kernels.batched_positions or (w.run.packed and ids_name == POSITIONS):
         shape = w.shape()[0], w.shape()[1]
-    stored = ids_name == POSITIONS and w.kernels.stored_positions
+    stored = ids_name == POSITIONS and w.kernels.stored_positions and not w.run.packed
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
     return w.tape.op(
         "aten.embedding.default",

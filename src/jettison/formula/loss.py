@@ -45,6 +45,14 @@ def head(w: Writer, x: Value) -> Value:
     return _LOSSES[w.kernels.loss](w, logits, _labels(w))
 
 
+def score(w: Writer, x: Value) -> Value:
+    """One number for each position: ``transformers/modeling_layers.py``, ``GenericForSequenceClassification``."""
+    if w.run.model.final_norm is not None:
+        x = norm(w, x, w.run.model.final_norm, "norm")
+    whole, kept = enter(w, x)
+    return linear(w, whole, 1, "score", bias=False, keeps=kept, head=True)
+
+
 def _labels(w: Writer) -> Value:
     """Next tokens. Padded and shifted within the model, a single sequence's are a view with the padding still there."""
     shape = w.shape()

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from jettison.dtypes import tensor_bytes
 from jettison.formula.embedding import embedding
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.loss import head
+from jettison.formula.loss import head, score
 from jettison.formula.tape import Collective, Tape, Value, Weight
 from jettison.formula.writer import Writer
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
@@ -226,3 +226,10 @@ def head_region(scene: Scene) -> Region:
         return _recorded(scene).after
     writer = Writer.of(scene)
     return Region(output=head(writer, writer.hidden()), tape=writer.tape)
+
+
+@lru_cache(maxsize=64)
+def score_region(scene: Scene) -> Region:
+    """What stands after the layers of a reward model."""
+    writer = Writer.of(scene)
+    return Region(output=score(writer, writer.hidden()), tape=writer.tape)

@@ -14,6 +14,7 @@ from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run, Scene
+from jettison.spec.states_on_host import StatesOnHost
 
 NONE, FULL, MIXED = "none", "full", "mixed"
 _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
@@ -255,37 +256,48 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
-    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding)
+    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding, run.states_on_host)
     return named if picked is None else replace(named, chosen=picked)
 
 
 @lru_cache(maxsize=65536)
-def _named_layer(scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout) -> StageRegion:
+def _named_layer(
+    scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout, on_host: StatesOnHost
+) -> StageRegion:
     layer = scene.model.kinds[number]
     region = layer_region(scene, layer)
     return StageRegion(
         name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
         region=region,
         policy=policy,
-        static=_static(region, scene.precision, optimizer, sharding, True, True),
+        static=_static(region, scene.precision, optimizer, sharding, True, True, on_host),
         layer=layer,
     )
 
 
 def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, which hold a tied weight a second time on a stage of their own."""
-    return _named_end(run.scene, name, run.optimizer, run.layout.sharding, name == EMBEDDING or run.layout.pp > 1)
+    twice = name == EMBEDDING or run.layout.pp > 1
+    return _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
 
 
 @lru_cache(maxsize=65536)
-def _named_end(scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool) -> StageRegion:
+def _named_end(
+    scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool, on_host: StatesOnHost
+) -> StageRegion:
     region = embedding_region(scene) if name == EMBEDDING else head_region(scene)
-    held = _static(region, scene.precision, optimizer, sharding, False, tied)
+    held = _static(region, scene.precision, optimizer, sharding, False, tied, on_host)
     return StageRegion(name=name, region=region, policy=NONE, static=held)
 
 
 def _static(
-    region: Region, precision: Precision, optimizer: Optimizer, layout: Layout, in_layer: bool, tied: bool
+    region: Region,
+    precision: Precision,
+    optimizer: Optimizer,
+    layout: Layout,
+    in_layer: bool,
+    tied: bool,
+    on_host: StatesOnHost,
 ) -> Static:
     weights = [w for w in region.weights if tied or not w.tied]
-    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer)
+    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer, on_host=on_host)

@@ -17,7 +17,9 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
+from jettison.predict.frozen_models import highest_forward
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.spec.frozen_models import When
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients, Mode, Run
 
@@ -26,7 +28,8 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
-    return tuple(_with_transients(run, groups, _made(run, groups)))
+    made = _with_transients(run, groups, _made(run, groups))
+    return tuple(map(_with_frozen, made) if run.frozen else made)
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[Unit]:
@@ -40,8 +43,8 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
     part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
     passes, adding = passes_of(part, rule), passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
-    if run.gradients is Gradients.IN_BACKWARD:  # it goes as one that is added to others does
-        gradient, backward = 0, adding.backward_peak
+    if run.frees_gradients:  # it goes as one that is added to others does
+        gradient, backward = _left(run, [part]), adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
@@ -58,7 +61,29 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
         gradient=gradient,
         pending=pending,
         is_loss=part.name == HEAD,
+        frozen=_frozen(run, part.name) if run.frozen else 0,
     )
+
+
+def _left(run: Run, parts: Sequence[StageRegion]) -> int:
+    """Gradients that a backward leaves behind; of those that go to the host, `formula.static` has none."""
+    return 0 if run.gradients is Gradients.IN_BACKWARD else sum(part.static.gradients for part in parts)
+
+
+def _frozen(run: Run, name: str) -> int:
+    """Of frozen models, what runs before the first region's forward, or before the last one's backward."""
+    when = {EMBEDDING: When.BEFORE, HEAD: When.AFTER}.get(name)
+    return 0 if when is None else highest_forward(run, when)
+
+
+def _with_frozen(unit: Unit) -> Unit:
+    """With its peaks no lower than the forward of a frozen model that stands beside it."""
+    if not unit.frozen:
+        return unit
+    if not unit.is_loss:
+        return replace(unit, forward_peak=max(unit.forward_peak, unit.frozen))
+    peaks = max(unit.backward_peak, unit.frozen), max(unit.adding_peak, unit.frozen)
+    return replace(unit, backward_peak=peaks[0], adding_peak=peaks[1])
 
 
 def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Unit]:
@@ -101,14 +126,14 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
-    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.gradients is Gradients.IN_BACKWARD
+    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.frees_gradients
     return Unit(
         names=names,
         resident=held,
         forward_peak=max(p.forward_peak + (held if i else 0) for i, p in enumerate(full)),
         backward_peak=passing if freed else _segment_backward(plain, [p.static.gradients for p in parts], shared),
         adding_peak=passing,
-        gradient=0 if freed else sum(part.static.gradients for part in parts),
+        gradient=_left(run, parts),
     )
 
 
@@ -175,12 +200,13 @@ def unit_within(run: Run, groups: Sequence[RegionGroup], chunk: Sequence[RegionG
     (unit,) = _made(run, groups)
     gathered, reduced = _moving(run, chunk)
     beside = gathered + (0 if last else reduced)
-    return replace(
+    there = replace(
         unit,
         forward_peak=unit.forward_peak + gathered,
         backward_peak=unit.backward_peak + beside,
         adding_peak=unit.adding_peak + beside,
     )
+    return _with_frozen(there)
 
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:

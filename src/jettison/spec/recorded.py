@@ -26,6 +26,9 @@ AS_BUILT: Final = frozenset(
         "lora",
         "base",
         "input_gradients",
+        "packed",
+        "reference",
+        "reward",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

@@ -9,10 +9,12 @@ from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import PYTORCH, Device, Kernels
+from jettison.spec.frozen_models import FrozenModel
+from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
@@ -135,6 +137,7 @@ class Scene:
     padding: bool
     imbalance: float
     tuning: Tuning | None = None
+    packed: int = 0
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -159,7 +162,10 @@ class Run:
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
+        frozen: models beside it of which a step runs the forward.
+        states_on_host: whose way of keeping the optimizer's states in the host's memory.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -186,7 +192,10 @@ class Run:
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
+    packed: int = 0
     tuning: Tuning | None = None
+    frozen: tuple[FrozenModel, ...] = ()
+    states_on_host: StatesOnHost = StatesOnHost.NONE
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -202,7 +211,9 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
-        if self.model.learned_positions and self.seq > self.model.max_positions:
+        if self.packed:
+            self._check_packed()
+        if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
         if self.recompute.whole and self.layout.pp == 1:
             raise UsageError(
@@ -213,7 +224,72 @@ class Run:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
+        if self.states_on_host is not StatesOnHost.NONE:
+            self._check_states_on_host()
         self.layout.check(self.model, seq=self.seq)
+        for beside in self.frozen:
+            self._check_beside(beside)
+
+    def _check_packed(self) -> None:
+        """Are documents packed in a way that somebody's code has?
+
+        Raises:
+            UsageError: no.
+        """
+        if not 1 <= self.packed <= self.seq:
+            raise UsageError(f"got --packed {self.packed}; expected tokens of a document, 1 to --seq {self.seq}")
+        if self.layout.cp > 1:
+            raise UsageError(f"got --packed with --cp {self.layout.cp}; documents that ranks share are not described")
+        rows = self.kernels.name == "huggingface" and self.kernels.documents is Documents.VARLEN
+        if rows and self.micro_batch > 1:
+            raise UsageError(
+                f"got --packed with --micro-batch {self.micro_batch}; with flash-attn transformers packs one row alone "
+                "(modeling_flash_attention_utils.py, _is_packed_sequence): --micro-batch 1 and a longer --seq"
+            )
+
+    def _check_states_on_host(self) -> None:
+        """Does the framework whose way it is do this?
+
+        Raises:
+            UsageError: no.
+        """
+        rule, why = self.states_on_host, ""
+        own = self.precision.master is None
+        kinds = (Optimizer.ADAMW,) if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+        if rule.moves_masters and own:
+            why = f"--precision {self.precision.name}; DeepSpeed updates fp32 copies: --precision bf16"
+        elif not rule.moves_masters and not own:
+            why = (
+                f"--precision {self.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
+            )
+        elif self.optimizer not in kinds:
+            why = f"--optimizer {self.optimizer}; expected {' or '.join(kinds)}"
+        elif rule is StatesOnHost.TORCHAO_GRADIENTS and self.micro_batches > 1:
+            why = f"--micro-batches {self.micro_batches}; each gradient goes as it is made: 1, or torchao"
+        elif rule.steps_there and self.gradients is not Gradients.ONE_BY_ONE:
+            why = f"gradients {self.gradients}; give --gradients one-by-one"
+        if why:
+            raise UsageError(f"got --states-on-host {rule} with {why}")
+
+    def _check_beside(self, beside: FrozenModel) -> None:
+        """Can this frozen model stand beside it?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.layout.pp > 1:
+            raise UsageError(
+                f"got --{beside.role} with --pp {self.layout.pp}; no rule says which stage would run its forward when: "
+                "give --pp 1, and --zero 3 or --tp instead"
+            )
+        if beside.model is None:
+            return
+        if beside.model.learned_positions and self.seq > beside.model.max_positions:
+            raise UsageError(
+                f"got --seq {self.seq}; the {beside.role} {beside.model.name} has {beside.model.max_positions} "
+                "positions"
+            )
+        self.layout.check(beside.model, seq=self.seq)
 
     def _check_in_backward(self) -> None:
         """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.
@@ -242,6 +318,11 @@ class Run:
         return gradient_rule(self.precision, self.adding, updates)
 
     @property
+    def frees_gradients(self) -> bool:
+        """Do gradients go as backward makes them?"""
+        return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
+
+    @property
     def updates_on_cpu(self) -> bool:
         """Does an update make tensors of a parameter's size? PyTorch's do, on a CPU; fused kernels do not."""
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
@@ -262,4 +343,5 @@ class Run:
             padding=self.padding,
             imbalance=self.imbalance,
             tuning=self.tuning,
+            packed=self.packed,
         )

@@ -21,6 +21,14 @@ class Difference(TypedDict):
     text: str
 
 
+class HostStates(TypedDict):
+    """Of the worst rank: the optimizer's bytes in the host's memory, and those of a step over the link."""
+
+    host_bytes: int
+    to_host_bytes: int
+    to_device_bytes: int
+
+
 class LedgerLayer(TypedDict):
     """What one layer saves for backward, in one micro-batch on one rank; ``policy`` is null where nobody says."""
 
@@ -195,6 +203,7 @@ class LedgerDocument(TypedDict):
     worst_stage: int | None
     phases: list[LedgerPhase]
     allowance: Allowance | None
+    host_states: HostStates | None
     budget_bytes: int | None
     fits: bool | None
     gpu: str | None
@@ -333,6 +342,7 @@ class EstimateDocument(TypedDict):
     busiest_stage: int
     stages: list[EstimateStage]
     peak_bytes: int
+    host_states: HostStates | None
     available_bytes: int
     fits: bool
     reached: dict[str, float]
