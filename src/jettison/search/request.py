@@ -11,8 +11,10 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
-from jettison.search.space import PLANS, SCHEDULES, Axes, Space
+from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
 from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Loss
+from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Gradients
 
@@ -87,7 +89,25 @@ class SearchRequest(CommonRequest):
             whole=(False, True) if self.whole_micro_batches else (False,),
             uneven=bool(self.uneven),
         )
-        return Space(template=template, gpus=gpus, global_batch=global_batch, node=hardware.node, axes=axes)
+        return Space(
+            template=template,
+            gpus=gpus,
+            global_batch=global_batch,
+            node=hardware.node,
+            axes=axes,
+            over_tensor_ranks=self._over_tensor_ranks(),
+        )
+
+    def _over_tensor_ranks(self) -> OverTensorRanks:
+        """What a framework's rule says otherwise over several ranks, where no flag goes before it."""
+        if self.like is None:
+            return OverTensorRanks()
+        alone, over = rule(self.like, tp=1), rule(self.like, tp=2)
+        said = {name for name in over if alone.get(name) != over[name] and getattr(self, name) is None}
+        return OverTensorRanks(
+            loss=Loss(over["loss"]) if "loss" in said else None,
+            gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
+        )
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.run import MOST, Mode, Recompute, Run
 from jettison.spec.stage_layers import uneven_cuts
@@ -69,12 +70,25 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OverTensorRanks:
+    """What a framework's rule says where tp is above 1, and otherwise not; None: as the template."""
+
+    loss: Loss | None = None
+    gathered_inputs: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A layout, and the batch as it is cut for one data-parallel rank."""
+    """A layout, and the batch as it is cut for one data-parallel rank.
+
+    Args:
+        loss: that goes with this layout; None: the template's.
+    """
 
     layout: Layout
     micro_batch: int
     micro_batches: int
+    loss: Loss | None = None
 
     @property
     def flags(self) -> str:
@@ -111,7 +125,7 @@ class Candidate:
     @property
     def text(self) -> str:
         """All that tells it from others of its question."""
-        return f"{self.flags} {self.setup.layout} {self.budget_bytes}"
+        return f"{self.flags} {self.setup.layout} {self.setup.loss} {self.budget_bytes}"
 
     def run(self, template: Run) -> Run:
         """The run that it is."""
@@ -122,11 +136,18 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
     """A setup's run: everything else is as in the template. Without a mode, nothing is computed again."""
     return replace(
         template,
+        kernels=template.kernels if setup.loss is None else _with_loss(template.kernels, setup.loss),
         layout=setup.layout,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
         recompute=recompute or Recompute(),
     )
+
+
+@cache
+def _with_loss(kernels: Kernels, loss: Loss) -> Kernels:
+    """One object of each: runs that share it share their regions."""
+    return replace(kernels, loss=loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +157,7 @@ class Space:
     Args:
         template: the run's model, sequence, precision, kernels and so on; its layout's flags that are no axes hold.
         node: devices of a node.
+        over_tensor_ranks: what layouts with tp above 1 have instead of what the template has.
 
     Raises:
         UsageError: a number below one.
@@ -146,6 +168,7 @@ class Space:
     global_batch: int
     node: int
     axes: Axes = field(default_factory=Axes)
+    over_tensor_ranks: OverTensorRanks = OverTensorRanks()
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -239,15 +262,16 @@ class Space:
                 if layout.virtual_stages > 1 and count % layout.pp:
                     refused[f"interleaving takes a multiple of {layout.pp} micro-batches, not {count}"] += 1
                     continue
-                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count)
+                loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
+                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
-        flags: dict[str, Any] = {"gathered_inputs": template.layout.gathered_inputs}
-        flags |= {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
+        flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
         flags |= {"keeps_received": template.layout.keeps_received}
+        alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
@@ -264,6 +288,7 @@ class Space:
                                 virtual_stages=virtual,
                                 stage_layers=cut,
                                 schedule=schedule,
+                                gathered_inputs=alone if tp == 1 or over is None else over,
                                 **flags,
                             )
                             layout.check(template.model, seq=template.seq)
