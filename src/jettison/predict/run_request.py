@@ -24,10 +24,11 @@ from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kern
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, RecordedLayer
+from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
-from jettison.spec.run import MOST, Gradients, Recompute, Run, Software
+from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import workspaces
@@ -72,6 +73,10 @@ class CommonRequest:
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
+        recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
+            shared_experts,moe.
+        offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
+            expert_fc1,moe_act.
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
@@ -102,6 +107,8 @@ class CommonRequest:
     lora: str | None = None
     base: str | None = None
     input_gradients: bool | None = None
+    recompute_modules: str | None = None
+    offload_modules: str | None = None
     like: str | None = None
 
     def given(self) -> tuple[str, ...]:
@@ -256,12 +263,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         precision=precision(_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
         optimizer=optimizer(_or(request.optimizer, "adamw")),
         kernels=kernels,
-        recompute=Recompute.parse(
-            _or(request.recompute, "none"),
-            layers=model.depth,
-            offload=_or(request.offload, False),
-            whole=_whole(_or(request.whole_micro_batches, "0")),
-        ),
+        recompute=_recompute(request, model.depth),
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
         dropout=_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
@@ -368,6 +370,22 @@ def _tuning(request: RunRequest) -> Tuning | None:
         base=Base.PLAIN if request.base is None else _word(Base, request.base, "base"),
         inputs_need_gradients=_or(request.input_gradients, again),
     )
+
+
+def _recompute(request: RunRequest, layers: int) -> Recompute:
+    """A mode, or Megatron's lists of modules, for which its granularity is "selective"."""
+    flag, word = "--recompute-modules", request.recompute
+    again = () if request.recompute_modules is None else listed(request.recompute_modules, flag)
+    sent = () if request.offload_modules is None else listed(request.offload_modules, "--offload-modules")
+    if again and word not in (None, "selective"):
+        raise UsageError(f"got --recompute {word} and {flag}, which is a mode of its own; leave one of them away")
+    found = Recompute.parse(
+        f"{Mode.MODULES}:{'+'.join(again)}" if again else _or(word, "none"),
+        layers=layers,
+        offload=_or(request.offload, False),
+        whole=_whole(_or(request.whole_micro_batches, "0")),
+    )
+    return replace(found, sent=sent) if sent else found
 
 
 def _whole(text: str) -> int:

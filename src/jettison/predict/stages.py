@@ -9,6 +9,7 @@ from itertools import accumulate, groupby
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, static
+from jettison.solve.modules import OWN, Again, computed_again, sent
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
@@ -100,7 +101,26 @@ Chunk = tuple[RegionGroup, ...]
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
-    return policy_named(policy).kept(region.program)
+    found = again_by(region, policy)
+    return policy_named(policy).kept(region.program) if found is None else found.kept
+
+
+@lru_cache(maxsize=4096)
+def again_by(region: Region, policy: str) -> Again | None:
+    """What a list of modules computes again; None: the policy is none."""
+    word, _, names = policy.partition(":")
+    return computed_again(region.program, tuple(names.split("+"))) if word == Mode.MODULES else None
+
+
+@lru_cache(maxsize=4096)
+def sent_by(region: Region, policy: str, modules: tuple[str, ...]) -> frozenset[int]:
+    """Of what a policy keeps, the buffers that wait on the host by a list of modules."""
+    return sent(region.program, kept_by(region, policy), modules)
+
+
+def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Modules as `solve.modules` calls them in a run, by who has its products: NOTE [ Norms of their own ] there."""
+    return tuple(OWN.get(name, name) for name in modules) if run.workspaces.library_bytes else modules
 
 
 def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...]:
@@ -227,6 +247,8 @@ def _policy(run: Run, position: int) -> str:
             return FULL if position % number == 0 else NONE
         case Mode.AUTO:
             return NONE
+        case Mode.MODULES:
+            return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
         case _:
             return str(mode)
 

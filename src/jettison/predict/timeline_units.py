@@ -17,7 +17,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients, Mode, Run
 
@@ -130,7 +130,7 @@ def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared:
 
 def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
     """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
-    if not (groups and run.recompute.offload):
+    if not (groups and run.recompute.to_host):
         return {}
     made = list(_made(run, groups))
     return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
@@ -145,7 +145,7 @@ def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Uni
     `solve.problem`.
     """
     gathered, reduced = _moving(run, groups)
-    if not (gathered or reduced or run.recompute.offload):
+    if not (gathered or reduced or run.recompute.to_host):
         yield from made
         return
     made = list(made)
@@ -185,7 +185,7 @@ def unit_within(run: Run, groups: Sequence[RegionGroup], chunk: Sequence[RegionG
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
     """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last."""
-    if not run.recompute.offload:
+    if not run.recompute.to_host:
         yield from ((unit, 0, 0) for unit in made)
         return
     parts = {name: group.part for group in groups for name in group.names}
@@ -209,8 +209,10 @@ def _moved(run: Run, parts: Mapping[str, StageRegion], unit: Unit, name: str) ->
 
 def moved_bytes(run: Run, part: StageRegion) -> int:
     """What a region sends to the host, of what stays of it."""
-    if not (run.recompute.offload and part.is_layer and part.first):
+    if not (run.recompute.to_host and part.is_layer and part.first):
         return 0
+    if run.recompute.sent:
+        return part.region.program.kept_bytes(sent_by(part.region, part.policy, names_of(run, run.recompute.sent)))
     moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
     return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
 

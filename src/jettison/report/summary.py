@@ -247,6 +247,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "dropout": run.dropout,
         "recompute": str(run.recompute),
         "offload": run.recompute.offload,
+        "offload_modules": list(run.recompute.sent),
         "whole_micro_batches": run.recompute.whole,
         "gradients": str(run.gradients),
         "capacity_factor": run.capacity_factor,

@@ -5,7 +5,7 @@ See NOTE [ Defaults ] in `predict.run_request` for what is no axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from jettison.errors import UsageError
@@ -16,7 +16,7 @@ from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
-from jettison.spec.run import Gradients
+from jettison.spec.run import Gradients, Recompute
 
 MARGIN: Final = 0.25
 """Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
@@ -70,6 +70,8 @@ class SearchRequest(CommonRequest):
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         template = resolve(model, RunRequest(**common)).run
+        lists = (template.recompute,) if template.recompute != Recompute() else ()
+        template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
             raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
@@ -84,7 +86,8 @@ class SearchRequest(CommonRequest):
             zero=zero,
             sp=(True, False) if self.sp is None else (self.sp,),
             schedules=_words(self.schedule) or SCHEDULES,
-            plans=_words(self.recompute) or PLANS,
+            plans=_words(self.recompute) or (() if lists else PLANS),
+            lists=lists,
             offload=(False, True) if self.offload else (False,),
             whole=(False, True) if self.whole_micro_batches else (False,),
             uneven=bool(self.uneven),

@@ -39,6 +39,7 @@ class Axes:
         sp: with it and without; a tp of 1 has none.
         schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
         plans: recompute modes; `every` and `auto` among them.
+        lists: plans beside these, by lists of modules.
         offload: False: what stays is on the device; True: on the host.
         whole: True: pipelines keep as many micro-batches of each window whole as fit.
         uneven: also pipelines whose ends have a layer less, or more, than other stages.
@@ -58,6 +59,7 @@ class Axes:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     micro_batch: tuple[int, ...] | None = None
     plans: tuple[str, ...] = PLANS
+    lists: tuple[Recompute, ...] = ()
     offload: tuple[bool, ...] = (False,)
     whole: tuple[bool, ...] = (False,)
     uneven: bool = False
@@ -119,7 +121,9 @@ class Candidate:
     @property
     def flags(self) -> str:
         """What to give `ledger` and `estimate` for it."""
-        more = " --offload" if self.recompute.offload else " --whole-micro-batches most" if self.recompute.whole else ""
+        plan = self.recompute
+        more = " --offload" if plan.offload else " --whole-micro-batches most" if plan.whole else ""
+        more += f" --offload-modules {','.join(plan.sent)}" if plan.sent else ""
         return f"{self.setup.flags} --recompute {self.recompute}{more}"
 
     @property
@@ -230,7 +234,7 @@ class Space:
         found = {}
         for layers in range(1, self.template.model.depth + 1):
             modes = tuple(self._modes(layers))
-            whole = (replace(m, whole=MOST) for m in modes if m.mode is not Mode.NONE and not m.offload)
+            whole = (replace(m, whole=MOST) for m in modes if m.mode is not Mode.NONE and not m.to_host)
             found[layers, False] = modes
             found[layers, True] = (*modes, *whole) if True in self.axes.whole else modes
         return found
@@ -250,6 +254,7 @@ class Space:
                     if mode.mode is not Mode.AUTO and mode not in known:
                         known.add(mode)
                         yield mode
+        yield from (mode for mode in self.axes.lists if mode not in known)
 
     def _setups(self, refused: Counter[str]) -> Iterator[Setup]:
         for layout in self._layouts(refused):

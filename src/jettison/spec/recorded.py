@@ -26,6 +26,8 @@ AS_BUILT: Final = frozenset(
         "lora",
         "base",
         "input_gradients",
+        "recompute_modules",
+        "offload_modules",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

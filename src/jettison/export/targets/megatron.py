@@ -12,21 +12,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from jettison.export.described import DescribedPricer
-from jettison.export.modules import (
-    CORE_ATTENTION,
-    MODULES,
-    OFFLOADED,
-    SMALLEST_OFFLOADED,
-    by_modules,
-    is_fused,
-    offloading,
-    parts_of,
-    saved_by,
-)
+from jettison.export.modules import by_modules, offloading
 from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Decision, Subject
+from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, saved_by
 from jettison.spec.layout import Layout, Schedule
+from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
 from jettison.spec.run import Mode, Recompute, Run
 
 MEGATRON, BRIDGE = "megatron", "megatron-bridge"
@@ -139,7 +131,7 @@ def _divides(size: int, sizes: list[int]) -> bool:
 def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
     """Sets of modules that the model has; an experts' layer as a whole goes with no part of it."""
     programs = {id(d.program): d.program for d in subject.decisions}.values()
-    there = [module for module in MODULES if any(parts_of(program, module) for program in programs)]
+    there = [module for module in RECOMPUTED if any(parts_of(program, module) for program in programs)]
     if all(map(is_fused, programs)):
         there.remove(CORE_ATTENTION)
     for count in range(len(there) + 1):
