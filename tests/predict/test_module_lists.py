@@ -166,7 +166,6 @@ def test_parts_run_again_and_take_time() -> None:
         ({"recompute_modules": "mla_up_proj"}, "no layer of dense has one"),
         ({"recompute_modules": "moe_act"}, "no layer of dense has one"),
         ({"offload_modules": "attn_proj"}, "without core_attn"),
-        ({"recompute_modules": "core_attn", "offload_modules": "core_attn"}, "both in"),
         ({"recompute_modules": "mlp", "recompute": "full"}, "a mode of its own"),
         ({"offload_modules": "core_attn", "recompute": "full"}, "does not go with --recompute full"),
         ({"offload_modules": "core_attn", "offload": True}, "does not go with --offload"),

@@ -87,7 +87,7 @@ def static(
         gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
         master += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
         copies += at[0] * (DTYPE_BYTES[precision.optimizer_gradient] if precision.optimizer_gradient else 0)
-        state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
+        state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer and not w.tied)
         if layout.zero == 3 and ranks > 1:
             gathered += w.numel * DTYPE_BYTES[precision.compute]
         if layout.zero >= 2 and ranks > 1:

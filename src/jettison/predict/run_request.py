@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens
 from jettison.spec.conventions import kernels_for
+from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
@@ -73,6 +74,7 @@ class CommonRequest:
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
         base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
+        mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
         recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
             shared_experts,moe.
         offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
@@ -107,6 +109,7 @@ class CommonRequest:
     lora: str | None = None
     base: str | None = None
     input_gradients: bool | None = None
+    mtp_num_layers: int | None = None
     recompute_modules: str | None = None
     offload_modules: str | None = None
     like: str | None = None
@@ -245,8 +248,9 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     if request.positions is not None:
         model = _with_positions(model, request.positions)
-    layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
+    model = with_further(model, _or(request.mtp_num_layers, 0), kernels)
+    layout = _layout(request, model)
     tuning = _tuning(request)
     if tuning is not None and not tuning.inputs_need_gradients:
         first = model.layers[0]
@@ -312,7 +316,8 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
 
 
-def _layout(request: RunRequest, depth: int) -> Layout:
+def _layout(request: RunRequest, model: ModelSpec) -> Layout:
+    depth = model.depth - model.further
     tp, pp, virtual = _or(request.tp, 1), _or(request.pp, 1), _or(request.virtual_stages, 1)
     cut = request.stage_layers
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
@@ -325,6 +330,7 @@ def _layout(request: RunRequest, depth: int) -> Layout:
         pp=pp,
         virtual_stages=virtual,
         stage_layers=uneven,
+        further=model.further,
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else _word(Schedule, request.schedule, "schedule"),
         dp=_or(request.dp, 1),
         zero=_or(request.zero, 0),

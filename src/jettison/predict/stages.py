@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, static
-from jettison.solve.modules import OWN, Again, computed_again, sent
+from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
@@ -17,6 +17,8 @@ from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run, Scene
 
 NONE, FULL, MIXED = "none", "full", "mixed"
+FURTHER = "modules:mtp"
+"""A checkpoint of a layer for further tokens."""
 _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 """Modes under which layers of one kind are treated differently."""
 
@@ -101,7 +103,7 @@ Chunk = tuple[RegionGroup, ...]
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
-    found = again_by(region, policy)
+    found = again_by(region, FURTHER if policy == FULL and predicts_further(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
 
 
@@ -277,19 +279,23 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
-    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding)
+    table = run.layout.pp > 1 and not run.model.tied_embeddings  # or the stage's embedding, or its head, has it
+    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding, table)
     return named if picked is None else replace(named, chosen=picked)
 
 
 @lru_cache(maxsize=65536)
-def _named_layer(scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout) -> StageRegion:
+def _named_layer(
+    scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout, table: bool
+) -> StageRegion:
+    """Args: table: a layer for further tokens has a copy of the embedding's."""
     layer = scene.model.kinds[number]
     region = layer_region(scene, layer)
     return StageRegion(
         name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
         region=region,
         policy=policy,
-        static=_static(region, scene.precision, optimizer, sharding, True, True),
+        static=_static(region, scene.precision, optimizer, sharding, True, table),
         layer=layer,
     )
 

@@ -67,8 +67,8 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
     Args:
         size: of every segment; 1: as a planner has cut them, and layers that it has left alone are units of their own.
     """
-    for is_layer, run_of_groups in groupby(groups, lambda group: group.part.is_layer):
-        if not is_layer:
+    for is_own, run_of_groups in groupby(groups, lambda group: _is_own_layer(group.part)):
+        if not is_own:
             yield from (_unit(run, group) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
@@ -80,6 +80,11 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
                 yield _unit(run, RegionGroup(part=first, names=names))
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)
+
+
+def _is_own_layer(part: StageRegion) -> bool:
+    """Is it one of the model's own layers? Those for further tokens are checkpoints of their own."""
+    return part.layer is not None and not part.layer.ahead
 
 
 _Named = tuple[StageRegion, str]
@@ -184,7 +189,11 @@ def unit_within(run: Run, groups: Sequence[RegionGroup], chunk: Sequence[RegionG
 
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
-    """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last."""
+    """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last.
+
+    Under lists of modules the last layer of other chunks than the model's last sends as well: Megatron keeps what the
+    backward that comes next would fetch at once (``fine_grained_activation_offload.py``, ``should_bulk_offload``).
+    """
     if not run.recompute.to_host:
         yield from ((unit, 0, 0) for unit in made)
         return
@@ -192,6 +201,8 @@ def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> I
     each = [(unit, name, _moved(run, parts, unit, name)) for unit in made for name in unit.names]
     layers = [i for i, (_, name, _) in enumerate(each) if name not in parts or parts[name].is_layer]
     last = max(layers, default=-1)  # a stage may have no layers
+    if run.recompute.sent and HEAD not in groups[-1].names:
+        last = -1
     each = [(unit, name, 0 if i == last else moved) for i, (unit, name, moved) in enumerate(each)]
     before = [0, *(moved for _, _, moved in each)]
     alike = groupby(zip(each, before, strict=False), lambda pair: (id(pair[0][0]), pair[0][2], pair[1]))

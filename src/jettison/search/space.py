@@ -275,7 +275,7 @@ class Space:
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
         flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
-        flags |= {"keeps_received": template.layout.keeps_received}
+        flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
         alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
@@ -324,7 +324,8 @@ class Space:
 
     def _orders(self, pp: int) -> Iterator[tuple[int, Schedule, tuple[int, ...]]]:
         """Virtual stages, the schedule that goes with them, and layers of each stage where they are uneven."""
-        wanted, depth = self.axes.virtual_stages, self.template.model.depth
+        model = self.template.model
+        wanted, depth = self.axes.virtual_stages, model.depth - model.further
         if pp == 1:
             if wanted is None or 1 in wanted:
                 yield 1, Schedule.ONE_F_ONE_B, ()

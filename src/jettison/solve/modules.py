@@ -63,6 +63,8 @@ def parts_of(program: Program, module: str) -> frozenset[int]:
             up = ("attention.query", "attention.key_value")
             first = min(core, default=0)
             return _where(program, lambda op: op.path in up or (op.path == "attention" and op.index < first))
+        case "mtp":  # NOTE [ Further tokens ] in `formula.further`
+            return _where(program, lambda op: op.path not in ("norm", "mtp") and not _joins_depths(program, op))
         case "mlp" | "moe":
             return _where(program, _in_mlp) if sparse == (module == "moe") else frozenset()
         case "shared_experts":
@@ -139,6 +141,15 @@ def _core(program: Program) -> frozenset[int]:
         return frozenset()
     first, last = products[0], products[-1]
     return _where(program, lambda op: op.path == "attention" and first <= op.index <= last)
+
+
+def predicts_further(program: Program) -> bool:
+    """Is it a layer that predicts further tokens?"""
+    return any(op.path == "eh_proj" for op in program.ops)
+
+
+def _joins_depths(program: Program, op: Op) -> bool:
+    return op.index == len(program.ops) - 1 and op.name.startswith("aten.cat")
 
 
 def _own_norms(program: Program) -> tuple[str, ...]:

@@ -50,9 +50,6 @@ def check_lists(again: tuple[str, ...], sent: tuple[str, ...]) -> None:
             f"got --offload-modules {','.join(sorted(inside))} and --recompute-modules moe, which computes all of the "
             "experts again; leave one of them away"
         )
-    both = [name for name in again if name in sent]
-    if both:
-        raise UsageError(f"got {both[0]} both in --recompute-modules and in --offload-modules; leave one away")
 
 
 def check_parts(model: ModelSpec, kernels: Kernels, names: Iterable[str], *, own_norms: bool) -> None:

@@ -26,6 +26,7 @@ AS_BUILT: Final = frozenset(
         "lora",
         "base",
         "input_gradients",
+        "mtp_num_layers",
         "recompute_modules",
         "offload_modules",
     }

@@ -224,8 +224,10 @@ def layout_settings(run: Run) -> dict[str, Value]:
         "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
         "seq_length": run.seq,
         "use_distributed_optimizer": layout.zero > 0,
-        "num_layers": run.model.depth,
+        "num_layers": run.model.depth - run.model.further,
     }
+    if run.model.further:
+        found["mtp_num_layers"] = run.model.further
     if layout.stage_layers:
         found["pipeline_model_parallel_layout"] = layout_string(layout)
     elif layout.virtual_stages > 1:
@@ -236,7 +238,7 @@ def layout_settings(run: Run) -> dict[str, Value]:
 def layout_string(layout: Layout) -> str:
     """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
-    return f"E{'|'.join(stages)}L"
+    return f"E{'|'.join(stages)}{'m' * layout.further}L"
 
 
 def flags_text(settings: Mapping[str, Value]) -> str:
