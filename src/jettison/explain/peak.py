@@ -196,7 +196,10 @@ def _modes(run: Run) -> Iterator[tuple[str, Run]]:
     for word, recompute in modes:
         if recompute not in seen:
             seen.add(recompute)
-            yield f"--recompute {word}", replace(run, recompute=recompute)
+            try:
+                yield f"--recompute {word}", replace(run, recompute=recompute)
+            except UsageError:  # of compiled layers not every mode is known
+                continue
 
 
 def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:

@@ -9,6 +9,8 @@ from itertools import accumulate, groupby
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, static
+from jettison.solve.compiled import WORD as COMPILED
+from jettison.solve.compiled import Compiled
 from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
@@ -103,6 +105,8 @@ Chunk = tuple[RegionGroup, ...]
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
+    if policy == COMPILED:
+        return Compiled().kept(region.program)
     found = again_by(region, FURTHER if policy == FULL and predicts_further(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
 
@@ -249,6 +253,8 @@ def _policy(run: Run, position: int) -> str:
             return FULL if position % number == 0 else NONE
         case Mode.AUTO:
             return NONE
+        case Mode.NONE:
+            return COMPILED if run.compiled else NONE
         case Mode.MODULES:
             return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
         case _:

@@ -249,6 +249,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "offload": run.recompute.offload,
         "offload_modules": list(run.recompute.sent),
         "whole_micro_batches": run.recompute.whole,
+        "compiled": run.compiled,
         "gradients": str(run.gradients),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,

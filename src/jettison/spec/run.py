@@ -9,6 +9,7 @@ from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.spec.compiled import check_compiled
 from jettison.spec.kernels import PYTORCH, Device, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
@@ -187,6 +188,7 @@ class Run:
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
+        compiled: each layer is compiled by itself, and keeps what torch's partitioner leaves it.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -214,6 +216,7 @@ class Run:
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
     tuning: Tuning | None = None
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -241,6 +244,8 @@ class Run:
         names = (*self.recompute.modules, *self.recompute.sent)
         if names:
             check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
+        if self.compiled:
+            check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
         self.layout.check(self.model, seq=self.seq)
