@@ -11,11 +11,12 @@ import pytest
 import jettison
 from jettison.errors import DoesNotFit
 from jettison.export.described import DescribedPricer, decisions_of
-from jettison.export.modules import OFFLOADED, by_modules, offloading
+from jettison.export.modules import by_modules, offloading
 from jettison.export.policy import Action, LayerPolicy, kept_whole
 from jettison.export.result import Exported
 from jettison.export.targets.megatron import _offloaded_sets
 from jettison.predict.run_request import RunRequest
+from jettison.spec.modules import OFFLOADED
 from jettison.verbs.plan import plan, remade
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron", "offload": True}

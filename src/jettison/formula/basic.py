@@ -59,6 +59,7 @@ def linear(
     reference: str = "",
     tied: bool = False,
     head: bool = False,
+    weight: Weight | None = None,
 ) -> Value:
     """x @ W^T (+ bias). Backward needs x, for the weight's gradient.
 
@@ -67,11 +68,14 @@ def linear(
         tied: the weight is the embedding's.
         keeps: what is saved in x's place (its shard, which backward gathers again).
         head: the head's product is torch's, whatever library has those of layers.
+        weight: that an earlier product of the region has as well.
     """
     width = x.shape[-1]
     with w.tape.scope(name):
         dim = {"column": 0, "row": 1}.get(split or "")
-        weights = [w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)]
+        if weight is None:
+            weight = w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)
+        weights = [weight]
         weights += [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
         last = len(x.shape) - 1
         places = tuple(p for p in x.places if p[1] != last)

@@ -17,6 +17,7 @@ from typing import Any, Final
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
 from jettison.spec.families import ACTIVATIONS, Family
+from jettison.spec.further import FURTHER_LEFT_OUT
 from jettison.spec.model import (
     Activation,
     Arrangement,
@@ -94,7 +95,8 @@ def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
             about = _tower_parameters(tower)
             size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
             yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
-    yield from not_built(outer, inner)
+    for remark in not_built(outer, inner):
+        yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
 
 
 def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
@@ -102,7 +104,7 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
     further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
-        yield f"{count} further tokens left out, as in the code of transformers"
+        yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
     quantised = outer.get("quantization_config") or inner.get("quantization_config")
     if isinstance(quantised, Mapping) and quantised:
         method = quantised.get("quant_method", "a method that it does not name")

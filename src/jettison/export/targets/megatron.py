@@ -12,21 +12,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from jettison.export.described import DescribedPricer
-from jettison.export.modules import (
-    CORE_ATTENTION,
-    MODULES,
-    OFFLOADED,
-    SMALLEST_OFFLOADED,
-    by_modules,
-    is_fused,
-    offloading,
-    parts_of,
-    saved_by,
-)
+from jettison.export.modules import by_modules, offloading
 from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Decision, Subject
+from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, saved_by
 from jettison.spec.layout import Layout, Schedule
+from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
 from jettison.spec.run import Mode, Recompute, Run
 
 MEGATRON, BRIDGE = "megatron", "megatron-bridge"
@@ -139,7 +131,7 @@ def _divides(size: int, sizes: list[int]) -> bool:
 def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
     """Sets of modules that the model has; an experts' layer as a whole goes with no part of it."""
     programs = {id(d.program): d.program for d in subject.decisions}.values()
-    there = [module for module in MODULES if any(parts_of(program, module) for program in programs)]
+    there = [module for module in RECOMPUTED if any(parts_of(program, module) for program in programs)]
     if all(map(is_fused, programs)):
         there.remove(CORE_ATTENTION)
     for count in range(len(there) + 1):
@@ -232,8 +224,10 @@ def layout_settings(run: Run) -> dict[str, Value]:
         "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
         "seq_length": run.seq,
         "use_distributed_optimizer": layout.zero > 0,
-        "num_layers": run.model.depth,
+        "num_layers": run.model.depth - run.model.further,
     }
+    if run.model.further:
+        found["mtp_num_layers"] = run.model.further
     if layout.stage_layers:
         found["pipeline_model_parallel_layout"] = layout_string(layout)
     elif layout.virtual_stages > 1:
@@ -244,7 +238,7 @@ def layout_settings(run: Run) -> dict[str, Value]:
 def layout_string(layout: Layout) -> str:
     """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
-    return f"E{'|'.join(stages)}L"
+    return f"E{'|'.join(stages)}{'m' * layout.further}L"
 
 
 def flags_text(settings: Mapping[str, Value]) -> str:

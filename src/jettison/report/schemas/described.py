@@ -360,6 +360,7 @@ class CandidatePlan(TypedDict):
 
     recompute: str
     offload: bool
+    offload_modules: list[str]
     whole_micro_batches: int | None
     budget_bytes: int | None
     stages: list[str] | None
