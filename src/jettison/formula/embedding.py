@@ -6,6 +6,7 @@ from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Attention, LatentAttention
 
 POSITIONS = "position ids"
@@ -16,6 +17,8 @@ def embedding(w: Writer) -> Value:
     model = w.run.model
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
+    if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
+        _mask(w)
     x = looked_up_tokens(w)
     if model.embedding_scale:
         x = scale(w, x)
@@ -56,6 +59,13 @@ def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) ->
         back = "all_gather_into_tensor" if layout.sp else None
         x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
     return x
+
+
+def _mask(w: Writer) -> None:
+    """Which keys a query may not see, for each sequence; kept for all layers."""
+    shape = (w.run.micro_batch, 1, w.run.seq, w.run.seq)
+    with w.tape.scope("mask"):
+        w.tape.hold(w.tape.op("aten.logical_not.default", [w.table("seen", shape, "bool")]), "attention mask")
 
 
 def rotary_tables(w: Writer) -> None:

@@ -31,6 +31,7 @@ from jettison.spec.model import (
     Moe,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
+from jettison.spec.own_words import in_usual_words
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
@@ -82,7 +83,8 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
     outer = values
     kind, values = _language_model(values, name)
-    fields = _Fields(name=name, family=EVERY_FAMILY[kind], values=values)
+    family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
+    fields = _Fields(name=name, family=family, values=values)
     fields.check_complete()
     return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values)))
 
@@ -249,10 +251,10 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         layers=layers,
         final_norm=None if masked else family.norm,
         max_positions=positions,
-        learned_positions=not family.rotary,
+        learned_positions=not family.rotary and not family.alibi,
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if masked else 0,
-        embedding_norm=family.norm if masked else None,
+        embedding_norm=family.norm if masked or family.start_norm else None,
         embedding_scale=family.embedding_scale,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
@@ -354,9 +356,11 @@ def _attention(fields: _Fields) -> Attention:
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,
-        rotary_dim=int(head_dim * _rotated_share(fields, head_dim)) if family.rotary else 0,
+        rotary_dim=int(head_dim * _rotated_share(fields, head_dim)) if family.rotary and not family.alibi else 0,
         softcap=bool(fields.number("attn_logit_softcapping")),
         sinks=family.sinks,
+        alibi=family.alibi,
+        clipped=bool(fields.number("clip_qkv")),
         causal=_causal(fields),
     )
 

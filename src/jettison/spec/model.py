@@ -91,6 +91,8 @@ class Attention:
     window: int | None = None  # tokens that a query sees; None: all before it
     softcap: bool = False  # scores pass c * tanh(score / c)
     sinks: bool = False  # a learned logit a head takes part in the softmax: gpt-oss
+    alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
+    clipped: bool = False  # what the projections give is clamped
     causal: bool = True
 
     def __post_init__(self) -> None:
