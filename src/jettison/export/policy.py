@@ -15,7 +15,7 @@ than the forward did, for whoever draws next. So no op in place is saved, and of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -55,6 +55,7 @@ class LayerPolicy:
     words: str = ""  # a target's own
     regions: tuple[str, ...] = ()  # modules of the layer that stay
     beside_bytes: int = 0  # held although it is no buffer of the program
+    shared_bytes: int = 0  # of what is kept, what nobody holds: a layer before it in its checkpoint makes it again
 
     @property
     def layer(self) -> str:
@@ -69,7 +70,7 @@ class LayerPolicy:
     @property
     def kept_bytes(self) -> int:
         """On the device, between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes
+        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes - self.shared_bytes
 
     @property
     def recompute_flops(self) -> int:
@@ -86,6 +87,17 @@ def checkpointed(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint of its own."""
     program = decision.program
     return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
+
+
+def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy]:
+    """The layers are one checkpoint: it holds what the first is given, and runs all but the last to their ends."""
+    for place, decision in enumerate(decisions):
+        policy = checkpointed(decision)
+        if place:
+            policy = replace(policy, shared_bytes=policy.kept_bytes)
+        if place < len(decisions) - 1:
+            policy = replace(policy, again=tuple(range(len(decision.program.ops))))
+        yield policy
 
 
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:

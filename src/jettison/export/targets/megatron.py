@@ -23,7 +23,7 @@ from jettison.export.modules import (
     parts_of,
     saved_by,
 )
-from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
+from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_together, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Decision, Subject
 from jettison.spec.layout import Layout, Schedule
@@ -118,8 +118,8 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate
     """All that is worth saying."""
     for modules in _module_sets(subject):
         yield from (_by_modules(subject, pricer, modules, sent) for sent in _offloaded_sets(subject, modules))
-    sizes = _chunk_sizes(subject)
-    low, high = 0, max(sizes)
+    longest = max(map(len, _chunks(subject)))
+    low, high = 0, longest
     while high - low > 1:  # the fewest layers of a stage that fit; fewer take more bytes
         middle = (low + high) // 2
         tried = _block(subject, pricer, middle)
@@ -129,11 +129,7 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate
         else:
             low = middle
     yield _block(subject, pricer, high)
-    yield from (_uniform(subject, pricer, size) for size in range(1, max(sizes) + 1) if _divides(size, sizes))
-
-
-def _divides(size: int, sizes: list[int]) -> bool:
-    return all(layers % size == 0 for layers in sizes)
+    yield from (_uniform(subject, pricer, size) for size in range(1, longest + 1))
 
 
 def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
@@ -185,12 +181,7 @@ def _by_modules(
 
 def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
     """The first layers of each stage are checkpoints, each of its own."""
-    position: dict[str, int] = {}
-    assert subject.described is not None
-    for stage in subject.described.forecast.stages:
-        for chunk in stage.parts:
-            names = [part.name for part in chunk if part.is_layer]
-            position.update((name, i) for i, name in enumerate(names))
+    position = {decision.layer: i for chunk in _chunks(subject) for i, decision in enumerate(chunk)}
     policies = tuple(checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions)
     return Candidate(
         settings={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number},
@@ -200,8 +191,15 @@ def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
 
 
 def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
-    """All layers, so many to a checkpoint."""
-    policies = tuple(checkpointed(decision) for decision in subject.decisions)
+    """All layers, so many to a checkpoint; the last of a chunk may have fewer."""
+    together = [
+        policy
+        for chunk in _chunks(subject)
+        for start in range(0, len(chunk), size)
+        for policy in checkpointed_together(chunk[start : start + size])
+    ]
+    by_name = {policy.layer: policy for policy in together}
+    policies = tuple(by_name[decision.layer] for decision in subject.decisions)
     mode = Recompute(mode=Mode.EVERY, number=size) if size > 1 else Recompute(mode=Mode.FULL)
     return Candidate(
         settings={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": size},
@@ -210,13 +208,13 @@ def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
     )
 
 
-def _chunk_sizes(subject: Subject) -> list[int]:
-    """Layers of each chunk of each stage."""
+def _chunks(subject: Subject) -> list[list[Decision]]:
+    """Layers of each chunk of each stage, where it has some."""
     assert subject.described is not None
-    sizes = [
-        sum(part.is_layer for part in chunk) for stage in subject.described.forecast.stages for chunk in stage.parts
-    ]
-    return [size for size in sizes if size]
+    by_name = {decision.layer: decision for decision in subject.decisions}
+    chunks = (chunk for stage in subject.described.forecast.stages for chunk in stage.parts)
+    layers = ([by_name[part.name] for part in chunk if part.is_layer] for chunk in chunks)
+    return [chunk for chunk in layers if chunk]
 
 
 def layout_settings(run: Run) -> dict[str, Value]:
