@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from jettison.export.described import DescribedPricer
+from jettison.export.megatron_text import Value, flags_text, layout_settings, overrides_text
 from jettison.export.modules import (
     CORE_ATTENTION,
     MODULES,
@@ -26,13 +27,12 @@ from jettison.export.modules import (
 from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_together, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Decision, Subject
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.layout import Schedule
 from jettison.spec.run import Mode, Recompute, Run
 
 MEGATRON, BRIDGE = "megatron", "megatron-bridge"
 COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"
-CHECKED = "megatron-core 0.19.2"
-Value = str | int | bool | list[str]
+CHECKED = {MEGATRON: "megatron-core 0.19.2", BRIDGE: "megatron-bridge 0.6.2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def _exported(
         cost=best.cost,
         lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
         notes=_notes(best, run, _has_biases(best)),
-        checked_with=CHECKED if target == MEGATRON else "",
+        checked_with=CHECKED[target],
     )
 
 
@@ -217,61 +217,6 @@ def _chunks(subject: Subject) -> list[list[Decision]]:
     return [chunk for chunk in layers if chunk]
 
 
-def layout_settings(run: Run) -> dict[str, Value]:
-    """The run's layout and batch, by name of Megatron's flags."""
-    layout = run.layout
-    found: dict[str, Value] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "sequence_parallel": layout.sp and layout.tp > 1,
-        "micro_batch_size": run.micro_batch,
-        "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
-        "seq_length": run.seq,
-        "use_distributed_optimizer": layout.zero > 0,
-        "num_layers": run.model.depth,
-    }
-    if layout.stage_layers:
-        found["pipeline_model_parallel_layout"] = layout_string(layout)
-    elif layout.virtual_stages > 1:
-        found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
-    return found
-
-
-def layout_string(layout: Layout) -> str:
-    """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
-    stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
-    return f"E{'|'.join(stages)}L"
-
-
-def flags_text(settings: Mapping[str, Value]) -> str:
-    """One flag a line, for ``$(cat FILE)``; nothing in it needs quotes but a layout, which has none of the shell's."""
-    lines = []
-    for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            lines.append(flag)
-        elif isinstance(value, list):
-            lines.append(" ".join([flag, *value]))
-        elif value is not False:
-            lines.append(f"{flag} {value}")
-    return "\n".join(lines) + "\n"
-
-
-def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
-    """Overrides of a recipe's configuration."""
-    layout = layout_settings(run)
-    where = {"micro_batch_size": "train", "global_batch_size": "train", "use_distributed_optimizer": "ddp"}
-    lines = []
-    for name, value in {**layout, **settings}.items():
-        if name == "num_virtual_stages_per_pipeline_rank":
-            name = "virtual_pipeline_model_parallel_size"
-        text = f"[{','.join(value)}]" if isinstance(value, list) else json.dumps(value)
-        lines.append(f"{where.get(name, 'model')}.{name}={text}")
-    return "\n".join(lines) + "\n"
-
-
 def _layout_losses(run: Run) -> tuple[str, ...]:
     if run.layout.zero < 2:
         return ()
@@ -307,6 +252,14 @@ def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
             "Of each stage the last layer keeps its own, as in the plan. A tensor that two modules save is counted and "
             "sent once here; Megatron may send it twice. Under Transformer Engine norms that are part of a product's "
             "kernel send nothing"
+        )
+        found.append(
+            "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
+            "NVTE_CPU_OFFLOAD_V1=1 in the environment"
+        )
+        found.append(
+            "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
+            "NVTE_CPU_OFFLOAD_V1=1 in the environment"
         )
     if run.kernels.name != "megatron":
         found.append(
