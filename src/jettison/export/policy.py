@@ -103,9 +103,12 @@ def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint, and what it is given waits on the host."""
     policy = checkpointed(decision)
+    return replace(policy, moved=_inputs(policy), words="full, its input on the host")
+
+
+def _inputs(policy: LayerPolicy) -> frozenset[int]:
     buffers = policy.program.buffers
-    moved = frozenset(b for b in policy.kept if buffers[b].source is Source.INPUT and not buffers[b].free)
-    return replace(policy, moved=moved, words="full, its input on the host")
+    return frozenset(b for b in policy.kept if buffers[b].source is Source.INPUT and not buffers[b].free)
 
 
 def by_ops(decision: Decision) -> LayerPolicy:
@@ -114,6 +117,21 @@ def by_ops(decision: Decision) -> LayerPolicy:
         return kept_whole(decision)
     calls = zip(decision.program.ops, op_calls(decision.program), strict=True)
     return saving(decision, [call for op, call in calls if decision.kept.intersection(op.outputs)])
+
+
+def by_ops_and_host(decision: Decision) -> LayerPolicy:
+    """The same, and what the plan moves waits on the host where hooks see it: see NOTE [ What hooks move ] in
+    export/host_text.py.
+    """
+    if not decision.moved:
+        return by_ops(decision)
+    if not decision.program.recompute_set(decision.kept):
+        policy = kept_whole(decision)
+        moved = decision.moved & policy.kept
+        return replace(policy, moved=moved, words="offload" if moved == policy.kept else "some on the host")
+    policy = by_ops(decision)
+    moved = _inputs(policy) if _inputs(policy) & decision.moved else frozenset[int]()
+    return replace(policy, moved=moved, words=f"{policy.action}, its input on the host" if moved else "")
 
 
 def saving(decision: Decision, wanted: Sequence[OpCall]) -> LayerPolicy:
