@@ -347,6 +347,7 @@ class EstimateDocument(TypedDict):
     fits: bool
     reached: dict[str, float]
     reached_source: str
+    warnings: list[str]
     kinds: list[KindSeconds] | None
     options: list[Option] | None
     links: list[HostLink] | None
