@@ -125,7 +125,8 @@ class Writer:
         frozen = self.run.tuning is not None and not adapter
         packed = 0
         if frozen and product and not head and not expert and self.base.packed:
-            packed = self.base.packed_bytes(prod(self.tape.local_shape(shape, tuple(sorted(places)))))
+            local = self.tape.local_shape(shape, tuple(sorted(places)))
+            packed = self.base.packed_bytes(prod(local), local[0])
         return self.tape.weight(
             name,
             shape,

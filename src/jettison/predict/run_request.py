@@ -73,7 +73,8 @@ class CommonRequest:
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
-        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
+        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
+            (LLM.int8).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
         reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
             off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.

@@ -18,6 +18,7 @@ from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Gradients, Recompute
 from jettison.spec.states_on_host import StatesOnHost
+from jettison.spec.tuning import Base
 
 MARGIN: Final = 0.25
 """Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
@@ -76,6 +77,8 @@ class SearchRequest(CommonRequest):
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
             raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")
+        if template.tuning is not None and template.tuning.base is Base.INT8 and self.recompute != "none":
+            raise UsageError("got --base int8, under which nothing can be computed again; give --recompute none")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
         ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
         zero = numbers.pop("zero") or ((ruled,) if ruled else kept)

@@ -17,7 +17,7 @@ from jettison.spec.model import ModelSpec
 from jettison.spec.modules import check_lists, check_parts, listed
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.states_on_host import StatesOnHost
-from jettison.spec.tuning import Tuning
+from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 
@@ -255,6 +255,11 @@ class Run:
         names = (*self.recompute.modules, *self.recompute.sent)
         if names:
             check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
+        if self.tuning is not None and self.tuning.base is Base.INT8 and self.recompute.mode is not Mode.NONE:
+            raise UsageError(
+                f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "
+                "no checkpoint lets go of them: give --recompute none, or --base nf4"
+            )
         if self.compiled:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.gradients is Gradients.IN_BACKWARD:
