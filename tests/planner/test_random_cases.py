@@ -13,6 +13,7 @@ import jettison
 from planner import random_cases
 from planner.random_cases import FAILED, FINE, Found, judge, run, summary
 from support.random_programs import WRAPPERS, Case, draw
+from support.stated_peaks import WISHED, Stated
 
 HOURS = 10
 ROWS = ((6, 16),) * 3
@@ -48,6 +49,22 @@ def test_a_case_of_each_wrapper(case: Case) -> None:
     assert (found.outcome, found.notes) == (FINE, [])
     assert 0.5 < found.closest <= 1
     assert found.said == []
+    assert any(not one.bounds for one in found.stated), "a plan stands beside the steps that it was made for"
+    assert abs(found.furthest) <= WISHED, [str(one) for one in found.stated]
+
+
+def test_what_is_far_from_its_plan_is_named() -> None:
+    near = Stated(batch="4 x 9", steps=(0, 1), stated_bytes=1010, measured_bytes=1000, bounds=False)
+    above = replace(near, stated_bytes=600, measured_bytes=1000)
+    most = replace(near, stated_bytes=2000, bounds=True)  # a smaller batch under a larger one's plan
+    found = [Found(case=PLAIN, stated=[near, most]), Found(case=replace(PLAIN, seed=7), stated=[near, above, most])]
+    told = summary(found)
+    assert told["furthest from the prediction"] == pytest.approx(-0.4)
+    (named,) = told["far from what was stated"]
+    assert named["seed"] == 7 and named["kind"] == ""
+    assert named["stated"] == ["4 x 9: 600 bytes were stated, 1000 measured (-40.0%) in steps 0, 1"]
+    found[1].varies = True
+    assert summary(found)["far from what was stated"][0]["kind"] == "values or chance decide what runs"
 
 
 def test_no_wrapper_is_left_out() -> None:
