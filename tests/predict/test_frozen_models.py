@@ -12,7 +12,10 @@ import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
+from jettison.cost.op_kinds import TILED
 from jettison.errors import UsageError
+from jettison.formula.loss import TILE_WORDS
+from jettison.formula.region import head_region
 from jettison.ledger.timeline import Phase
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
@@ -22,9 +25,10 @@ from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.hardware import hardware
+from jettison.spec.kernels import Loss
 from jettison.spec.presets import preset
 from jettison.spec.run import Recompute, Run
-from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, tiny_config
+from support.formula_cases import HIDDEN, VOCABULARY, FormulaCase, model_of, run_of, tiny_config
 
 PAIRS = 2
 
@@ -89,6 +93,46 @@ def test_the_peak_of_a_step_with_two_models(family: str, attention: str, precisi
     if recompute == "none":  # what a layer takes at most without a graph is more than a backward
         assert said.worst.peak.phase is Phase.FROZEN
         assert said.peak_bytes > forecast(run).peak_bytes + frozen_bytes(with_reference(run))[0].parameters
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_trls_own_head_keeps_what_its_word_says(precision: str) -> None:
+    """``--loss dpo``: ``ChunkedLogProbFunction`` on the rows that TRL gives it, and its tile."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    case = FormulaCase(family="llama", attention="sdpa", batch=2 * PAIRS, sequence=16, precision=precision)
+    policy = model_of(case)
+    rows = case.batch * (case.sequence - 1)
+    hidden = torch.randn(rows, HIDDEN, dtype=policy.lm_head.weight.dtype, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (rows,))
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        ChunkedLogProbFunction.apply(
+            hidden, policy.lm_head.weight, None, targets, 1.0, TILE_WORDS, None, 1.0, ("entropy",)
+        )
+    del kept[policy.lm_head.weight.data_ptr()]
+    run = run_of(case)
+    region = head_region(replace(run, kernels=replace(run.kernels, loss=Loss.DPO)).scene)
+    (step,) = (step for step in region.tape.steps if step.name == TILED)
+    assert sorted(region.tape.sizes[s.value.storage] for s in step.saved) == sorted(kept.values())
+    assert step.outputs[-1].nbytes == rows * TILE_WORDS * hidden.element_size()
+
+
+def test_pairs_are_two_sequences_and_their_logits_never_whole() -> None:
+    run = resolve(preset("llama3-8b"), RunRequest(loss="dpo", reference="same")).run
+    assert run.micro_batch == 2
+    plain = replace(run, kernels=replace(run.kernels, loss=Loss.UPCAST))
+    tiled, whole = (frozen_bytes(each)[0].forward for each in (run, plain))
+    assert 2 * 4096 * 128_256 * 2 > tiled > 4096 * 32_768 * 2
+    assert whole > 2 * 4096 * 128_256 * 8
+    for asked, message in (({"micro_batch": 3}, "a pair is two sequences"), ({"tp": 2}, "--loss dpo with --tp 2")):
+        with pytest.raises(UsageError, match=message):
+            resolve(preset("llama3-8b"), RunRequest(loss="dpo", **asked))
 
 
 def test_a_reward_model_before_the_policy() -> None:
