@@ -26,7 +26,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
         whole, kept = enter(w, x)
         q, k, v = _project(w, whole, kept, spec, norm_spec)
         if spec.rotary_dim:
-            q, k = (rotate(w, x, spec.rotary_dim) for x in (q, k))
+            q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
         context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
         out = linear(
             w,
@@ -59,6 +59,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", reference=reference, **more)  # type: ignore[arg-type]
+        joint = _clipped(w, joint) if spec.clipped else joint
         parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
         names = ("query", "key", "value")
@@ -66,6 +67,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
             linear(w, x, width, name, reference=reference, **more)  # type: ignore[arg-type]
             for name, width in zip(names, widths, strict=True)
         ]
+        parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
     q, k, v = parts
     if spec.qk_norm is QkNorm.WIDTH:
         q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
@@ -75,10 +77,15 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     return q, k, v
 
 
-def rotate(w: Writer, x: Value, dim: int) -> Value:
+def _clipped(w: Writer, x: Value) -> Value:
+    """Values beyond a bound become the bound; which they are is read off the input."""
+    return w.tape.op("aten.clamp.default", [x], saves=[saved(x, "clipped projection")])
+
+
+def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
     dtype = "float32" if w.kernels.wide_rotary else x.dtype
-    cosine, sine = (_table(w, f"rotary {name}", dim, dtype) for name in ("cosine", "sine"))
+    cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
@@ -91,14 +98,15 @@ def rotate(w: Writer, x: Value, dim: int) -> Value:
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 
 
-def _table(w: Writer, name: str, dim: int, dtype: str) -> Value:
-    """Cosines or sines: what all layers read, or a block's own, which it makes once."""
+def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
+    """Cosines or sines: what all layers read, or a block's own, which it makes once, or once for what it rotates."""
     if not w.kernels.spread_rotary or w.kernels.fused_rotary:
         return w.table(name, (w.run.seq, dim), dtype)
-    if name not in w.spread:
+    key = f"{whose} {name}" if w.kernels.rotary_apiece else name
+    if key not in w.spread:
         narrow = w.table(name, (w.run.seq, dim // 2), dtype)
-        w.spread[name] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
-    return w.spread[name]
+        w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
+    return w.spread[key]
 
 
 def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bool = False) -> Value:
@@ -172,10 +180,11 @@ def _falls_back(w: Writer, q: Value, v: Value) -> bool:
 
 
 def _repeat(w: Writer, x: Value, heads: int) -> Value:
-    """Copies of key-value heads until every query head has its own."""
+    """Copies of key-value heads until every query head has its own. A single head is looked at again and again."""
     if x.shape[HEADS] == heads:
         return x
-    return copy(w, x, (x.shape[0], heads, *x.shape[2:]))
+    shape = (x.shape[0], heads, *x.shape[2:])
+    return w.tape.view(x, shape) if x.shape[HEADS] == 1 else copy(w, x, shape)
 
 
 def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sinks: bool = False) -> Value:
@@ -272,17 +281,21 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
             )
             for x in (k, v)
         )
-    q, k = (as_batch(w, x) for x in (q, k))
+    dtype = "float32" if w.kernels.wide_scores else q.dtype
+    narrow = q.dtype
+    q, k = (as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
-    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE)
+    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
     if not w.kernels.fused_softmax:
         scores = scale(w, scores)
     if spec.softcap:
         scores = _softcap(w, scores)
+    if spec.alibi:
+        scores = add(w, scores, w.table("distances", (spec.heads, 1, k.shape[ROWS]), scores.dtype, ()))
     if not w.kernels.fused_softmax:
         scores = _mask(w, scores)
     wide = "float32" if w.kernels.scores_float32 else scores.dtype
-    probabilities = cast(w, _softmax(w, scores, wide, spec), q.dtype)
+    probabilities = cast(w, _softmax(w, scores, wide, spec), narrow)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
     out_shape = (*q.shape[:3], v.shape[-1])
@@ -296,7 +309,10 @@ def as_batch(w: Writer, x: Value) -> Value:
 
 
 def _mask(w: Writer, scores: Value) -> Value:
-    """Scores with 0 or minus infinity added."""
+    """Scores with 0 or minus infinity added, or filled with it."""
+    if w.kernels.filled_masks:
+        mask = w.table("attention mask", (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
+        return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[saved(mask, "attention mask")])
     return add(w, scores, w.table("attention mask", scores.shape[ROWS:], scores.dtype))
 
 

@@ -6,6 +6,7 @@ from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Attention, LatentAttention
 
 POSITIONS = "position ids"
@@ -13,25 +14,12 @@ POSITIONS = "position ids"
 
 def embedding(w: Writer) -> Value:
     """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
-    model, layout = w.run.model, w.run.layout
+    model = w.run.model
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
-    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
-    x = w.tape.op(
-        "aten.embedding.default",
-        [ids],
-        w.shape(model.hidden),
-        w.compute,
-        w.inside(),
-        saves=[saved(ids, "token ids")],
-        weights=[weight],
-        grad=not weight.frozen,
-    )
-    if w.tp > 1:
-        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
-        back = "all_gather_into_tensor" if layout.sp else None
-        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
+    if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
+        _mask(w)
+    x = looked_up_tokens(w)
     if model.embedding_scale:
         x = scale(w, x)
     if model.token_types:
@@ -44,6 +32,40 @@ def embedding(w: Writer) -> Value:
         for name, shape in model.beside:
             w.parameter(name, *shape)
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+
+
+def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) -> Value:
+    """Rows of the vocabulary's table.
+
+    Args:
+        tied: the table is another region's.
+        declared: it is this region that has the table, or the copy that its stage has.
+    """
+    model, layout = w.run.model, w.run.layout
+    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
+    weights = [w.parameter("tokens", model.vocab, model.hidden, split=0, tied=tied)] if declared else []
+    x = w.tape.op(
+        "aten.embedding.default",
+        [ids],
+        w.shape(model.hidden),
+        w.compute,
+        w.inside(),
+        saves=[saved(ids, "token ids")],
+        weights=weights,
+        grad=not weights or not weights[0].frozen,
+    )
+    if w.tp > 1:
+        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
+        back = "all_gather_into_tensor" if layout.sp else None
+        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
+    return x
+
+
+def _mask(w: Writer) -> None:
+    """Which keys a query may not see, for each sequence; kept for all layers."""
+    shape = (w.run.micro_batch, 1, w.run.seq, w.run.seq)
+    with w.tape.scope("mask"):
+        w.tape.hold(w.tape.op("aten.logical_not.default", [w.table("seen", shape, "bool")]), "attention mask")
 
 
 def rotary_tables(w: Writer) -> None:

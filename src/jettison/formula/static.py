@@ -102,7 +102,7 @@ def static(
         if not (on_host.frees_gradients and at[0] >= on_host.least_elements):
             gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
         copy = at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
-        own = state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
+        own = state_bytes(w, at[0], precision, optimizer, in_layer=in_layer and not w.tied)
         if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
             moved = own if on_host.steps_there else _paged(at[0], optimizer)
             host_state += moved + (copy if on_host.moves_masters else 0)

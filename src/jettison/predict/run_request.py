@@ -19,16 +19,18 @@ from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
 from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import kernels_for
+from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, RecordedLayer
+from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
-from jettison.spec.run import MOST, Gradients, Recompute, Run, Software
+from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import workspaces
 
@@ -71,13 +73,19 @@ class CommonRequest:
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
-        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
+        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
+            (LLM.int8).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
         reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
             off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
         reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
         states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
             torchao-gradients or bitsandbytes (paged) have them there.
+        mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
+        recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
+            shared_experts,moe.
+        offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
+            expert_fc1,moe_act.
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
@@ -112,6 +120,9 @@ class CommonRequest:
     reference: str | None = None
     reward: str | None = None
     states_on_host: str | None = None
+    mtp_num_layers: int | None = None
+    recompute_modules: str | None = None
+    offload_modules: str | None = None
     like: str | None = None
 
     def given(self) -> tuple[str, ...]:
@@ -248,9 +259,10 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     if request.positions is not None:
         model = _with_positions(model, request.positions)
-    layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
     tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
+    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels)
+    layout = _layout(request, model)
     if tuning is not None and not tuning.inputs_need_gradients:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
@@ -266,12 +278,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         precision=precision(given_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
         optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
-        recompute=Recompute.parse(
-            given_or(request.recompute, "none"),
-            layers=model.depth,
-            offload=given_or(request.offload, False),
-            whole=_whole(given_or(request.whole_micro_batches, "0")),
-        ),
+        recompute=_recompute(request, model.depth),
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
         dropout=given_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
@@ -325,7 +332,8 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
 
 
-def _layout(request: RunRequest, depth: int) -> Layout:
+def _layout(request: RunRequest, model: ModelSpec) -> Layout:
+    depth = model.depth - model.further
     tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
@@ -338,6 +346,7 @@ def _layout(request: RunRequest, depth: int) -> Layout:
         pp=pp,
         virtual_stages=virtual,
         stage_layers=uneven,
+        further=model.further,
         schedule=Schedule.ONE_F_ONE_B if request.schedule is None else word(Schedule, request.schedule, "schedule"),
         dp=given_or(request.dp, 1),
         zero=given_or(request.zero, 0),
@@ -366,6 +375,22 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if request.loss is None:
         return kernels
     return replace(kernels, loss=word(Loss, request.loss, "loss"))
+
+
+def _recompute(request: RunRequest, layers: int) -> Recompute:
+    """A mode, or Megatron's lists of modules, for which its granularity is "selective"."""
+    flag, mode = "--recompute-modules", request.recompute
+    again = () if request.recompute_modules is None else listed(request.recompute_modules, flag)
+    sent = () if request.offload_modules is None else listed(request.offload_modules, "--offload-modules")
+    if again and mode not in (None, "selective"):
+        raise UsageError(f"got --recompute {mode} and {flag}, which is a mode of its own; leave one of them away")
+    found = Recompute.parse(
+        f"{Mode.MODULES}:{'+'.join(again)}" if again else given_or(mode, "none"),
+        layers=layers,
+        offload=given_or(request.offload, False),
+        whole=_whole(given_or(request.whole_micro_batches, "0")),
+    )
+    return replace(found, sent=sent) if sent else found
 
 
 def _whole(text: str) -> int:

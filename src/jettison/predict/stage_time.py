@@ -20,7 +20,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
 from jettison.formula.static import Static, state_bytes, static
 from jettison.predict.frozen_models import frozen_groups, frozen_run
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
 from jettison.predict.states_on_host import host_states
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
@@ -180,6 +180,9 @@ class Timing:
             return frozenset()
         if part.policy == FULL and self.execution.repeats_all:
             return everything(part.region)
+        parts = again_by(part.region, part.policy)
+        if parts is not None:
+            return parts.ops
         kept = kept_by(part.region, part.policy)
         if part.policy == Mode.SELECTIVE and self.execution.repeats_all:
             return to_the_end(part.region, kept)
@@ -253,7 +256,7 @@ class Timing:
                 forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
             reduces = self.execution.reduces_each
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
-        if self.run.recompute.offload:
+        if self.run.recompute.to_host:
             pairs = [(item.count - 1, item, item.seconds.backward_seconds, item) for item in items]
             for at, (item, other) in enumerate(pairwise(items), 1):
                 if other.in_layer:  # the last layer's stay

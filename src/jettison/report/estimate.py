@@ -113,6 +113,7 @@ class EstimateReport:
             "fits": self.fits,
             "reached": {name: share for name, share in asdict(device.reached).items() if share is not None},
             "reached_source": device.reached_source,
+            "warnings": list(self.warnings),
         }
         if self.trilemma is not None:
             document |= _explanation(self.trilemma)

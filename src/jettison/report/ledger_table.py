@@ -114,7 +114,9 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
 
 def _recompute(report: LedgerReport, asked: Resolved) -> str:
     recompute = asked.run.recompute
-    text = report.recompute + (", what stays is offloaded" if recompute.offload else "")
+    text = report.recompute + (", layers compiled" if asked.run.compiled else "")
+    text += ", what stays is offloaded" if recompute.offload else ""
+    text += f", {', '.join(recompute.sent)} on the host" if recompute.sent else ""
     text += f", {recompute.whole} micro-batches of each window kept whole" if recompute.whole else ""
     if report.choice is None:
         return text

@@ -81,7 +81,9 @@ class Kernels:
 
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
+        wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
+        filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
         copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
             back. TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers
             before Hopper, and later where a run has to be deterministic, but for Hopper itself (``utils.py``,
@@ -103,6 +105,7 @@ class Kernels:
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
         batched_rotary: the tables are made for each sequence of a batch.
         spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
+        rotary_apiece: and does so for queries and keys apart, once each.
         rotary_by_window: layers with a window have rotary tables of their own.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
@@ -129,6 +132,8 @@ class Kernels:
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
     scores_float32: bool = True
+    wide_scores: bool = False
+    filled_masks: bool = False
     fused_softmax: bool = False
     copied_attention: bool = False
     context_exchange: ContextExchange = ContextExchange.RING
@@ -146,6 +151,7 @@ class Kernels:
     complex_rotary: bool = False
     batched_rotary: bool = False
     spread_rotary: bool = False
+    rotary_apiece: bool = False
     rotary_by_window: bool = False
     joined_rotary: bool = False
     fused_gate: bool = False

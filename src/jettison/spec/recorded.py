@@ -29,6 +29,9 @@ AS_BUILT: Final = frozenset(
         "packed",
         "reference",
         "reward",
+        "mtp_num_layers",
+        "recompute_modules",
+        "offload_modules",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

@@ -9,13 +9,15 @@ from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.spec.compiled import check_compiled
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
+from jettison.spec.modules import check_lists, check_parts, listed
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.states_on_host import StatesOnHost
-from jettison.spec.tuning import Tuning
+from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 
@@ -30,6 +32,7 @@ class Mode(StrEnum):
     EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
     BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
     INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
+    MODULES = "modules"  # parts of a layer by Megatron's names: `spec.modules`
     AUTO = "auto"  # as a planner decides for a budget
 
 
@@ -56,17 +59,25 @@ class Recompute:
     number on every stage (arXiv 2205.05198 Appendix C; Megatron's
     ``num_microbatches_with_partial_activation_checkpoints``).
 
+    ``modules``: parts of a layer that are computed again; ``sent``: those of which everything large waits on the host.
+
     Raises:
         UsageError: a mode that needs a number has none, or one below 1; micro-batches kept whole where all are, or
-            beside offloading.
+            beside offloading; lists of modules that do not go together, or beside another mode.
     """
 
     mode: Mode = Mode.NONE
     number: int = 1
     offload: bool = False
     whole: int = 0
+    modules: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_lists(self.modules, self.sent)
+        if self.sent and (self.offload or self.mode not in (Mode.NONE, Mode.MODULES)):
+            other = "--offload" if self.offload else f"--recompute {self.mode}"
+            raise UsageError(f"--offload-modules does not go with {other}; leave one of them away")
         if self.number < 1:
             raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
         if self.whole < MOST:
@@ -76,34 +87,51 @@ class Recompute:
                 "got --whole-micro-batches and --recompute none, which keeps all of them whole; give another mode for "
                 "the others"
             )
-        if self.whole and self.offload:
-            raise UsageError("--whole-micro-batches does not go with --offload; leave one of them away")
+        if self.whole and self.to_host:
+            flag = "--offload" if self.offload else "--offload-modules"
+            raise UsageError(f"--whole-micro-batches does not go with {flag}; leave one of them away")
 
     @classmethod
     def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
         """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
-        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers) or ``auto``.
+        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``modules:core_attn+mlp`` or ``auto``.
 
         Raises:
             UsageError: none of these.
         """
         word, colon, number = text.partition(":")
+        if word == Mode.MODULES and colon:
+            modules = listed(number, "--recompute-modules")
+            return cls(mode=Mode.MODULES, modules=modules, offload=offload, whole=whole)
         if word == "sqrt" and not colon:
             return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload, whole=whole)
         known = {str(mode) for mode in Mode}
         with_number = {str(mode) for mode in _WITH_NUMBER}
-        if word not in known or bool(colon) != (word in with_number) or (colon and not number.isdecimal()):
-            words = [f"{m}:{_WITH_NUMBER[m]}" if m in _WITH_NUMBER else str(m) for m in Mode]
+        if (
+            word not in known - {Mode.MODULES}
+            or bool(colon) != (word in with_number)
+            or (colon and not number.isdecimal())
+        ):
+            names = {**_WITH_NUMBER, Mode.MODULES: "core_attn+mlp"}
+            words = [f"{m}:{names[m]}" if m in names else str(m) for m in Mode]
             raise UsageError(f"got --recompute {text!r}; expected one of {', '.join([*words, 'sqrt'])}")
         return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload, whole=whole)
 
     def __str__(self) -> str:
+        if self.mode is Mode.MODULES:
+            return f"{self.mode}:{'+'.join(self.modules)}"
         return f"{self.mode}:{self.number}" if self.mode in _WITH_NUMBER else str(self.mode)
+
+    @property
+    def to_host(self) -> bool:
+        """Does anything wait there?"""
+        return self.offload or bool(self.sent)
 
     @property
     def words(self) -> str:
         """With what is offloaded, and what is kept whole."""
         text = f"{self}, offloaded" if self.offload else str(self)
+        text += f", {'+'.join(self.sent)} on the host" if self.sent else ""
         return f"{text}, {self.whole} of each window whole" if self.whole > 0 else text
 
 
@@ -166,6 +194,7 @@ class Run:
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
         frozen: models beside it of which a step runs the forward.
         states_on_host: whose way of keeping the optimizer's states in the host's memory.
+        compiled: each layer is compiled by itself, and keeps what torch's partitioner leaves it.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -196,6 +225,7 @@ class Run:
     tuning: Tuning | None = None
     frozen: tuple[FrozenModel, ...] = ()
     states_on_host: StatesOnHost = StatesOnHost.NONE
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -224,6 +254,16 @@ class Run:
             )
         if self.tuning is not None and self.precision.product is not None:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
+        names = (*self.recompute.modules, *self.recompute.sent)
+        if names:
+            check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
+        if self.tuning is not None and self.tuning.base is Base.INT8 and self.recompute.mode is not Mode.NONE:
+            raise UsageError(
+                f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "
+                "no checkpoint lets go of them: give --recompute none, or --base nf4"
+            )
+        if self.compiled:
+            check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
         if self.states_on_host is not StatesOnHost.NONE:

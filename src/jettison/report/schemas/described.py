@@ -347,6 +347,7 @@ class EstimateDocument(TypedDict):
     fits: bool
     reached: dict[str, float]
     reached_source: str
+    warnings: list[str]
     kinds: list[KindSeconds] | None
     options: list[Option] | None
     links: list[HostLink] | None
@@ -360,6 +361,7 @@ class CandidatePlan(TypedDict):
 
     recompute: str
     offload: bool
+    offload_modules: list[str]
     whole_micro_batches: int | None
     budget_bytes: int | None
     stages: list[str] | None
