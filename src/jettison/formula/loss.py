@@ -208,7 +208,7 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
 
 
 TILE_TOKENS, TILE_WORDS = 4096, 32768
-"""TRL: ``TOKEN_CHUNK_SIZE`` in ``kernels/chunked_logprob.py``, ``_CHUNKED_LOGPROB_CHUNK_SIZE`` in ``trainer/utils.py``."""
+"""Of a tile. TRL: ``kernels/chunked_logprob.py``, ``TOKEN_CHUNK_SIZE``; ``trainer/utils.py``, ``add_fused_lm_head``."""
 
 
 def _tiled(w: Writer, x: Value) -> Value:
