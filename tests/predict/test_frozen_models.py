@@ -13,14 +13,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from jettison.cost.op_kinds import TILED
-from jettison.errors import UsageError
+from jettison.errors import Infeasible, UsageError
 from jettison.formula.loss import TILE_WORDS
 from jettison.formula.region import head_region
 from jettison.ledger.timeline import Phase
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.predict.auto_recompute import choose, smallest_budget
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.peak import stage_peak_bytes
+from jettison.predict.played import play
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
 from jettison.spec.frozen_models import FrozenModel, Role, When
@@ -219,3 +222,32 @@ def test_a_step_takes_its_forward_as_well() -> None:
 def test_what_cannot_be_is_refused(asked: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         forecast_of(**asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reference": "same", "recompute": "full"},
+        {"reference": "same", "micro_batches": 3, "dp": 4, "zero": 3},
+        {"reference": "gpt2-xl,when=before", "reward": "same", "seq": 1024},
+        {"states_on_host": "deepspeed", "dp": 4, "zero": 3, "micro_batches": 2},
+        {"packed": 512, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_the_timeline_the_clock_and_the_short_way_have_one_peak(asked: dict[str, object]) -> None:
+    found = forecast_of(**asked)
+    (played,) = play(found, estimate(found.run, hardware("h100-80gb")))
+    assert stage_peak_bytes(found.worst.load) == played.peak.nbytes == found.peak_bytes
+
+
+def test_a_plan_counts_what_stands_beside_it() -> None:
+    """A budget between what a plan needs without a reference and with it has no plan with one."""
+    alone, beside = (
+        smallest_budget(forecast_of(dp=8, zero=3, **more).run, hardware("h100-80gb"))
+        for more in ({}, {"reference": "same"})
+    )
+    asked = forecast_of(dp=8, zero=3, reference="same").run
+    assert choose(asked, beside, hardware("h100-80gb")).forecast.peak_bytes <= beside
+    with pytest.raises(Infeasible):
+        choose(asked, (alone + beside) // 2, hardware("h100-80gb"))
