@@ -27,6 +27,8 @@ def head(w: Writer, x: Value) -> Value:
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=True)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
+    if w.kernels.loss is Loss.DPO:
+        return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
     return _from_logits(w, x)
@@ -203,6 +205,43 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
         Loss.DTENSOR: _dtensor,
     }
 )
+
+
+TILE_TOKENS, TILE_WORDS = 4096, 32768
+"""Of a tile. TRL: ``kernels/chunked_logprob.py``, ``TOKEN_CHUNK_SIZE``; ``trainer/utils.py``, ``add_fused_lm_head``."""
+
+
+def _tiled(w: Writer, x: Value) -> Value:
+    """Log-probabilities of tokens by tiles of logits: TRL 1.16, ``ChunkedLogProbFunction``.
+
+    ``add_fused_lm_head`` takes the rows whose next token counts (``hidden_states[mask]``), a copy: here all but the
+    last of each sequence. Kept are that copy, targets, and two numbers a row, the log of the sum and the entropy, which
+    is logged. Backward makes the tile again and adds up both gradients in fp32, the head's weight's whole.
+    """
+    model, batch, rows = w.run.model, w.run.micro_batch, w.run.seq - 1
+    with w.tape.scope("logits"):
+        weight = w.parameter("weight", model.vocab, model.hidden, tied=model.tied_embeddings, product=True, head=True)
+    scored = w.tape.op("aten.index.Tensor", [x], (batch * rows, model.hidden))
+    targets = w.tape.op("aten.index.Tensor", [_labels(w)], (batch * rows,))
+    numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]
+    loss = w.tape.empty((), "float32", grad=True)
+    tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.compute)
+    wide = 4 * batch * rows * model.hidden if scored.dtype != "float32" else 0
+    wide += 4 * weight.numel if not weight.frozen and w.run.precision.parameter != "float32" else 0
+    w.tape.record(
+        "tiled_log_probabilities",
+        [scored, targets],
+        [loss, *numbers, tile],
+        saves=[
+            saved(scored, "scored rows"),
+            saved(targets, "targets"),
+            *(saved(each, name) for each, name in zip(numbers, ("log of the sum", "entropy"), strict=True)),
+        ],
+        weights=[weight],
+        flops=2 * batch * rows * weight.numel,
+        workspace=tile.nbytes + wide,
+    )
+    return loss
 
 
 def _without_logits(w: Writer, x: Value) -> Value:

@@ -53,7 +53,7 @@ class CommonRequest:
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
             adafactor, muon or none.
         kernels: megatron, pytorch or huggingface: whose code runs.
-        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked or listed.
+        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
@@ -135,7 +135,7 @@ class RunRequest(CommonRequest):
     """How a model is to be trained, as given.
 
     Args:
-        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1.
+        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1; of --loss dpo 2, a pair.
         micro_batches: Micro-batches in a step on one data-parallel rank: one for each pipeline stage.
         tp: Ranks of tensor parallelism: 1.
         sp: Sequence parallelism beside it: on where --tp is above 1.
@@ -272,7 +272,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
-        micro_batch=given_or(request.micro_batch, 1),
+        micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
         precision=precision(given_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),

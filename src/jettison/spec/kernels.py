@@ -33,6 +33,7 @@ class Loss(StrEnum):
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
     LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
+    DPO = "dpo"  # TRL's log-probabilities of chosen and rejected, made of tiles of logits, again in backward
 
 
 class Documents(StrEnum):

@@ -11,7 +11,7 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.spec.compiled import check_compiled
 from jettison.spec.frozen_models import FrozenModel
-from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels
+from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
 from jettison.spec.modules import check_lists, check_parts, listed
@@ -241,6 +241,8 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
+        if self.kernels.loss is Loss.DPO:
+            self._check_pairs()
         if self.packed:
             self._check_packed()
         if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
@@ -269,6 +271,21 @@ class Run:
         self.layout.check(self.model, seq=self.seq)
         for beside in self.frozen:
             self._check_beside(beside)
+
+    def _check_pairs(self) -> None:
+        """Is a micro-batch pairs of sequences, on ranks that do not share a head?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.micro_batch % 2:
+            raise UsageError(
+                f"got --loss dpo with --micro-batch {self.micro_batch}; a pair is two sequences, the chosen and the "
+                "rejected one: give an even number"
+            )
+        if self.layout.tp * self.layout.cp > 1:
+            ways = f"--tp {self.layout.tp}" if self.layout.tp > 1 else f"--cp {self.layout.cp}"
+            raise UsageError(f"got --loss dpo with {ways}; TRL's head is whole on each rank: give another --loss")
 
     def _check_packed(self) -> None:
         """Are documents packed in a way that somebody's code has?
