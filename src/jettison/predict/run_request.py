@@ -67,6 +67,7 @@ class CommonRequest:
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
+        stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
@@ -97,6 +98,7 @@ class CommonRequest:
     accumulation: str | None = None
     workspaces: str | None = None
     keep_received: bool | None = None
+    stage_buffers: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
     lora: str | None = None
@@ -330,6 +332,7 @@ def _layout(request: RunRequest, depth: int) -> Layout:
         gathered_inputs=_or(request.gathered_inputs, False),
         keeps_stage_outputs=_or(request.keep_stage_outputs, False),
         keeps_received=_or(request.keep_received, False),
+        stage_buffers=_or(request.stage_buffers, False),
     )
 
 

@@ -17,6 +17,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
+from jettison.predict.stage_buffers import with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients, Mode, Run
@@ -26,7 +27,8 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
-    return tuple(_with_transients(run, groups, _made(run, groups)))
+    made = _made(run, groups)
+    return tuple(_with_transients(run, groups, list(with_ends(run, groups, list(made))) if run.layout.pp > 1 else made))
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[Unit]:

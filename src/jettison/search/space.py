@@ -247,7 +247,7 @@ class Space:
         axes, template = self.axes, self.template
         flags: dict[str, Any] = {"gathered_inputs": template.layout.gathered_inputs}
         flags |= {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
-        flags |= {"keeps_received": template.layout.keeps_received}
+        flags |= {"keeps_received": template.layout.keeps_received, "stage_buffers": template.layout.stage_buffers}
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
