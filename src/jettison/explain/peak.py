@@ -94,7 +94,7 @@ _PARTS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "gradients": frozenset({"gradient", "pending", "copies"}),
         "optimizer state": frozenset({"state"}),
         "activations in flight": frozenset({"resident", "sent"}),
-        ASIDE: frozenset({"received", "around"}),
+        ASIDE: frozenset({"received", "around", "passed"}),
         "transients": frozenset({"forward_peak", "backward_peak", "adding_peak", "optimizer_transient"}),
     }
 )

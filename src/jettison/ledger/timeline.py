@@ -17,7 +17,8 @@ master copy of the parameters, which is made with the optimizer (`master`): step
 run may fit in the one and not in the other. What the first backward ever brings (`late`: the workspace of its thread's
 products) is not there before, either. A chunk that has nothing in flight may hold the last input that it was sent, and
 its gradient (`received`); of one that has, the last input is among what is in flight. While any is, there may be more
-beside them (`around`): what the schedule has just sent, and the batch itself.
+beside them (`around`): what the schedule has just sent, and the batch itself. Or all that a step has sent so far
+(`passed`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import add, itemgetter, mul
 
-from jettison.ledger.schedule import Occupancy
+from jettison.ledger.schedule import Occupancy, Sending
 from jettison.spec.run import Gradients
 
 
@@ -89,6 +90,8 @@ class StageLoad:
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
     around: int = 0
+    passed: int = 0  # of each transfer that has passed
+    sending: Sending = ()
 
     def idle(self, alive: Sequence[int]) -> int:
         """What chunks without a micro-batch in flight hold of the last one; ``alive``: by chunk, those in flight."""
@@ -209,6 +212,7 @@ def _backwards(
         level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent
         if stage.received:
             level += stage.idle(alive)
+        level += stage.passed * occupancy.passed
         step = occupancy.step
         number = 0 if step is None else step.micro_batch
         for rows, alive_here, nbytes in zip(forward, occupancy.forward, held, strict=True):

@@ -69,6 +69,7 @@ class CommonRequest:
         accumulation: How a gradient is added to the one that is there: whole, cast, fused or fused-dummy.
         workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
+        stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -111,6 +112,7 @@ class CommonRequest:
     accumulation: str | None = None
     workspaces: str | None = None
     keep_received: bool | None = None
+    stage_buffers: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -354,6 +356,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         gathered_inputs=given_or(request.gathered_inputs, False),
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
+        stage_buffers=given_or(request.stage_buffers, False),
     )
 
 

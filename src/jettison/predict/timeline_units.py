@@ -18,6 +18,7 @@ from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.frozen_models import highest_forward
+from jettison.predict.stage_buffers import with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
 from jettison.spec.precision import GradientRule
@@ -28,7 +29,8 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
-    made = _with_transients(run, groups, _made(run, groups))
+    made = _made(run, groups)
+    made = _with_transients(run, groups, list(with_ends(run, groups, list(made))) if run.layout.pp > 1 else made)
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 

@@ -276,6 +276,7 @@ class Space:
         axes, template = self.axes, self.template
         flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
         flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
+        flags |= {"stage_buffers": template.layout.stage_buffers}
         alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):

@@ -38,6 +38,8 @@ class Layout:
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
         keeps_received: a stage's chunks hold the last input that each was sent, and its gradient, between steps too:
             Megatron's ``set_input_tensor``.
+        stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
+            ``torch.distributed.pipelining``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
@@ -60,6 +62,7 @@ class Layout:
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
+    stage_buffers: bool = False
     resharded: bool = True
     stage_layers: tuple[int, ...] = ()
     further: int = 0
@@ -77,6 +80,8 @@ class Layout:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
             raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
+        if self.stage_buffers and self.keeps_received:
+            raise UsageError("got --stage-buffers, which is torch's way, and --keep-received, Megatron's; give one")
         self._check_experts()
         if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
