@@ -80,11 +80,13 @@ def rotate(w: Writer, x: Value, dim: int) -> Value:
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
+    if w.kernels.narrow_tables:
+        part, dtype = cast(w, part, "float32"), "float32"
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
     out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), x.dtype)
-    if part is x and not w.kernels.joined_rotary:
+    if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 

@@ -6,7 +6,7 @@ from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.model import Attention, LatentAttention
+from jettison.spec.model import Attention, LatentAttention, Patches
 
 POSITIONS = "position ids"
 
@@ -16,6 +16,8 @@ def embedding(w: Writer) -> Value:
     model, layout = w.run.model, w.run.layout
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
+    if model.patches is not None:
+        return _patched(w, model.patches)
     ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
     x = w.tape.op(
@@ -38,12 +40,41 @@ def embedding(w: Writer) -> Value:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
     if model.learned_positions:
         x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
-    if model.embedding_norm is not None:
-        x = norm(w, x, model.embedding_norm, "norm")
     with w.tape.scope("beside"):
         for name, shape in model.beside:
             w.parameter(name, *shape)
+    return _closed(w, x)
+
+
+def _closed(w: Writer, x: Value) -> Value:
+    """With the embedding's norm and dropout."""
+    model = w.run.model
+    if model.embedding_norm is not None:
+        x = norm(w, x, model.embedding_norm, "norm")
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+
+
+def _patched(w: Writer, spec: Patches) -> Value:
+    """An image as tokens: a convolution whose window moves by its own width, the class token, learned positions."""
+    hidden, batch = w.run.model.hidden, w.run.micro_batch
+    pixels = w.tape.source("pixels", (batch, spec.channels, spec.height, spec.width), w.compute)
+    with w.tape.scope("patches"):
+        weights = [w.parameter("weight", hidden, spec.channels, spec.patch, spec.patch)]
+        weights += [w.parameter("bias", hidden)] if spec.bias else []
+    x = w.tape.op(
+        "aten.convolution.default",
+        [pixels],
+        (batch, spec.count, hidden),
+        saves=[saved(pixels, "pixels")],
+        weights=weights,
+        contracted=spec.channels * spec.patch**2,
+    )
+    if spec.class_token:
+        first = w.parameter("class_token", hidden)
+        x = w.tape.op("aten.cat.default", [x], (batch, spec.tokens, hidden), weights=[first])
+    x = w.tape.view(x, w.shape(hidden))
+    x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[w.parameter("positions", spec.tokens, hidden)])
+    return _closed(w, x)
 
 
 def rotary_tables(w: Writer) -> None:

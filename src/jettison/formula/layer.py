@@ -17,7 +17,8 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
     """The residual stream after the layer."""
     match spec.arrangement:
         case Arrangement.PRE:
-            x = add(w, x, _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec)))
+            normal = x if spec.plain_start else norm(w, x, spec.norm, "attention_norm")
+            x = add(w, x, _dropped(w, _attend(w, normal, spec)))
             return add(w, x, _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)))
         case Arrangement.PARALLEL:
             first = _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec))

@@ -23,7 +23,7 @@ from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
-from jettison.spec.model import Layer, ModelSpec, RecordedLayer
+from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
@@ -238,7 +238,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     if request.positions is not None:
         model = _with_positions(model, request.positions)
-    layout = _layout(request, model.depth)
+    layout = _layout(request, model)
     kernels = _kernels(model, request)
     tuning = _tuning(request)
     if tuning is not None and not tuning.inputs_need_gradients:
@@ -246,7 +246,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         assert isinstance(first, Layer), "recorded models are refused adapters"
         model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
-    seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
+    longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
+    seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
     run = Run(
         model=model,
         seq=_or(request.seq, seq),
@@ -304,19 +305,19 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     """The same model made for longer or shorter sequences."""
-    if not model.learned_positions:
+    if not model.learned_positions or model.patches is not None:
         raise UsageError(f"got --positions {positions}; {model.name} has no learned positions: leave it away")
     extra = model.position_rows - model.max_positions if model.position_rows else 0
     return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
 
 
-def _layout(request: RunRequest, depth: int) -> Layout:
+def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     tp, pp, virtual = _or(request.tp, 1), _or(request.pp, 1), _or(request.virtual_stages, 1)
     cut = request.stage_layers
-    uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
+    uneven = () if cut is None else stage_layers(cut, layers=model.depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=_or(request.sp, tp > 1),
+        sp=_or(request.sp, tp > 1 and model.patches is None),
         cp=_or(request.cp, 1),
         ep=_or(request.ep, 1),
         expert_tp=_or(request.expert_tp, 0),
@@ -350,6 +351,8 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
+    if model.head.pooling is not Pooling.NONE:
+        raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
     return replace(kernels, loss=_word(Loss, request.loss, "loss"))
 
 

@@ -19,6 +19,10 @@ def _roberta(k: Kernels) -> Kernels:
     return replace(_bert(k), stored_positions=False, batched_positions=True)
 
 
+def _tower(k: Kernels) -> Kernels:
+    return replace(k, shifted_labels=False, loss_float32=False)
+
+
 _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyType(
     {
         "qwen3_moe": lambda k: replace(k, weights_float32=False),
@@ -44,6 +48,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "granitemoeshared": lambda k: replace(k, weights_float32=False, softmax_float32=True),
         "helium": lambda k: replace(k, wide_norm=True, cast_weights=True, spread_rotary=True),
         "minimax_m2": lambda k: replace(k, joined_rotary=True),
+        "modernbert": lambda k: replace(k, narrow_tables=True, rotary_by_window=True, shifted_labels=False),
         "nemotron": lambda k: replace(k, joined_rotary=True),
         "olmo": lambda k: replace(k, wide_norm=True, wide_rotary=True),
         "opt": lambda k: replace(k, batched_positions=True, scores_float32=False),
@@ -54,6 +59,8 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
         "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
+        "vit": _tower,
+        "clip_vision_model": _tower,
         "bert": _bert,
         "camembert": _roberta,
         "roberta": _roberta,

@@ -28,6 +28,8 @@ from jettison.spec.model import (
     Mlp,
     ModelSpec,
     Moe,
+    Norm,
+    Patches,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 
@@ -83,11 +85,15 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     kind, values = _language_model(values, name)
     fields = _Fields(name=name, family=EVERY_FAMILY[kind], values=values)
     fields.check_complete()
-    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values)))
+    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values, fields.family)))
 
 
-def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
+def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
     """What a configuration has that the text model does not, one remark each."""
+    if family.patches:
+        if "text_config" in outer:
+            yield "the text tower is left out: an image is classified, and no text is held against it"
+        return
     for key in (f"{tower}_config" for tower in TOWERS):
         tower = outer.get(key)
         if isinstance(tower, Mapping) and tower:
@@ -127,8 +133,9 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in EVERY_FAMILY:
         return kind, values
-    inner = values.get("text_config")
     default = EVERY_WRAPPER.get(kind) if isinstance(kind, str) else None
+    part = "text_config" if default is None or not EVERY_FAMILY[default].patches else "vision_config"
+    inner = values.get(part)
     if isinstance(inner, Mapping):
         kind = inner.get("model_type") or default or kind
         if isinstance(kind, str) and kind in EVERY_FAMILY:
@@ -136,7 +143,7 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     elif default is not None and inner is None and "vision_config" in values and "hidden_size" in values:
         return default, values  # as first files of Qwen2-VL have it
     elif default is not None:
-        raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
+        raise UsageError(f"{name}: got {part} {short(inner)}; expected the object that {kind} keeps it in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
     refused = UsageError if kind is None else NotDescribed
     raise refused(
@@ -147,8 +154,9 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The inner configuration with what counts from around it: the wrapper owns the head, so it ties the embeddings."""
     merged = dict(inner)
-    if outer.get("tie_word_embeddings") is not None:
-        merged["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    for key in ("tie_word_embeddings", "num_labels", "id2label"):
+        if outer.get(key) is not None:
+            merged[key] = outer[key]
     if all(inner.get(key) is None for key in _DTYPE_KEYS):
         merged.update({key: outer[key] for key in _DTYPE_KEYS if key in outer})
     return merged
@@ -221,47 +229,81 @@ class _Fields:
             raise self.error(key, "a number")
         return value
 
-    def activation(self) -> Activation:
+    def activation(self, key: str = "hidden_act") -> Activation:
         """The nonlinearity. Gemma's first files say "gelu" and mean the approximation."""
         if self.family.activation is not None:
             return self.family.activation
-        word = self.value("hidden_act")
-        word = self.family.defaults["hidden_act"] if word is None else word
+        word = self.value(key)
+        word = self.family.defaults[key] if word is None else word
         if not isinstance(word, str) or word not in ACTIVATIONS:
-            raise self.error("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+            raise self.error(key, f"one of {', '.join(ACTIVATIONS)}")
         found = ACTIVATIONS[word]
         return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
 
 
 def _model(fields: _Fields, kind: str) -> ModelSpec:
     family = fields.family
-    layers = _layers(fields)
+    norm = _norm(fields)
+    layers = _layers(fields, norm)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
-    positions = fields.size("max_position_embeddings")
+    transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
+    patches = _patches(fields) if family.patches else None
+    positions = fields.size("max_position_embeddings") if patches is None else patches.tokens
     return ModelSpec(
         name=fields.name,
         family=kind,
         hidden=fields.size("hidden_size"),
-        vocab=fields.size("vocab_size"),
+        vocab=fields.size("vocab_size") if patches is None else _classes(fields),
+        patches=patches,
         layers=layers,
-        final_norm=None if masked else family.norm,
+        final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
         learned_positions=not family.rotary,
         position_rows=positions + family.more_positions if family.more_positions else 0,
-        token_types=fields.size("type_vocab_size") if masked else 0,
-        embedding_norm=family.norm if masked else None,
+        token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
+        embedding_norm=norm if family.start_norm else None,
         embedding_scale=family.embedding_scale,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
-            bias=masked or family.head_bias,
-            transform=fields.activation() if masked else None,
+            bias=family.head_bias or fields.flag("decoder_bias"),
+            transform=fields.activation(transform) if masked else None,
+            transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
+            pooling=family.pooling,
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
         dropout_sites=sites,
         dropout=dropout,
         dtype=_dtype(fields),
     )
+
+
+def _norm(fields: _Fields) -> Norm:
+    norm = fields.family.norm
+    return replace(norm, bias=fields.flag("norm_bias")) if fields.knows("norm_bias") else norm
+
+
+def _patches(fields: _Fields) -> Patches:
+    image = fields.value("image_size")
+    sides = image if isinstance(image, list | tuple) else (image, image)
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise fields.error("image_size", "a number of pixels, or two: height and width")
+    return Patches(
+        height=sides[0],
+        width=sides[1],
+        patch=fields.size("patch_size"),
+        channels=fields.size("num_channels"),
+        bias=fields.family.patch_bias,
+    )
+
+
+def _classes(fields: _Fields) -> int:
+    """What an image may show: as many as are named, or two, as transformers has it."""
+    names = fields.values.get("id2label")
+    count = fields.values.get("num_labels", len(names) if isinstance(names, Mapping) and names else 2)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{fields.name}: got num_labels {short(count)}; expected a whole number of 1 or more")
+    return count
 
 
 def _dtype(fields: _Fields) -> str:
@@ -289,7 +331,7 @@ def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
     return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most
 
 
-def _layers(fields: _Fields) -> tuple[Layer, ...]:
+def _layers(fields: _Fields, norm: Norm) -> tuple[Layer, ...]:
     """All layers, one object a kind."""
     family = fields.family
     depth = fields.size("num_hidden_layers")
@@ -304,10 +346,11 @@ def _layers(fields: _Fields) -> tuple[Layer, ...]:
         kinds[window, sparse, rotates] = Layer(
             attention=_placed(attention, window, rotates) if isinstance(attention, Attention) else attention,
             mlp=_experts(fields) if sparse else _mlp(fields),
-            norm=family.norm,
+            norm=norm,
             arrangement=arrangement,
         )
-    return tuple(kinds[kind] for kind in order)
+    layers = [kinds[kind] for kind in order]
+    return (replace(layers[0], plain_start=True), *layers[1:]) if family.plain_first else tuple(layers)
 
 
 def _placed(attention: Attention, window: int | None, rotates: bool) -> Attention:
@@ -360,6 +403,8 @@ def _attention(fields: _Fields) -> Attention:
 
 
 def _causal(fields: _Fields) -> bool:
+    if fields.family.bidirectional:
+        return False
     if fields.knows("is_decoder"):
         return fields.flag("is_decoder")
     return not fields.flag("use_bidirectional_attention")
@@ -465,6 +510,8 @@ def _windows(fields: _Fields, depth: int) -> Iterator[int | None]:
     """How far each layer looks back; None: to the beginning."""
     off = fields.knows("use_sliding_window") and not fields.flag("use_sliding_window")
     window = None if off else fields.optional_size("sliding_window")
+    if window is not None and fields.family.half_window:
+        window = max(1, window // 2)
     if window is not None and fields.flag("use_bidirectional_attention"):
         window = 2 * (window // 2) + 1  # half of it on either side, and the token itself
     for sliding in _slides(fields, depth):
@@ -487,7 +534,8 @@ def _slides(fields: _Fields, depth: int) -> list[bool]:
         return [index >= first for index in range(depth)]
     if fields.knows("sliding_window_pattern"):
         period = fields.size("sliding_window_pattern")
-        return [(index + 1) % period > 0 for index in range(depth)]
+        shift = 0 if fields.family.full_first else 1
+        return [(index + shift) % period > 0 for index in range(depth)]
     return [True] * depth
 
 

@@ -40,6 +40,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"  # the approximation, one kernel
     GELU_WRITTEN = "gelu_written"  # the approximation written out op by op: GPT-2's gelu_new
     GELU_FAST = "gelu_fast"  # the same with its factors in another order, which keeps more
+    GELU_QUICK = "gelu_quick"  # x * sigmoid(1.702 x), op by op: CLIP
     SILU = "silu"
     RELU = "relu"
     RELU_SQUARED = "relu2"
@@ -179,6 +180,7 @@ class Layer:
     """One transformer layer. Equal layers are equal objects: they are worked out once.
 
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
+    ``plain_start``: no norm before its attention, since the embedding ends with one.
     """
 
     attention: Attention | LatentAttention
@@ -186,6 +188,7 @@ class Layer:
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
+    plain_start: bool = False
 
     @property
     def experts(self) -> Moe | None:
@@ -271,13 +274,54 @@ class DropoutSites:
     residual: bool = False
 
 
+class Pooling(StrEnum):
+    """What of a sequence is classified."""
+
+    NONE = "none"  # each token is a prediction
+    FIRST = "first"  # its first token, after the last norm: ViT
+    PATCHES = "patches"  # the mean of all others, which no norm has seen: CLIP
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
     """From the last layer to logits. ``transform`` is BERT's dense + activation + norm before the vocabulary."""
 
     bias: bool = False
     transform: Activation | None = None
+    transform_bias: bool = True
     softcap: bool = False
+    pooling: Pooling = Pooling.NONE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patches:
+    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
+
+    Raises:
+        UsageError: a size below one, or patches that are larger than the image.
+    """
+
+    height: int
+    width: int
+    patch: int
+    channels: int
+    bias: bool = True  # of the product that makes tokens
+    class_token: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("image", height=self.height, width=self.width, patch=self.patch, channels=self.channels)
+        if self.patch > min(self.height, self.width):
+            raise UsageError(f"a patch of {self.patch} pixels does not fit an image of {self.height} x {self.width}")
+
+    @property
+    def count(self) -> int:
+        """Of an image; pixels that fill none are not seen."""
+        return (self.height // self.patch) * (self.width // self.patch)
+
+    @property
+    def tokens(self) -> int:
+        """s."""
+        return self.count + self.class_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +329,11 @@ class ModelSpec:
     """A whole model.
 
     Args:
+        vocab: words; of what classifies, classes.
         family: which published code it follows where codes differ ("llama", "gpt2", "paper", ...).
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
+        patches: what its sequences are made of, where it reads images and no words.
 
     Raises:
         UsageError: a size below one, no layers.
@@ -302,6 +348,7 @@ class ModelSpec:
     max_positions: int
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
+    patches: Patches | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
@@ -355,6 +402,11 @@ class ModelSpec:
     def described(self) -> tuple[Layer, ...]:
         """Of its kinds, those that say what they are made of."""
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sequence: an image is as long as it is."""
+        return 1 if self.patches is None else self.patches.tokens
 
     @property
     def depth(self) -> int:

@@ -11,7 +11,7 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.spec.kernels import PYTORCH, Device, Kernels
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec
+from jettison.spec.model import ModelSpec, Patches
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.tuning import Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
@@ -202,6 +202,8 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
+        if self.model.patches is not None:
+            self._check_image(self.model.patches)
         if self.model.learned_positions and self.seq > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
         if self.recompute.whole and self.layout.pp == 1:
@@ -214,6 +216,20 @@ class Run:
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
         self.layout.check(self.model, seq=self.seq)
+
+    def _check_image(self, patches: Patches) -> None:
+        """An image is as long as it is, and its tokens are no sequence that ranks could cut.
+
+        Raises:
+            UsageError: this run says otherwise.
+        """
+        if self.seq != patches.tokens:
+            raise UsageError(
+                f"got --seq {self.seq}; an image of {self.model.name} has {patches.tokens} tokens: leave it away"
+            )
+        if self.layout.cp > 1 or self.layout.sp:
+            flag = f"--cp {self.layout.cp}" if self.layout.cp > 1 else "--sp"
+            raise UsageError(f"got {flag}, which cuts a sequence; {self.model.name} reads images: leave it away")
 
     def _check_in_backward(self) -> None:
         """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.
