@@ -73,14 +73,17 @@ def _described(value: Any, depth: int, above: set[int]) -> Any:
 
 def tensor_description(tensor: Tensor) -> tuple[Any, ...]:
     """Everything about a tensor but its values and its place in memory."""
-    inner = plain(tensor)
+    if tensor.__class__ is Tensor:  # of which there are most
+        inner, wraps = tensor, None
+    else:
+        inner, wraps = plain(tensor), wrapping(tensor)
     return (
         inner.shape,
         inner.stride(),
         tensor.dtype,
         tensor.requires_grad,
         tensor.device.type,
-        wrapping(tensor),
+        wraps,
         inner.is_conj(),
         inner.is_neg(),
     )

@@ -13,7 +13,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from operator import call, is_
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ _LOOK_ON = ("transformers.utils.output_capturing", "torch.distributed.fsdp._full
 compared on its own (`precision_of`).
 """
 _MISSING = object()
-_MISSINGS = itertools.repeat(_MISSING)
+_FORWARDS = itertools.repeat("forward")
+_wants, _content = attrgetter("requires_grad"), attrgetter("cell_contents")
 _PRIVATE = frozenset(("_parameters", "_buffers", "_modules", "forward", *HOOK_TABLES))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -65,7 +66,7 @@ class ModuleGuard:
         self.forwards: list[tuple[dict[str, Any], Any]] = []
         self.children: set[Same[Any]] = set()  # tables of submodules
         self._seen: set[int] = set()
-        self._lookups: tuple[list[Any], list[Any], list[Any]] | None = None
+        self._watched: _Watched | None = None
         self._classes: dict[Same[Any], Same[Any]] = {}  # a view of a class's table, each a new one -> the class
         for sub in module.modules():
             self._attributes(vars(sub), 0)
@@ -84,6 +85,9 @@ class ModuleGuard:
             for function in vars(cls).values():
                 if isinstance(function, types.FunctionType):
                     self._globals(function)
+        self._hook_tables = [hooks for hooks, _ in self.hooks]
+        self._hooks_known: list[Any] = []  # at the last look
+        self._tables = _readers(self.parameters)
         if ignored:
             self.settings = [s for s in self.settings if (self._key(s[0]), s[1]) not in ignored]
             self.sequences = [s for s in self.sequences if (Same(s[0]), _LENGTH) not in ignored]
@@ -181,27 +185,28 @@ class ModuleGuard:
         """Whether everything watched is as it was."""
         if not self._untouched() and next(self._changes(), None) is not None:
             return False
-        for hooks, before_hooks in self.hooks:
-            if (hooks or before_hooks) and foreign(hooks) != before_hooks:
-                return False
-        for table, key, wants in self.parameters:
-            parameter = table.get(key)
-            if parameter is None or parameter.requires_grad is not wants:
-                return False
-        return True
+        if not self._same_hooks():
+            return False
+        try:
+            return list(map(_wants, map(call, self._tables[0], self._tables[1]))) == self._tables[2]
+        except AttributeError:  # one is None now
+            return False
 
     def _untouched(self) -> bool:
         """Whether the very objects are everywhere that were: what `_changes` would find, nearly always, in C."""
-        if self._lookups is None:
-            self._lookups = _lookups(self.settings)
-        getters, keys, values = self._lookups
-        return (
-            all(map(is_, map(call, getters, keys, _MISSINGS), values))
-            and [len(size) for size, _ in self.sizes] == [count for _, count in self.sizes]
-            and all(_same_items(sequence, before) for sequence, before in self.sequences)
-            and all(_same_cell(cell, content) for cell, content in self.cells)
-            and all(a.get("forward") is forward or own_forward(a) is forward for a, forward in self.forwards)
-        )
+        if self._watched is None:
+            self._watched = _Watched(self)
+        return self._watched.is_as_it_was()
+
+    def _same_hooks(self) -> bool:
+        """Whether modules have the hooks that they had, but for those that only look on."""
+        now = list(itertools.chain.from_iterable(map(dict.values, self._hook_tables)))
+        if len(now) == len(self._hooks_known) and all(map(is_, now, self._hooks_known)):
+            return True
+        if any(foreign(hooks) != before for hooks, before in self.hooks):
+            return False
+        self._hooks_known = now
+        return True
 
     def changed(self) -> frozenset[Setting]:
         """The settings that are not as they were."""
@@ -245,14 +250,87 @@ class ModuleGuard:
                 yield (Same(attributes), "forward"), "the forward of a module"
 
 
-def _lookups(settings: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
-    """How each setting is looked up, its key, and what it was."""
-    found: tuple[list[Any], list[Any], list[Any]] = [], [], []
-    for table, key, value in settings:
-        found[0].append(table.get if type(table) in _TABLES else functools.partial(dict.get, table))
-        found[1].append(key)
-        found[2].append(value)
+class _Watched:
+    """Settings, lengths, items, contents of cells and forwards, so laid out that C compares them by identity.
+
+    What is not the same object may still be alike: then `ModuleGuard._changes` decides.
+    """
+
+    def __init__(self, guard: ModuleGuard) -> None:
+        self.values: list[Any] = []
+        self.getters: list[Any] = []  # of what a table has under several keys at once
+        self.tables: list[Any] = []
+        self.absent: list[tuple[Any, Any]] = []
+        self._lay_out(guard.settings)
+        self.sizes = [size for size, _ in guard.sizes]
+        self.counts = [count for _, count in guard.sizes]
+        self.sequences = [sequence for sequence, _ in guard.sequences]
+        self.lengths = [len(before) for _, before in guard.sequences]
+        self.items = list(itertools.chain.from_iterable(before for _, before in guard.sequences))
+        self.cells = [cell for cell, _ in guard.cells]
+        self.contents = [content for _, content in guard.cells]
+        self.instances = [attributes for attributes, _ in guard.forwards]
+        self.forwards = guard.forwards
+        self.known: list[Any] = []  # what stood for the instances' forwards when all was well
+
+    def _lay_out(self, settings: Iterable[tuple[Any, Any, Any]]) -> None:
+        by_table: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        for table, key, value in settings:
+            if value is _MISSING:
+                self.absent.append((table, key))
+                continue
+            _, keys, values = by_table.setdefault(id(table), (table, [], []))
+            keys.append(key)
+            values.append(value)
+        for table, keys, values in by_table.values():
+            keys.append(keys[0])  # a getter of one key gives no tuple
+            values.append(values[0])
+            self.getters.append(itemgetter(*keys) if type(table) in _TABLES else functools.partial(_items, keys))
+            self.tables.append(table)
+            self.values += values
+
+    def is_as_it_was(self) -> bool:
+        """Whether nothing differs at a glance."""
+        try:
+            found = itertools.chain.from_iterable(map(call, self.getters, self.tables))
+            if not all(map(is_, found, self.values)):
+                return False
+        except KeyError:
+            return False
+        if any(dict.__contains__(table, key) for table, key in self.absent):
+            return False
+        if list(map(len, self.sizes)) != self.counts or list(map(len, self.sequences)) != self.lengths:
+            return False
+        if not all(map(is_, itertools.chain.from_iterable(self.sequences), self.items)):
+            return False
+        try:
+            if not all(map(is_, map(_content, self.cells), self.contents)):
+                return False
+        except ValueError:  # one has nothing in it
+            return False
+        now = list(map(dict.get, self.instances, _FORWARDS))
+        if not (self.known and all(map(is_, now, self.known))):  # they are some others
+            if not all(
+                f is forward or own_forward(a) is forward for f, (a, forward) in zip(now, self.forwards, strict=True)
+            ):
+                return False
+            self.known = now
+        return True
+
+
+def _readers(parameters: Iterable[tuple[dict[str, Any], str, bool]]) -> tuple[list[Any], list[str], list[bool]]:
+    """How each parameter is looked up, its name, and whether it wants gradients."""
+    found: tuple[list[Any], list[str], list[bool]] = [], [], []
+    for table, name, wants in parameters:
+        found[0].append(table.get)
+        found[1].append(name)
+        found[2].append(wants)
     return found
+
+
+def _items(keys: Sequence[Any], table: Any) -> tuple[Any, ...]:
+    """Of other people's kinds of dicts, which may look up in ways of their own."""
+    return tuple([dict.__getitem__(table, key) for key in keys])
 
 
 def own_forward(attributes: dict[str, Any]) -> Any:

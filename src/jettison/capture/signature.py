@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from jettison.capture.argument_keys import described
 from jettison.capture.tensor_subclasses import plain
-from jettison.capture.trees import tree_flatten, tree_unflatten
+from jettison.capture.trees import tree_flatten, tree_shape, tree_unflatten
 from jettison.errors import TraceError, UnsupportedModule
 
 _SCALARS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -26,6 +26,9 @@ def leaf_signature(leaf: Any) -> Any:
     Raises:
         UnsupportedModule: a tensor that is not one piece of memory.
     """
+    kind = leaf.__class__
+    if kind in _SCALARS:
+        return kind, leaf
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and not is_traceable_wrapper_subclass(leaf):
         raise UnsupportedModule(
             f"an argument of a planned module is a tensor of layout {leaf.layout}, which no recording can hold yet; "
@@ -43,9 +46,8 @@ def call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     Where in its memory an argument lies does not matter (micro-batches are parts of one batch), but how those that
     share memory lie to each other does.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    known = tuple(map(leaf_signature, leaves))
-    return leaves, (spec, known, _sharing(leaves))
+    leaves, shape = tree_shape((args, kwargs))
+    return leaves, (shape, tuple(map(leaf_signature, leaves)), _sharing(leaves))
 
 
 def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
@@ -54,7 +56,7 @@ def _sharing(leaves: list[Any]) -> tuple[tuple[int, int, int], ...]:
     found = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            inner = plain(leaf)
+            inner = leaf if leaf.__class__ is Tensor else plain(leaf)
             at = inner.storage_offset() * inner.element_size()
             other, start = first.setdefault(inner.untyped_storage()._cdata, (position, at))
             if other != position:

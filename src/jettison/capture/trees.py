@@ -17,6 +17,9 @@ from torch.utils import _pytree as pytree
 
 tree_unflatten = pytree.tree_unflatten
 
+_ATOMS = frozenset((Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
+_OTHER = object()
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -34,8 +37,43 @@ def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(_opened(tree, ()), _is_size)
 
 
+def tree_shape(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves, and a hashable value that is equal for trees that are built alike; what a planned call costs hangs on it.
+
+    Tuples, lists and dicts of tensors and plain values, as most calls have them, are walked here; anything else is
+    left to `tree_flatten`, whose spec is the value then.
+    """
+    leaves: list[Any] = []
+    shape = _shape(tree, leaves)
+    return tree_flatten(tree) if shape is _OTHER else (leaves, shape)
+
+
+def _shape(node: Any, leaves: list[Any]) -> Any:
+    kind = node.__class__
+    if kind is dict:
+        found: list[Any] = [kind, *node]
+        inside = node.values()
+    elif kind is tuple or kind is list:
+        found = [kind]
+        inside = node
+    else:
+        return _OTHER
+    for child in inside:
+        if child.__class__ in _ATOMS or isinstance(child, Tensor):  # fakes stand for real ones
+            leaves.append(child)
+            found.append(None)
+            continue
+        shape = _shape(child, leaves)
+        if shape is _OTHER:
+            return _OTHER
+        found.append(shape)
+    return tuple(found)
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Leaves alone."""
+    if tree.__class__ in _ATOMS:
+        return [tree]
     leaves = pytree.tree_leaves(tree, _is_size)
     return pytree.tree_leaves(_opened(tree, ()), _is_size) if any(map(_is_closed, leaves)) else leaves
 

@@ -117,7 +117,7 @@ def observed_saved_bytes(
 def _tensors(name: str, packed: Any) -> Iterator[tuple[str, Tensor]]:
     """What a packed tensor holds, with the region that holds it: within a checkpoint segment, also an earlier block."""
     if isinstance(packed, Held):
-        yield name, packed.tensor
+        yield name, packed[1]
     elif isinstance(packed, Handle):
         for box in packed.boxes:
             if isinstance(box, Handle):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import Diverged, Frame, Handle, Held
+from jettison.runtime.frame import UNWRAPPED, Diverged, Frame, Handle, Held
 from jettison.runtime.graph_fingerprint import next_sequence_number
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
@@ -27,13 +27,27 @@ from jettison.runtime.packing import Packed
 from jettison.runtime.recipe import AWAY, Recipe, SlotAction
 from jettison.runtime.witness import Witness
 
+_PACK: Final = Frame.pack
+_new_tuple: Any = tuple.__new__
 _running = threading.local()
 
 
 class ActiveFrame(Frame):
     """A frame while its forward runs: it also listens at module boundaries."""
 
-    __slots__ = ("broken", "check", "fake", "given", "moves", "nested", "number", "region", "start", "taps_seen")
+    __slots__ = (
+        "broken",
+        "check",
+        "expected",
+        "fake",
+        "given",
+        "moves",
+        "nested",
+        "number",
+        "region",
+        "start",
+        "taps_seen",
+    )
 
     def __init__(self, recipe: Recipe, region: Any, group: Group | None = None, *, moves: bool = True) -> None:
         super().__init__(recipe, region.name, region.recordings.owners, region.model, group, moves)
@@ -42,6 +56,8 @@ class ActiveFrame(Frame):
         self.number = region.calls
         self.broken = ""  # how the run left the recording
         self.check: SequenceCheck | None = None
+        # by slot, what can be kept at a glance; nothing where calls are compared, or somebody listens to a frame's pack
+        self.expected = recipe.expected if Frame.pack is _PACK else ()
         self.fake = False  # its arguments are
         self.given: set[int] = set()  # storages that the outermost of the running calls was given
         self.start = next_sequence_number()
@@ -62,7 +78,31 @@ class ActiveFrame(Frame):
 
     @of_a_region
     def pack(self, tensor: Tensor) -> Any:
-        """As any frame's, as long as the run is the recorded one; what comes after that is kept."""
+        """As any frame's, as long as the run is the recorded one; what comes after that is kept.
+
+        A training step comes by here for every tensor that autograd saves, and most of them are kept: those take one
+        look and one tuple.
+        """
+        index, expected = self.index, self.expected
+        if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
+            size, stride, dtype, parameter = wanted
+            if (
+                tensor.shape == size
+                and tensor.dtype is dtype
+                and tensor.stride() == stride
+                and (parameter is None or self._is_parameter(parameter, tensor))
+            ):
+                self.index = index + 1
+                kept = tensor if tensor.is_leaf else tensor.detach()
+                return _new_tuple(Held, (self, kept, tensor._version))
+        return self._pack(tensor)
+
+    def _is_parameter(self, name: str, tensor: Tensor) -> bool:
+        table, leaf = self.owners[name]
+        there = table[leaf]
+        return tensor is there or tensor._base is there
+
+    def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) is FakeTensor and not self.fake:
             self.region.refuse_fake("saves")
         if self.check is not None:
@@ -72,6 +112,7 @@ class ActiveFrame(Frame):
                 return Frame.pack(self, tensor)
             except Diverged as divergence:
                 self.broken = str(divergence)
+                self.expected = ()
                 self.index -= 1
         return Held(tensor, self)
 

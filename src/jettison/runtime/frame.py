@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -38,23 +38,24 @@ class Diverged(Exception):
     """The forward did not do what was recorded. Raised inside a region, handled by its wrapper."""
 
 
-class Held:
-    """A kept slot: the tensor, and its version when autograd saved it. The frame counts as live while it is there."""
+class Held(tuple[Any, Tensor, int]):
+    """A kept slot: whose it is (its frame counts as live while it is there), the tensor, and its version when autograd
+    saved it. A tuple, since there is one for each tensor that autograd saves.
+    """
 
-    __slots__ = ("frame", "tensor", "version")
+    __slots__ = ()
     of_a_region = True  # where it is a hook itself
 
-    def __init__(self, tensor: Tensor, frame: Frame | None = None) -> None:
-        self.frame = frame
+    def __new__(cls, tensor: Tensor, owner: Any = None) -> Self:
         # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
-        self.tensor = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
-        self.version = 0 if tensor.is_inference() else tensor._version  # `version_of`, without a call for each tensor
+        return tuple.__new__(cls, (owner, tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)))
 
     def open(self) -> Tensor:
         """The tensor, if nobody has written to it."""
-        if version_of(self.tensor) != self.version:
-            raise stale("a kept tensor", "a planned region", self.version, version_of(self.tensor))
-        return self.tensor
+        _, tensor, version = self
+        if version_of(tensor) != version:
+            raise stale("a kept tensor", "a planned region", version, version_of(tensor))
+        return tensor
 
 
 class Box:
@@ -392,13 +393,15 @@ class Frame:
 
 def unpack(packed: Any) -> Tensor:
     """Autograd wants a saved tensor back."""
-    frame: Frame | None = packed.frame
-    if frame is not None and frame.group is not None:
-        frame.group.asked()
-    if type(packed) is Handle:
-        return packed.frame.recompute(packed)
-    kept: Held = packed
-    return kept.open()
+    if type(packed) is Held:
+        frame, tensor, version = packed
+        if frame.group is not None:
+            frame.group.asked()
+        return tensor if tensor._version == version else packed.open()  # which raises
+    if packed.frame.group is not None:
+        packed.frame.group.asked()
+    tensor = packed.frame.recompute(packed)
+    return tensor
 
 
 def is_asked_again() -> bool:

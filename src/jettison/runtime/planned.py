@@ -389,6 +389,7 @@ class PlannedForward:
                     with SomeMode() if recipe.sees_modes else contextlib.nullcontext():
                         output = self.forward(*args, **kwargs)
                 else:
+                    frame.expected = ()
                     frame.check = SequenceCheck(recipe.trace, leaves, self.recordings.owners)
                     with frame.check, unwatched(self.module, frame.check):
                         output = self.forward(*args, **kwargs)

@@ -117,6 +117,18 @@ class Recipe:
         return bool(self.handed) or any(slot.kind in AWAY for slot in self.slots)
 
     @cached_property
+    def expected(self) -> tuple[tuple[Any, Any, torch.dtype, str | None] | None, ...]:
+        """By slot: shape, strides, type and parameter of what stays as it is and fills no box; None for the others."""
+        return tuple(
+            [
+                (slot.ref.size, slot.ref.stride, slot.ref.dtype, slot.parameter or None)
+                if slot.kind in ("keep", "parameter") and slot.fill is None and slot.ref.wrap is None
+                else None
+                for slot in self.slots
+            ]
+        )
+
+    @cached_property
     def sees_modes(self) -> bool:
         """See `jettison.capture.op_traits.sees_modes`."""
         return any(sees_modes(call.func) for call in self.trace.calls)
