@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from jettison.errors import UsageError
+from jettison.formula.parameters import parameter_count
+from jettison.formula.region import layer_region
 from jettison.predict.forecast import forecast
 from jettison.predict.largest import Edge, fit
 from jettison.predict.run_request import RunRequest, run_of
@@ -16,7 +19,28 @@ from support import formula_cases
 from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences
 
 _IMAGE = {**_PLAIN, "image_size": 32, "patch_size": 8}
+_STACKS = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    **_TOKENS,
+    "decoder_start_token_id": 0,
+}
+_WORDS = {**_STACKS, "max_position_embeddings": 64}
+_DROPPED = ("dropout", "attention_dropout")
 TINY = {
+    "bart": TinyFamily(model="BartForConditionalGeneration", config="BartConfig", settings=_WORDS, dropout=_DROPPED),
+    "mbart": TinyFamily(model="MBartForConditionalGeneration", config="MBartConfig", settings=_WORDS, dropout=_DROPPED),
+    "whisper": TinyFamily(
+        model="WhisperForConditionalGeneration",
+        config="WhisperConfig",
+        settings={**_STACKS, "num_mel_bins": 16, "max_source_positions": 24, "max_target_positions": 64},
+        dropout=_DROPPED,
+    ),
     "clip": TinyFamily(model="CLIPForImageClassification", config="CLIPConfig", settings=_IMAGE, part="vision_config"),
     "modernbert": TinyFamily(
         model="ModernBertForMaskedLM",
@@ -31,7 +55,11 @@ TINY = {
         dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     ),
 }
+_UNEVEN = (("encoder_layers", 3), ("encoder_ffn_dim", 80), ("decoder_attention_heads", 2))
 OTHER: dict[str, tuple[tuple[str, Any], ...]] = {
+    "bart": (*_UNEVEN, ("scale_embedding", True)),
+    "mbart": (*_UNEVEN, ("activation_function", "relu")),
+    "whisper": (*_UNEVEN, ("max_source_positions", 40)),
     "clip": (("patch_size", 16),),
     "modernbert": (("local_attention", 16), ("norm_bias", True), ("classifier_bias", True), ("attention_bias", True)),
     "vit": (("image_size", (16, 24)), ("qkv_bias", False), ("num_channels", 1)),
@@ -55,10 +83,13 @@ def test_parameters_are_those_of_transformers(family: str, other: bool) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", [pytest.param(n, marks=pytest.mark.slow) if n == "mbart" else n for n in TINY])
 def test_saved_tensors_are_those_of_transformers(family: str) -> None:
     for batch, more in ((2, ()), (3, OTHER[family])):
-        case = FormulaCase(family=family, attention="sdpa", precision="bf16-pure", batch=batch, more=more)
+        source = 20 if more and TINY[family].settings is _WORDS else 0
+        case = FormulaCase(
+            family=family, attention="sdpa", precision="bf16-pure", batch=batch, source=source, more=more
+        )
         assert [str(difference) for difference in differences(case)] == []
 
 
@@ -95,3 +126,51 @@ def test_an_image_says_how_long_it_is() -> None:
         parse_config({**_BASE, "image_size": "big"}, name="vit-b")
     with pytest.raises(UsageError, match="got num_labels 0; expected a whole number"):
         parse_config({**_BASE, "num_labels": 0}, name="vit-b")
+
+
+_SPEECH = {
+    "model_type": "whisper",
+    "d_model": 384,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "decoder_ffn_dim": 1536,
+    "vocab_size": 51865,
+}
+
+
+def test_two_stacks_have_two_lengths() -> None:
+    """Whisper tiny: 37,760,640 parameters with the encoder's sines, as transformers counts its published weights."""
+    model = parse_config(_SPEECH, name="whisper-tiny")
+    assert parameter_count(model) == 37_760_640
+    run = run_of(model)
+    assert (run.seq, run.source_seq) == (448, 1500)
+    assert run_of(model, RunRequest(tp=2, zero=3, dp=2)).layout.sp is False
+    words = parse_config({**_SPEECH, "model_type": "bart"}, name="small-bart")
+    assert run_of(words).source_seq == run_of(words).seq == 1024
+    assert run_of(words, RunRequest(seq=128, source_seq=512)).source_seq == 512
+    for asked, said in (
+        (RunRequest(source_seq=3000), "got --source-seq 3000; whisper-tiny reads sound of 1500 tokens"),
+        (RunRequest(pp=2), "got --pp 2; whisper-tiny is an encoder with a decoder"),
+        (RunRequest(lora="r=8"), "got --lora; whisper-tiny is an encoder with a decoder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            run_of(model, asked)
+    with pytest.raises(UsageError, match="got --source-seq 8; vit-b has no encoder beside a decoder"):
+        run_of(parse_config(_BASE, name="vit-b"), RunRequest(source_seq=8))
+
+
+def test_ranks_share_both_stacks() -> None:
+    """Of each layer's weights all but norms and biases of outputs are cut in two; so are heads of what it keeps."""
+    model = parse_config({**_SPEECH, "model_type": "bart", "vocab_size": 128}, name="small-bart")
+    asked = RunRequest(seq=64, source_seq=96, precision="bf16-pure", optimizer="none")
+    whole = run_of(model, asked)
+    half = run_of(model, replace(asked, tp=2))
+    for layer in (model.layers[0], model.layers[-1]):
+        one, two = (layer_region(run.scene, layer) for run in (whole, half))
+        shared = [(a, b) for a, b in zip(one.weights, two.weights, strict=True) if a.numel != b.numel]
+        assert all(a.numel == 2 * b.numel for a, b in shared)
+        names = {a.name for a, b in zip(one.weights, two.weights, strict=True) if a.numel == b.numel}
+        assert names == {w.name for w in one.weights if "norm" in w.name or w.name.endswith(("out.bias", "down.bias"))}

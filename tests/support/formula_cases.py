@@ -145,6 +145,7 @@ class FormulaCase:
     dropout: float = 0.0
     batch: int = BATCH
     sequence: int = SEQUENCE
+    source: int = 0  # tokens that an encoder beside a decoder reads; 0: as many as the decoder writes
     padding: bool = False
     more: tuple[tuple[str, Any], ...] = field(default=())  # settings on top of the family's
 
@@ -199,6 +200,13 @@ def traced(case: FormulaCase) -> Ledger:
     if (patches := spec_of(tiny_config(case)).patches) is not None:
         pixels = torch.randn(case.batch, patches.channels, patches.height, patches.width, dtype=DTYPES[case.precision])
         batch = {"pixel_values": pixels, "labels": torch.zeros(case.batch, dtype=torch.int64)}
+    if spec_of(tiny_config(case)).source is not None:
+        batch["labels"] = batch["labels"][:, : case.sequence]
+        batch["input_ids"] = torch.randint(1, VOCABULARY, (case.batch, case.source or case.sequence))
+        if (bins := getattr(tiny_config(case), "num_mel_bins", 0)) > 0:
+            frames = 2 * tiny_config(case).max_source_positions
+            batch["input_features"] = torch.randn(case.batch, bins, frames, dtype=DTYPES[case.precision])
+            del batch["input_ids"]
     if case.padding:
         batch["attention_mask"] = (torch.arange(case.sequence) < case.sequence - 5).long().expand(ids.shape).clone()
     return traced_call(model_of(case), batch)
@@ -217,8 +225,10 @@ def run_of(case: FormulaCase) -> Run:
     """The same step as a spec, on the CPU's kernels."""
     spec = spec_of(tiny_config(case))
     kernels = kernels_for(spec, "huggingface").with_attention(case.attention).on_cpu()
+    fixed = 0 if spec.source is None else spec.source.max_positions if spec.source.sound else case.sequence
     return Run(
         model=spec,
+        source_seq=case.source or fixed,
         seq=case.sequence if spec.patches is None else spec.patches.tokens,
         micro_batch=case.batch,
         kernels=kernels,

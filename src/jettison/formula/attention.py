@@ -15,17 +15,26 @@ from jettison.spec.model import Attention, Norm, QkNorm
 
 HEADS, ROWS = 1, 2
 """Dims of q, k, v and of the scores."""
+READ = "encoder output"
 CORE = "arXiv 2205.05198 §4.1, attention core"
 
 
-def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
-    with w.tape.scope("attention"):
+def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bool = False) -> Value:
+    """The whole block, from the normed residual stream to what is added to it (without its dropout).
+
+    Args:
+        asks: keys and values are made of what the encoder returned, which no layer pays for.
+    """
+    with w.tape.scope("cross_attention" if asks else "attention"):
         whole, kept = enter(w, x)
-        q, k, v = _project(w, whole, kept, spec, norm_spec)
+        q, k, v = _ask(w, whole, kept, spec) if asks else _project(w, whole, kept, spec, norm_spec)
+        if w.kernels.copied_heads:
+            q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
             q, k = (rotate(w, x, spec.rotary_dim) for x in (q, k))
-        context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        context = core(
+            w, q, k, v, spec, joined=w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        )
         out = linear(
             w,
             context,
@@ -46,23 +55,40 @@ def head_places(w: Writer) -> Places:
     return tuple(sorted(places))
 
 
-def heads_of(w: Writer, x: Value, heads: int, head_dim: int) -> Value:
+def heads_of(w: Writer, x: Value, heads: int, head_dim: int, seq: int | None = None) -> Value:
     """s and the features of a projection as heads: a view."""
-    return w.tape.view(x, (w.run.micro_batch, heads, w.run.seq, head_dim), head_places(w))
+    rows = w.run.seq if seq is None else seq
+    return w.tape.view(x, (w.run.micro_batch, heads, rows, head_dim), head_places(w))
+
+
+def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Value, Value]:
+    """Queries of the decoder, keys and values of the encoder's output."""
+    length, model = w.run.source_seq, w.run.model
+    b, d = w.run.micro_batch, spec.head_dim
+    shape = (b, length, model.hidden) if w.kernels.batch_first else (length, b, model.hidden)
+    read = w.tape.source(READ, shape, w.compute, w.outside(), grad=True, free=True)
+    whole, kept_of_it = enter(w, read)
+    q = linear(w, x, spec.heads * d, "query", bias=spec.qkv_bias, split="column", keeps=kept)
+    k, v = (
+        linear(w, whole, spec.kv_heads * d, name, bias=bias, split="column", keeps=kept_of_it, role=READ)
+        for name, bias in (("key", spec.qkv_bias and spec.key_bias), ("value", spec.qkv_bias))
+    )
+    return heads_of(w, q, spec.heads, d), *(heads_of(w, y, spec.kv_heads, d, length) for y in (k, v))  # type: ignore[return-value]
 
 
 def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm) -> tuple[Value, Value, Value]:
-    d, more = spec.head_dim, {"bias": spec.qkv_bias, "split": "column", "keeps": kept}
+    d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
     widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
-        joint = linear(w, x, sum(widths), "qkv", reference=reference, **more)  # type: ignore[arg-type]
+        joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
         names = ("query", "key", "value")
+        biases = (spec.qkv_bias, spec.qkv_bias and spec.key_bias, spec.qkv_bias)
         parts = [
-            linear(w, x, width, name, reference=reference, **more)  # type: ignore[arg-type]
-            for name, width in zip(names, widths, strict=True)
+            linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
+            for name, width, bias in zip(names, widths, biases, strict=True)
         ]
     q, k, v = parts
     if spec.qk_norm is QkNorm.WIDTH:
@@ -271,7 +297,8 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
 def as_batch(w: Writer, x: Value) -> Value:
     """b × heads × s × d as (b heads) × s × d: a copy, unless one stride leads from each matrix to the next."""
     batch, heads = x.local_shape[:ROWS]
-    return copy(w, x) if w.kernels.batch_first and batch > 1 and heads > 1 else x
+    apart = w.kernels.batch_first and not w.kernels.copied_heads
+    return copy(w, x) if apart and batch > 1 and heads > 1 else x
 
 
 def _mask(w: Writer, scores: Value) -> Value:

@@ -1,25 +1,52 @@
-"""What stands before the first layer: token, position and segment embeddings."""
+"""What stands before the first layer: token, position and segment embeddings; patches of images, frames of sound.
+
+NOTE [ Two stacks ]
+An encoder's layers come first in a model, then those of the decoder that asks it; each is a region as any other, at its
+own length. What is before the first layer and what is between the two stacks belongs to the region of the embedding, as
+in a recorded model: the input of the norm between them and its result are held as long as the embedding's own. Layers
+of the decoder read that result, and none pays for it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from jettison.formula.attention import READ
 from jettison.formula.basic import add, cast, dropout, scale
+from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
-from jettison.formula.tape import Value
+from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
-from jettison.spec.model import Attention, LatentAttention, Patches
+from jettison.spec.model import Activation, Attention, LatentAttention, Patches, Source
 
 POSITIONS = "position ids"
 
 
 def embedding(w: Writer) -> Value:
     """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
-    model, layout = w.run.model, w.run.layout
+    model = w.run.model
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)
-    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
+    if model.source is not None:
+        read_source(w, weight, model.source)
+    x = _words(w, weight)
+    if model.token_types:
+        x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
+    if model.learned_positions:
+        x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
+    with w.tape.scope("beside"):
+        for name, shape in model.beside:
+            w.parameter(name, *shape)
+    return _closed(w, x)
+
+
+def _words(w: Writer, weight: Weight) -> Value:
+    """Rows of the table of words."""
+    model, layout = w.run.model, w.run.layout
+    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
     x = w.tape.op(
         "aten.embedding.default",
         [ids],
@@ -34,16 +61,7 @@ def embedding(w: Writer) -> Value:
         kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
         back = "all_gather_into_tensor" if layout.sp else None
         x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
-    if model.embedding_scale:
-        x = scale(w, x)
-    if model.token_types:
-        x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
-    if model.learned_positions:
-        x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
-    with w.tape.scope("beside"):
-        for name, shape in model.beside:
-            w.parameter(name, *shape)
-    return _closed(w, x)
+    return scale(w, x) if model.embedding_scale else x
 
 
 def _closed(w: Writer, x: Value) -> Value:
@@ -52,6 +70,39 @@ def _closed(w: Writer, x: Value) -> Value:
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+
+
+def read_source(w: Writer, tokens: Weight, spec: Source) -> None:
+    """What an encoder is given, and what it returns: NOTE [ Two stacks ]."""
+    inner = replace(w, run=replace(w.run, seq=w.run.source_seq))
+    model = w.run.model
+    with w.tape.scope("encoder"):
+        x = _heard(inner, spec.sound) if spec.sound else _words(inner, tokens)
+        if spec.sound:
+            table = inner.parameter("positions", spec.position_rows, model.hidden, fixed=not spec.trained_positions)
+            x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[table])
+        elif spec.position_rows:
+            x = add(inner, x, _looked_up(inner, "positions", spec.position_rows, POSITIONS, batched=True))
+        _closed(inner, x)
+        if model.final_norm is None:
+            w.tape.hold(inner.hidden(READ), READ)
+        else:
+            w.tape.hold(norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm"), READ)
+    w.follow(inner)
+
+
+def _heard(w: Writer, rows: int) -> Value:
+    """A spectrum as tokens: convolutions over three frames, the second for every other one (arXiv 2212.04356 §2.2)."""
+    b, frames, hidden = w.run.micro_batch, 2 * w.run.seq, w.run.model.hidden
+    x = w.tape.source("spectrum", (b, rows, frames), w.compute)
+    for name, width, length in (("first", rows, frames), ("second", hidden, w.run.seq)):
+        with w.tape.scope(name):
+            weights = [w.parameter("weight", hidden, width, 3), w.parameter("bias", hidden)]
+        kept = [saved(x, "convolution input")]
+        shape = (b, hidden, length)
+        x = w.tape.op("aten.convolution.default", [x], shape, saves=kept, weights=weights, contracted=3 * width)
+        x = activation(w, x, Activation.GELU)
+    return w.tape.view(x, w.shape(hidden))
 
 
 def _patched(w: Writer, spec: Patches) -> Value:
@@ -106,11 +157,11 @@ def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, b
     return attention.rotary_dim, w.kernels.rotary_by_window and attention.window is not None
 
 
-def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
+def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool = False) -> Value:
     """Rows of a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
-    if w.kernels.batched_positions:
+    if w.kernels.batched_positions or batched:
         shape = w.shape()[0], w.shape()[1]
     stored = ids_name == POSITIONS and w.kernels.stored_positions
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)

@@ -45,6 +45,7 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
+        source_seq: Tokens that an encoder beside a decoder reads: as many as --seq, or as its configuration says.
         attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
@@ -76,6 +77,7 @@ class CommonRequest:
     """
 
     seq: Tokens | None = None
+    source_seq: Tokens | None = None
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
@@ -270,6 +272,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         tp_comm_overlap=_or(request.tp_comm_overlap, False),
         ep_comm_overlap=_or(request.ep_comm_overlap, False),
         cuda_graphs=_or(request.cuda_graphs, False),
+        source_seq=_source_length(model, request, _or(request.seq, seq)),
         stack=None if request.stack is None else _word(Software, request.stack, "stack"),
         adding=Adding.WHOLE if request.accumulation is None else _word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(_or(request.workspaces, "none")),
@@ -303,6 +306,14 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
 
 
+def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
+    """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
+    if model.source is None:
+        return _or(request.source_seq, 0)
+    longest = model.source.max_positions
+    return _or(request.source_seq, longest if model.source.sound else min(seq, longest))
+
+
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     """The same model made for longer or shorter sequences."""
     if not model.learned_positions or model.patches is not None:
@@ -317,7 +328,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     uneven = () if cut is None else stage_layers(cut, layers=model.depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=_or(request.sp, tp > 1 and model.patches is None),
+        sp=_or(request.sp, tp > 1 and model.patches is None and model.source is None),
         cp=_or(request.cp, 1),
         ep=_or(request.ep, 1),
         expert_tp=_or(request.expert_tp, 0),

@@ -266,7 +266,7 @@ class Space:
                                 schedule=schedule,
                                 **flags,
                             )
-                            layout.check(template.model, seq=template.seq)
+                            layout.check(template.model, seq=template.seq, source_seq=template.source_seq)
                         except UsageError as error:
                             refused[str(error)] += 1
                             break

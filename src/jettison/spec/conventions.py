@@ -19,6 +19,10 @@ def _roberta(k: Kernels) -> Kernels:
     return replace(_bert(k), stored_positions=False, batched_positions=True)
 
 
+def _bart(k: Kernels) -> Kernels:
+    return replace(k, shifted_labels=False, loss_float32=False, scores_float32=False)
+
+
 def _tower(k: Kernels) -> Kernels:
     return replace(k, shifted_labels=False, loss_float32=False)
 
@@ -59,6 +63,11 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
         "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
+        "bart": _bart,
+        "mbart": _bart,
+        "whisper": lambda k: replace(
+            k, shifted_labels=False, loss_float32=False, scores_float32=False, batched_positions=True, copied_heads=True
+        ),
         "vit": _tower,
         "clip_vision_model": _tower,
         "bert": _bert,

@@ -79,6 +79,9 @@ class Family:
     embedding_scale: bool = False
     masked_language_model: bool = False
     head_bias: bool = False
+    source: bool = False  # an encoder beside a decoder, whose sizes have names of their own
+    sound: bool = False  # which reads a spectrum
+    key_bias: bool = True
     patches: bool = False
     patch_bias: bool = True
     bidirectional: bool = False

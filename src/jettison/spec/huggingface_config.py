@@ -30,6 +30,7 @@ from jettison.spec.model import (
     Moe,
     Norm,
     Patches,
+    Source,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 
@@ -175,7 +176,7 @@ class _Fields:
         missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
         if missing:
             raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
-        for key in (*_NOT_EXPRESSED, *self.family.refused):
+        for key in (*(() if self.family.source else _NOT_EXPRESSED), *self.family.refused):
             if self.values.get(key):
                 raise NotDescribed(
                     f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
@@ -207,6 +208,13 @@ class _Fields:
         if value >= 2**63:  # no tensor counts further
             raise self.error(key, "a number below 2^63")
         return value
+
+    def depth(self, key: str) -> int:
+        """A number of layers."""
+        found = self.size(key)
+        if found > MOST_LAYERS:
+            raise self.error(key, f"at most {MOST_LAYERS}")
+        return found
 
     def optional_size(self, key: str, *, least: int = 1) -> int | None:
         """A whole number, or None."""
@@ -245,6 +253,8 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
     family = fields.family
     norm = _norm(fields)
     layers = _layers(fields, norm)
+    if family.source:
+        layers = _stacks(fields, layers)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
     transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
@@ -256,6 +266,7 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         hidden=fields.size("hidden_size"),
         vocab=fields.size("vocab_size") if patches is None else _classes(fields),
         patches=patches,
+        source=_source(fields) if family.source else None,
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
@@ -263,7 +274,7 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.start_norm else None,
-        embedding_scale=family.embedding_scale,
+        embedding_scale=family.embedding_scale or (family.source and fields.flag("scale_embedding")),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
             bias=family.head_bias or fields.flag("decoder_bias"),
@@ -275,6 +286,33 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         dropout_sites=sites,
         dropout=dropout,
         dtype=_dtype(fields),
+    )
+
+
+def _stacks(fields: _Fields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
+    first = decoder[0]
+    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
+    heads = fields.size("encoder_attention_heads")
+    hidden = fields.size("hidden_size")
+    if hidden % heads:
+        raise fields.error("encoder_attention_heads", f"a divisor of the hidden size {hidden}")
+    both_ways = replace(first.attention, heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False)
+    encoder = replace(
+        first, attention=both_ways, mlp=replace(first.mlp, ffn=fields.size("encoder_ffn_dim")), source=True
+    )
+    asking = replace(first, cross=replace(first.attention, causal=False))
+    return (encoder,) * fields.depth("encoder_layers") + (asking,) * len(decoder)
+
+
+def _source(fields: _Fields) -> Source:
+    key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
+    longest = fields.size(key)
+    return Source(
+        max_positions=longest,
+        position_rows=longest + fields.family.more_positions,
+        trained_positions=not fields.family.sound,
+        sound=fields.size("num_mel_bins") if fields.family.sound else 0,
     )
 
 
@@ -334,9 +372,7 @@ def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
 def _layers(fields: _Fields, norm: Norm) -> tuple[Layer, ...]:
     """All layers, one object a kind."""
     family = fields.family
-    depth = fields.size("num_hidden_layers")
-    if depth > MOST_LAYERS:
-        raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}")
+    depth = fields.depth("num_hidden_layers")
     attention = _latent_attention(fields) if family.latent else _attention(fields)
     arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
     kinds: dict[tuple[int | None, bool, bool], Layer] = {}
@@ -392,6 +428,7 @@ def _attention(fields: _Fields) -> Attention:
         kv_heads=kv_heads,
         head_dim=head_dim,
         qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
+        key_bias=family.key_bias,
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,

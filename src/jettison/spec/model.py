@@ -85,6 +85,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     qkv_bias: bool = False
+    key_bias: bool = True  # where the others have one: Whisper's keys do not
     out_bias: bool = False
     fused_qkv: bool = False  # one weight for query, key and value
     qk_norm: QkNorm = QkNorm.NONE
@@ -180,6 +181,7 @@ class Layer:
     """One transformer layer. Equal layers are equal objects: they are worked out once.
 
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
+    ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     """
 
@@ -189,6 +191,8 @@ class Layer:
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
     plain_start: bool = False
+    source: bool = False
+    cross: Attention | None = None
 
     @property
     def experts(self) -> Moe | None:
@@ -203,6 +207,8 @@ class Layer:
     @property
     def causal(self) -> bool:
         """Does a token see those before it alone?"""
+        if self.cross is not None:
+            return False  # counted in full, since most of what it asks of the encoder is seen
         return self.attention.causal if isinstance(self.attention, Attention) else True
 
     @property
@@ -324,6 +330,26 @@ class Patches:
         return self.count + self.class_token
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What an encoder reads beside a decoder. Words share the decoder's table.
+
+    Args:
+        max_positions: the longest source; with ``sound`` every one is that long.
+        position_rows: of a learned table; 0: there is none.
+        trained_positions: otherwise they are sines that were written into it.
+        sound: rows of a spectrum, which two convolutions make tokens of, the second one for each two frames.
+    """
+
+    max_positions: int
+    position_rows: int = 0
+    trained_positions: bool = True
+    sound: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("encoder", max_positions=self.max_positions)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A whole model.
@@ -334,6 +360,7 @@ class ModelSpec:
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
         patches: what its sequences are made of, where it reads images and no words.
+        source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
     Raises:
         UsageError: a size below one, no layers.
@@ -349,6 +376,7 @@ class ModelSpec:
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
     patches: Patches | None = None
+    source: Source | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
@@ -407,6 +435,11 @@ class ModelSpec:
     def shortest(self) -> int:
         """Tokens of the shortest sequence: an image is as long as it is."""
         return 1 if self.patches is None else self.patches.tokens
+
+    @property
+    def shortest_source(self) -> int:
+        """The same of what an encoder reads; 0: there is none beside a decoder."""
+        return 0 if self.source is None else self.source.max_positions if self.source.sound else 1
 
     @property
     def depth(self) -> int:

@@ -135,6 +135,7 @@ class Scene:
     padding: bool
     imbalance: float
     tuning: Tuning | None = None
+    source_seq: int = 0
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -159,6 +160,7 @@ class Run:
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
 
     Raises:
@@ -187,6 +189,7 @@ class Run:
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
     tuning: Tuning | None = None
+    source_seq: int = 0
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -202,6 +205,7 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
+        self._check_source()
         if self.model.patches is not None:
             self._check_image(self.model.patches)
         if self.model.learned_positions and self.seq > self.model.max_positions:
@@ -215,10 +219,30 @@ class Run:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
-        self.layout.check(self.model, seq=self.seq)
+        self.layout.check(self.model, seq=self.seq, source_seq=self.source_seq)
+
+    def _check_source(self) -> None:
+        """Two lengths where there are two stacks, and one where there is one.
+
+        Raises:
+            UsageError: this run says otherwise, or trains adapters beside them.
+        """
+        source, name = self.model.source, self.model.name
+        if source is None:
+            if self.source_seq:
+                raise UsageError(f"got --source-seq {self.source_seq}; {name} has no encoder beside a decoder")
+            return
+        least = source.max_positions if source.sound else 1
+        if not least <= self.source_seq <= source.max_positions:
+            expected = f"{least} to {source.max_positions}" if least < source.max_positions else f"sound of {least}"
+            raise UsageError(f"got --source-seq {self.source_seq}; {name} reads {expected} tokens")
+        if self.tuning is not None:
+            raise UsageError(
+                f"got --lora; {name} is an encoder with a decoder, for which no description has it: leave it away"
+            )
 
     def _check_image(self, patches: Patches) -> None:
-        """An image is as long as it is, and its tokens are no sequence that ranks could cut.
+        """An image is as long as it is.
 
         Raises:
             UsageError: this run says otherwise.
@@ -227,9 +251,6 @@ class Run:
             raise UsageError(
                 f"got --seq {self.seq}; an image of {self.model.name} has {patches.tokens} tokens: leave it away"
             )
-        if self.layout.cp > 1 or self.layout.sp:
-            flag = f"--cp {self.layout.cp}" if self.layout.cp > 1 else "--sp"
-            raise UsageError(f"got {flag}, which cuts a sequence; {self.model.name} reads images: leave it away")
 
     def _check_in_backward(self) -> None:
         """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.
@@ -278,4 +299,5 @@ class Run:
             padding=self.padding,
             imbalance=self.imbalance,
             tuning=self.tuning,
+            source_seq=self.source_seq,
         )
