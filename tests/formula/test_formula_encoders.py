@@ -154,6 +154,8 @@ def test_two_stacks_have_two_lengths() -> None:
     for asked, said in (
         (RunRequest(source_seq=3000), "got --source-seq 3000; whisper-tiny reads sound of 1500 tokens"),
         (RunRequest(pp=2), "got --pp 2; whisper-tiny is an encoder with a decoder"),
+        (RunRequest(packed=64), "got --packed with whisper-tiny, which is no decoder of words alone"),
+        (RunRequest(reference="same"), "got a frozen model with whisper-tiny"),
         (RunRequest(lora="r=8"), "got --lora; whisper-tiny is an encoder with a decoder"),
     ):
         with pytest.raises(UsageError, match=said):

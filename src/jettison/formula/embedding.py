@@ -15,8 +15,9 @@ from jettison.formula.attention import READ
 from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
-from jettison.formula.tape import Value, Weight
+from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Activation, Attention, LatentAttention, Patches, Source
 
 POSITIONS = "position ids"
@@ -29,10 +30,11 @@ def embedding(w: Writer) -> Value:
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)
-    weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
     if model.source is not None:
-        read_source(w, weight, model.source)
-    x = _words(w, weight)
+        read_source(w, model.source)
+    if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
+        _mask(w)
+    x = _scaled_tokens(w)
     if model.token_types:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
     if model.learned_positions:
@@ -43,25 +45,9 @@ def embedding(w: Writer) -> Value:
     return _closed(w, x)
 
 
-def _words(w: Writer, weight: Weight) -> Value:
-    """Rows of the table of words."""
-    model, layout = w.run.model, w.run.layout
-    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    x = w.tape.op(
-        "aten.embedding.default",
-        [ids],
-        w.shape(model.hidden),
-        w.compute,
-        w.inside(),
-        saves=[saved(ids, "token ids")],
-        weights=[weight],
-        grad=not weight.frozen,
-    )
-    if w.tp > 1:
-        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
-        back = "all_gather_into_tensor" if layout.sp else None
-        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
-    return scale(w, x) if model.embedding_scale else x
+def _scaled_tokens(w: Writer, *, declared: bool = True) -> Value:
+    x = looked_up_tokens(w, declared=declared)
+    return scale(w, x) if w.run.model.embedding_scale else x
 
 
 def _closed(w: Writer, x: Value) -> Value:
@@ -72,12 +58,12 @@ def _closed(w: Writer, x: Value) -> Value:
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
 
 
-def read_source(w: Writer, tokens: Weight, spec: Source) -> None:
+def read_source(w: Writer, spec: Source) -> None:
     """What an encoder is given, and what it returns: NOTE [ Two stacks ]."""
     inner = replace(w, run=replace(w.run, seq=w.run.source_seq))
     model = w.run.model
     with w.tape.scope("encoder"):
-        x = _heard(inner, spec.sound) if spec.sound else _words(inner, tokens)
+        x = _heard(inner, spec.sound) if spec.sound else _scaled_tokens(inner, declared=False)
         if spec.sound:
             table = inner.parameter("positions", spec.position_rows, model.hidden, fixed=not spec.trained_positions)
             x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[table])
@@ -128,12 +114,46 @@ def _patched(w: Writer, spec: Patches) -> Value:
     return _closed(w, x)
 
 
+def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) -> Value:
+    """Rows of the vocabulary's table.
+
+    Args:
+        tied: the table is another region's.
+        declared: it is this region that has the table, or the copy that its stage has.
+    """
+    model, layout = w.run.model, w.run.layout
+    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
+    weights = [w.parameter("tokens", model.vocab, model.hidden, split=0, tied=tied)] if declared else []
+    x = w.tape.op(
+        "aten.embedding.default",
+        [ids],
+        w.shape(model.hidden),
+        w.compute,
+        w.inside(),
+        saves=[saved(ids, "token ids")],
+        weights=weights,
+        grad=not weights or not weights[0].frozen,
+    )
+    if w.tp > 1:
+        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
+        back = "all_gather_into_tensor" if layout.sp else None
+        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
+    return x
+
+
+def _mask(w: Writer) -> None:
+    """Which keys a query may not see, for each sequence; kept for all layers."""
+    shape = (w.run.micro_batch, 1, w.run.seq, w.run.seq)
+    with w.tape.scope("mask"):
+        w.tape.hold(w.tape.op("aten.logical_not.default", [w.table("seen", shape, "bool")]), "attention mask")
+
+
 def rotary_tables(w: Writer) -> None:
     """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers.
 
     Code that places text among images has a table for each sequence, b × s.
     """
-    rows = w.run.micro_batch if w.kernels.batched_rotary else 1
+    rows = w.run.micro_batch if w.kernels.batched_rotary or w.run.packed else 1
     kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
@@ -161,9 +181,9 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool 
     """Rows of a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
-    if w.kernels.batched_positions or batched:
+    if w.kernels.batched_positions or batched or (w.run.packed and ids_name == POSITIONS):
         shape = w.shape()[0], w.shape()[1]
-    stored = ids_name == POSITIONS and w.kernels.stored_positions
+    stored = ids_name == POSITIONS and w.kernels.stored_positions and not w.run.packed
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
     return w.tape.op(
         "aten.embedding.default",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.spec.kernels import HUGGINGFACE, Kernels, kernels
+from jettison.spec.kernels import HUGGINGFACE, AttentionKernel, Kernels, kernels
 from jettison.spec.model import ModelSpec
 
 
@@ -25,6 +25,15 @@ def _bart(k: Kernels) -> Kernels:
 
 def _tower(k: Kernels) -> Kernels:
     return replace(k, shifted_labels=False, loss_float32=False)
+
+
+def _eager(k: Kernels) -> Kernels:
+    """Its code knows no other."""
+    return replace(k, attention=AttentionKernel.EAGER)
+
+
+def _gptj(k: Kernels) -> Kernels:
+    return replace(_eager(k), wide_scores=True, spread_rotary=True, rotary_apiece=True)
 
 
 _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyType(
@@ -70,6 +79,11 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         ),
         "vit": _tower,
         "clip_vision_model": _tower,
+        "bloom": _eager,
+        "codegen": lambda k: replace(_gptj(k), wide_rotary=True),
+        "gpt_neo": lambda k: replace(_eager(k), wide_scores=True),
+        "gptj": _gptj,
+        "mpt": lambda k: replace(_eager(k), filled_masks=True),
         "bert": _bert,
         "camembert": _roberta,
         "roberta": _roberta,

@@ -74,6 +74,8 @@ class Family:
     rotary_key: str | None = None
     latent: bool = False
     sinks: bool = False
+    alibi: bool = False
+    start_norm: bool = False  # the embedding ends with a norm
     plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None
     embedding_scale: bool = False
@@ -88,7 +90,6 @@ class Family:
     full_first: bool = False  # of a period of layers the first sees all, and not the last
     half_window: bool = False  # the configuration says how wide it is, both ways together
     pooling: Pooling = Pooling.NONE
-    start_norm: bool = False  # the embedding ends with a norm
     plain_first: bool = False  # and the first layer's attention therefore has none
     more_positions: int = 0  # rows of learned positions beyond the longest sequence
     dropout: DropoutKeys = field(default_factory=DropoutKeys)

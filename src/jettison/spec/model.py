@@ -93,6 +93,8 @@ class Attention:
     window: int | None = None  # tokens that a query sees; None: all before it
     softcap: bool = False  # scores pass c * tanh(score / c)
     sinks: bool = False  # a learned logit a head takes part in the softmax: gpt-oss
+    alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
+    clipped: bool = False  # what the projections give is clamped
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -183,6 +185,7 @@ class Layer:
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
     ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
+    ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     """
 
     attention: Attention | LatentAttention
@@ -193,6 +196,7 @@ class Layer:
     plain_start: bool = False
     source: bool = False
     cross: Attention | None = None
+    ahead: int = 0
 
     @property
     def experts(self) -> Moe | None:
@@ -251,6 +255,11 @@ class RecordedLayer:
     attended_width: int = 0
     fused: bool = True
     chained: bool = True
+
+    @property
+    def ahead(self) -> int:
+        """Where layers that predict further tokens come from is not recorded."""
+        return 0
 
     @property
     def experts(self) -> None:
@@ -418,7 +427,13 @@ class ModelSpec:
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
         """What ledgers call the layers."""
-        return tuple(f"layers.{index}" for index in range(self.depth))
+        own = self.depth - self.further
+        return (*(f"layers.{index}" for index in range(own)), *(f"mtp.{index}" for index in range(self.further)))
+
+    @cached_property
+    def further(self) -> int:
+        """Layers at the end that predict further tokens."""
+        return sum(layer.ahead > 0 for layer in self.layers)
 
     @cached_property
     def recorder(self) -> Recorder | None:
@@ -443,7 +458,7 @@ class ModelSpec:
 
     @property
     def depth(self) -> int:
-        """L."""
+        """L, with what predicts further tokens."""
         return len(self.layers)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.decoder_families import DECODERS
 from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
 from jettison.spec.families import FAMILIES, SIZES, WRAPPERS, DropoutKeys, Experts, Family
 from jettison.spec.further_families import FURTHER
@@ -103,7 +104,7 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
     }
 )
 """By ``model_type``."""
-EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **ENCODERS})
+EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **DECODERS, **ENCODERS})
 EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
     {
         **WRAPPERS,
