@@ -134,6 +134,8 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 CLOSED: Final = "closed form"
 TOWER: Final = "closed form, tower's weights"
 GROUPED: Final = ("deepseek_v3", "dots1", "glm4_moe", "phimoe")
+UNTRACED: Final = ("dbrx",)
+"""Held beside a real forward: their blocks look at values."""
 LET_GO: Final = ": routing gives it to autograd and lets go of it before the layer is over"
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 BESIDE: Final = {
@@ -187,7 +189,7 @@ class Answer:
 
     Args:
         way: "closed form", "trace", or "refused".
-        parameters, saved: ours and the trace's.
+        parameters, saved: ours and the trace's, or those of a real forward where there is none.
         words: a refusal's, or what is said to be left out.
     """
 
@@ -198,6 +200,7 @@ class Answer:
     layout: str = ""
     words: str = ""
     seconds: float = 0.0
+    real: bool = False
 
     @property
     def exact(self) -> bool:
@@ -208,7 +211,8 @@ class Answer:
     def markdown(self) -> str:
         """A row of the page."""
         more = self.saved[1] - self.saved[0]
-        beside = "equal" if self.exact else f"the trace has {more:+,}{LET_GO if self.kind in GROUPED else ''}"
+        equal = "equal to a real forward, which routing keeps from a trace" if self.real else "equal"
+        beside = equal if self.exact else f"the trace has {more:+,}{LET_GO if self.kind in GROUPED else ''}"
         figures = f"{self.parameters[0]:,} | {self.saved[0]:,}"
         return f"| `{self.kind}` | {self.way} | {figures} | {beside} | {self.layout} |"
 
@@ -245,8 +249,8 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
         model, way = parse_config(values, name=kind), CLOSED
-        request = replace(request, seq=SEQUENCE)
-        if any(values.get(f"{tower}_config") for tower in TOWERS):
+        request = replace(request, seq=SEQUENCE if model.patches is None else None)
+        if model.patches is None and any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
     except NotDescribed:
         from jettison.models.batches import takes_tokens
@@ -256,7 +260,8 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
         if takes_tokens(class_for(config_of(values, kind))):
             request = replace(request, seq=SEQUENCE)
         model, way = recorded_model(values, request, name=kind), "trace"
-    theirs, attention = _traced(values, kind, request.seq)
+    real = kind in UNTRACED and way != "trace"
+    theirs, attention = _observed(values, kind) if real else _traced(values, kind, request.seq)
     if way != "trace":
         request = replace(request, attention=attention)
     run = resolve(model, request).run
@@ -275,7 +280,45 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
         saved=(held, theirs[1]),
         layout=f"{stages}dp 2, ZeRO 3, full: {laid.peak_bytes:,}",
         words="; ".join(model.left_out),
+        real=real,
     )
+
+
+def _observed(values: Mapping[str, Any], kind: str) -> tuple[tuple[int, int], str]:
+    """Parameters of transformers' model, and what autograd holds once a real forward of it is over."""
+    import gc
+    import weakref
+
+    import torch
+
+    from jettison.models.huggingface import class_for, config_of
+
+    config = config_of(values, kind)
+    torch.manual_seed(0)
+    model = class_for(config)(config).to(torch.bfloat16).train()
+    free = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    boxes: list[weakref.ref[Box]] = []
+
+    def pack(tensor: Any) -> Box:
+        box = Box(tensor)
+        boxes.append(weakref.ref(box))
+        return box
+
+    ids = torch.randint(1, VOCABULARY, (ROWS, SEQUENCE))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
+        loss = model(input_ids=ids, labels=ids.clone(), use_cache=False).loss
+    gc.collect()
+    storages = [box.tensor.untyped_storage() for ref in boxes if (box := ref()) is not None]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in free}
+    del loss
+    return (sum(p.numel() for p in model.parameters()), sum(sizes.values())), "sdpa"
+
+
+class Box:
+    """What autograd is handed in the place of a tensor."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
 
 
 def _traced(values: Mapping[str, Any], kind: str, seq: int | None) -> tuple[tuple[int, int], str]:

@@ -41,6 +41,16 @@ def _tiny(name: str, settings: dict[str, Any], *, config: str = "") -> TinyFamil
     return TinyFamily(model=f"{name}ForCausalLM", config=f"{config or name}Config", settings=settings)
 
 
+_DBRX = {"d_model": HIDDEN, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, **_TOKENS}
+_CLIPPED = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}
+_EXPERTS = {"hidden_size": HIDDEN, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+
+
+def _dbrx(experts: dict[str, Any]) -> TinyFamily:
+    settings = {**_DBRX, "attn_config": _CLIPPED, "ffn_config": experts}
+    return TinyFamily(model="DbrxForCausalLM", config="DbrxConfig", settings=settings, dropout=("resid_pdrop",))
+
+
 TINY = {
     "dots1": _tiny("Dots1", {**_HEADS_16, **_ROUTED, "first_k_dense_replace": 1}),
     "ernie4_5_moe": _tiny("Ernie4_5_Moe", _ERNIE),
@@ -58,6 +68,11 @@ TINY = {
         {**_GROUPED, **_TOKENS, **_FEW, "input_jitter_noise": 0.01, "attention_bias": True, "lm_head_bias": True},
     ),
 }
+REAL = {
+    "dbrx": _dbrx(_EXPERTS),
+    "dbrx noise": _dbrx({**_EXPERTS, "moe_jitter_eps": 0.01, "moe_normalize_expert_weights": None}),
+}
+"""Their blocks look at values, so that no trace of them is made: held beside a real forward."""
 WIDE = {"ernie4_5_moe", "hunyuan_v1_moe"}
 """Their routers' weights are fp32 in a model of 16 bits; a case here casts them with all others."""
 _INT, _BOOL = 8, 1
@@ -75,7 +90,7 @@ def _let_go(case: FormulaCase) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
+    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY, **REAL})
 
 
 def _equal(case: FormulaCase) -> None:
@@ -85,10 +100,10 @@ def _equal(case: FormulaCase) -> None:
 
 
 def test_every_family_is_tried() -> None:
-    assert {name.partition(" ")[0] for name in TINY} == set(MIXTURES)
+    assert {name.partition(" ")[0] for name in (*TINY, *REAL)} == set(MIXTURES)
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", [*TINY, *REAL])
 def test_parameters_are_those_of_transformers(family: str) -> None:
     ours, theirs = counts(FormulaCase(family=family))
     assert ours == theirs
@@ -113,9 +128,18 @@ def test_saved_tensors_at_other_shapes_with_dropout_are_those_of_transformers(fa
     _equal(FormulaCase(family=family, attention="eager", dropout=dropout, batch=batch, sequence=48))
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "phimoe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "phimoe", *REAL])
 def test_a_real_forward_holds_as_many_bytes(family: str) -> None:
     case = FormulaCase(family=family, precision="bf16-pure")
+    assert closed_form_bytes(case) == observed_bytes(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", REAL)
+@pytest.mark.parametrize(("attention", "batch"), [("eager", 1), ("sdpa", 3)])
+def test_a_real_forward_of_another_shape_does(family: str, attention: str, batch: int) -> None:
+    dropout = 0.1 if attention == "eager" else 0.0
+    case = FormulaCase(family=family, attention=attention, dropout=dropout, batch=batch, sequence=48)
     assert closed_form_bytes(case) == observed_bytes(case)
 
 

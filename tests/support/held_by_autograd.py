@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from jettison.capture.blocks import find_blocks
 from jettison.formula.region import layer_region
 from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
 
@@ -20,8 +21,8 @@ def observed_bytes(case: FormulaCase) -> list[int]:
     packed: list[list[weakref.ref[_Box]]] = []
     given: list[set[int]] = []
     with torch.enable_grad():
-        for layer in model.model.layers:  # type: ignore[union-attr]
-            _listen(layer, packed, given)
+        for name in find_blocks(model):
+            _listen(model.get_submodule(name), packed, given)
         ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
         loss = model(input_ids=ids, labels=ids).loss
     gc.collect()

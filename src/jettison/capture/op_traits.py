@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from jettison.capture.randomness import MOVES_BY_NUMBER, is_private, op_name
+from jettison.capture.tensor_subclasses import plain
 from jettison.capture.trees import op_leaves
 from jettison.ledger.program import Anchor
 
@@ -128,6 +129,20 @@ def sees_modes(func: Any) -> bool:
     more than that: a run saves what was recorded only under some mode.
     """
     return func is aten._ctc_loss.Tensor
+
+
+def made_by_shape(func: Any, kwargs: dict[str, Any], out: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """A call that makes the same empty memory, and needs no tensor to look at: whoever runs it again does not have to
+    compute that one first (torch's dropout on a CPU draws into memory like its argument's). None for other ops.
+
+    On other devices a recording stands for calls on any of their number, and a shape does not say which.
+    """
+    if func is not aten.empty_like.default or kwargs.get("pin_memory") or plain(out) is not out:
+        return None
+    if out.device.type != "cpu" or out.layout is not torch.strided:
+        return None
+    size, stride = tuple(out.shape), tuple(out.stride())
+    return aten.empty_strided.default, (size, stride), {"dtype": out.dtype, "device": out.device}
 
 
 def is_collective(func: Any) -> bool:

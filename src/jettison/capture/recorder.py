@@ -16,6 +16,7 @@ from jettison.capture.op_traits import (
     computes,
     draws,
     hollow_results,
+    made_by_shape,
     op_cost,
     price_key,
     takes_number,
@@ -191,6 +192,10 @@ class Recorder(Tape):
         pure_args = without_statistics(func, given[0]) if pieces else None
         if pure_args is not None:
             statistics, given, pieces = self._statistics(func, pieces), (pure_args, given[1]), {}
+        empty = made_by_shape(func, kwargs, out)
+        if empty is not None:
+            func, args, kwargs = empty
+            given = args, kwargs
         index = len(self.ops)
         inputs = list(dict.fromkeys(ref.buffer for ref in _refs(given)))
         if any(self.buffers[b].source is not Source.OP for b in pieces):

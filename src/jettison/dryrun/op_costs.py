@@ -185,6 +185,13 @@ class Pricing:
         self.prices: dict[str, OpPrice] = dict(prices or {})
         self._workspace = MeasuredWorkspace(self.prices)
 
+    def learn(self, requests: Iterable[OpRequest]) -> None:
+        """Have prices for these, where ops are run."""
+        missing = [request for request in requests if request.key not in self.prices]
+        if self.run and missing:
+            self.prices.update(measure_ops(missing))
+            self._workspace = MeasuredWorkspace(self.prices)
+
     def known(self, dry_run: Callable[[MeasuredWorkspace], Figures]) -> Figures:
         """What a dry run gives once every op that it meets has a price: it is repeated until then."""
         found = dry_run(self._workspace)

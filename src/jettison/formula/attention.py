@@ -5,32 +5,42 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
+from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
 from jettison.spec.model import Attention, Norm, NormKind, QkNorm
 
 HEADS, ROWS = 1, 2
 """Dims of q, k, v and of the scores."""
+READ = "encoder output"
 CORE = "arXiv 2205.05198 §4.1, attention core"
 _LENGTH = Norm(kind=NormKind.RMS, weight=False)
 
 
-def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
-    with w.tape.scope("attention"):
+def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bool = False) -> Value:
+    """The whole block, from the normed residual stream to what is added to it (without its dropout).
+
+    Args:
+        asks: keys and values are made of what the encoder returned, which no layer pays for.
+    """
+    with w.tape.scope("cross_attention" if asks else "attention"):
         whole, kept = enter(w, x)
-        q, k, v = _project(w, whole, kept, spec, norm_spec)
+        q, k, v = _ask(w, whole, kept, spec) if asks else _project(w, whole, kept, spec, norm_spec)
+        if w.kernels.copied_heads:
+            q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
         if spec.qk_norm is QkNorm.LENGTH:
             q, k = (norm(w, x, _LENGTH, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
         if spec.scaled_queries:
             q = _scaled(w, q)
-        context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        joined = w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        context = core(w, q, k, v, spec, joined=joined)
         out = linear(
             w,
             context,
@@ -51,24 +61,41 @@ def head_places(w: Writer) -> Places:
     return tuple(sorted(places))
 
 
-def heads_of(w: Writer, x: Value, heads: int, head_dim: int) -> Value:
+def heads_of(w: Writer, x: Value, heads: int, head_dim: int, seq: int | None = None) -> Value:
     """s and the features of a projection as heads: a view."""
-    return w.tape.view(x, (w.run.micro_batch, heads, w.run.seq, head_dim), head_places(w))
+    rows = w.run.seq if seq is None else seq
+    return w.tape.view(x, (w.run.micro_batch, heads, rows, head_dim), head_places(w))
+
+
+def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Value, Value]:
+    """Queries of the decoder, keys and values of the encoder's output."""
+    length, model = w.run.source_seq, w.run.model
+    b, d = w.run.micro_batch, spec.head_dim
+    shape = (b, length, model.hidden) if w.kernels.batch_first else (length, b, model.hidden)
+    read = w.tape.source(READ, shape, w.compute, w.outside(), grad=True, free=True)
+    whole, kept_of_it = enter(w, read)
+    q = linear(w, x, spec.heads * d, "query", bias=spec.qkv_bias, split="column", keeps=kept)
+    k, v = (
+        linear(w, whole, spec.kv_heads * d, name, bias=bias, split="column", keeps=kept_of_it, role=READ)
+        for name, bias in (("key", spec.qkv_bias and spec.key_bias), ("value", spec.qkv_bias))
+    )
+    return heads_of(w, q, spec.heads, d), *(heads_of(w, y, spec.kv_heads, d, length) for y in (k, v))  # type: ignore[return-value]
 
 
 def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm) -> tuple[Value, Value, Value]:
-    d, more = spec.head_dim, {"bias": spec.qkv_bias, "split": "column", "keeps": kept}
+    d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
     widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
-        joint = linear(w, x, sum(widths), "qkv", reference=reference, **more)  # type: ignore[arg-type]
+        joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
         parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
         names = ("query", "key", "value")
+        biases = (spec.qkv_bias, spec.qkv_bias and spec.key_bias, spec.qkv_bias)
         parts = [
-            linear(w, x, width, name, reference=reference, **more)  # type: ignore[arg-type]
-            for name, width in zip(names, widths, strict=True)
+            linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
+            for name, width, bias in zip(names, widths, biases, strict=True)
         ]
         parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
     q, k, v = parts
@@ -109,11 +136,13 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
+    if w.kernels.narrow_tables:
+        part, dtype = cast(w, part, "float32"), "float32"
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
     out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), x.dtype)
-    if part is x and not w.kernels.joined_rotary:
+    if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 
@@ -184,6 +213,8 @@ def _has_mask_tensor(w: Writer, spec: Attention) -> bool:
     """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
+    if w.run.packed:
+        return w.kernels.documents is Documents.MASK
     return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.made_masks)
 
 
@@ -219,8 +250,9 @@ def flash(
     out = w.tape.empty(shape, q.dtype, places, grad=q.grad or k.grad or v.grad)
     rows = w.tape.empty(q.shape[:-1], "float32", places)
     keys = k.shape[ROWS]
+    seen = w.run.packed if w.run.packed and not masked else keys  # of them, by each row
     local = out.local_shape
-    flops = 2 * local[0] * local[1] * local[2] * keys * (q.shape[-1] + v.shape[-1])
+    flops = 2 * local[0] * local[1] * local[2] * seen * (q.shape[-1] + v.shape[-1])
     reference = "arXiv 2205.14135, Algorithm 2"
     names = ("attention query", "attention key", "attention value")
     kept = [saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
@@ -229,6 +261,7 @@ def flash(
     if masked:
         inputs.append(_mask_tensor(w, q, keys, alibi=alibi))
         kept.append(saved(inputs[-1], "attention mask"))
+    kept += [saved(bounds, "document bounds") for bounds in _bounds(w)]
     w.tape.record(
         "aten._scaled_dot_product_flash_attention.default",
         inputs,
@@ -238,6 +271,23 @@ def flash(
         weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
     )
     return out
+
+
+def _bounds(w: Writer) -> Iterator[Value]:
+    """Where documents begin, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
+
+    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all of them.
+    """
+    if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
+        return
+    shape = (w.run.micro_batch * -(-w.run.seq // w.run.packed) + 1,)
+    if w.kernels.name == "huggingface":
+        ids = w.table("position ids", w.shape(), "int64")
+        yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
+        return
+    yield w.table("document bounds", shape, "int32")
+    if w.kernels.name == "pytorch":
+        yield w.tape.source("random state of the kernel", (2,), "int64")
 
 
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
@@ -311,7 +361,8 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
 def as_batch(w: Writer, x: Value) -> Value:
     """b × heads × s × d as (b heads) × s × d: a copy, unless one stride leads from each matrix to the next."""
     batch, heads = x.local_shape[:ROWS]
-    return copy(w, x) if w.kernels.batch_first and batch > 1 and heads > 1 else x
+    apart = w.kernels.batch_first and not w.kernels.copied_heads
+    return copy(w, x) if apart and batch > 1 and heads > 1 else x
 
 
 def _mask(w: Writer, scores: Value) -> Value:

@@ -35,6 +35,7 @@ from math import ceil, prod
 
 from jettison.formula.basic import add, cast, enter, leave, linear, multiply, quantise
 from jettison.formula.every_token import every_token
+from jettison.formula.looped_experts import looped_experts
 from jettison.formula.mlp import activation, gate_product, mlp
 from jettison.formula.router import route, scores_of_all
 from jettison.formula.tape import Places, Value
@@ -62,8 +63,11 @@ def moe(w: Writer, x: Value, spec: Moe) -> Value:
             out = every_token(w, tokens, scores_of_all(w, tokens, spec), spec)
         else:
             weights, choice = route(w, tokens, spec)
-            with w.tape.scope("experts"):
-                out = _experts(w, tokens, weights, choice, spec)
+            if w.kernels.looped_experts and w.run.layout.ep == 1:
+                out = looped_experts(w, tokens, weights, choice, spec)
+            else:
+                with w.tape.scope("experts"):
+                    out = _experts(w, tokens, weights, choice, spec)
         out = w.tape.view(out, whole.shape, whole.places)
         out = out if sharded else leave(w, out)
         if spec.shared_ffn:

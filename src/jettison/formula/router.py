@@ -64,7 +64,7 @@ def _logits(w: Writer, tokens: Value, spec: Moe) -> Value:
 
 def _scored(w: Writer, logits: Value, shape: tuple[int, int], spec: Moe) -> tuple[Value, Value]:
     """Scores of all experts in fp32, and of them those that are chosen."""
-    wide = cast(w, logits, "float32")
+    wide = logits if w.kernels.narrow_routers else cast(w, logits, "float32")
     if spec.router is Router.SOFTMAX_TOPK:
         scores = _softmax(w, wide)
         if spec.groups > 1:

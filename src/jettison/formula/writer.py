@@ -80,9 +80,14 @@ class Writer:
 
     # sources --------------------------------------------------------------------------------------------------------
 
-    def hidden(self, role: str = "block input", *, detached: bool = False) -> Value:
-        """The residual stream as the region is given it. ``detached``: no gradient goes further back."""
-        shape = self.shape(self.run.model.hidden)
+    def hidden(self, role: str = "block input", *, detached: bool = False, depths: int = 1) -> Value:
+        """The residual stream as the region is given it. ``detached``: no gradient goes further back.
+
+        ``depths``: hidden states of so many, joined.
+        """
+        rows = list(self.shape(self.run.model.hidden))
+        rows[self.seq_dim] *= depths
+        shape = tuple(rows)
         return self.tape.source(role, shape, self.compute, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
@@ -95,6 +100,10 @@ class Writer:
             size = RANDOM_STATE_BYTES[self.kernels.device]
             self._random = self.tape.source("random state", (size,), "uint8", kind=Source.RANDOM)
         return self._random
+
+    def follow(self, other: Writer) -> None:
+        """One random state for both, who write on one tape."""
+        self._random = other._random
 
     def parameter(
         self,
@@ -113,8 +122,7 @@ class Writer:
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
         ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
-        are frozen. ``fixed``: it has no gradient whatever is trained. ``wide``: it
-        is held in fp32 whatever the others are.
+        are frozen. ``fixed``: the model's own code never trains it. ``wide``: it is held in fp32, whatever others are.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
@@ -123,7 +131,8 @@ class Writer:
         frozen = fixed or (self.run.tuning is not None and not adapter)
         packed = 0
         if frozen and product and not head and not expert and self.base.packed:
-            packed = self.base.packed_bytes(prod(self.tape.local_shape(shape, tuple(sorted(places)))))
+            local = self.tape.local_shape(shape, tuple(sorted(places)))
+            packed = self.base.packed_bytes(prod(local), local[0])
         return self.tape.weight(
             name,
             shape,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from math import lcm
@@ -47,11 +47,13 @@ class Occupancy:
         forward: through their forward and not yet through their backward, the one that ``step`` is about included.
         weight: through the first half of a split backward and not yet through the second.
         step: the backward or weight step about to run; None where the counts are not of one moment.
+        passed: outputs, of what is not alive any more, and gradients of inputs that have been sent, where they count.
     """
 
     forward: tuple[int, ...]
     weight: tuple[int, ...]
     step: ScheduledPass | None = None
+    passed: int = 0
 
     @property
     def total(self) -> int:
@@ -179,7 +181,11 @@ def recomputing_share(
     return less / (micro_batches * virtual_stages)
 
 
-def occupancies(order: Sequence[ScheduledPass], chunks: int = 0) -> tuple[Occupancy, ...]:
+Sending = tuple[int, ...]
+"""By chunk, what it sends for each micro-batch: one if its output, and one more if the gradient of its input."""
+
+
+def occupancies(order: Sequence[ScheduledPass], chunks: int = 0, sending: Sending = ()) -> tuple[Occupancy, ...]:
     """The states worth pricing while a device works through ``order``.
 
     Take the state just before each backward and each weight step, priced at so many bytes for each chunk, whole or
@@ -189,28 +195,32 @@ def occupancies(order: Sequence[ScheduledPass], chunks: int = 0) -> tuple[Occupa
 
     Args:
         chunks: of the device; left out, as many as there are in ``order``.
+        sending: whose transfers count, as a price of their own; left out, none.
 
     Raises:
         UsageError: ``order`` has no backward, so that there is no such state.
     """
     groups: defaultdict[tuple[Work, int], dict[tuple[int, ...], Occupancy]] = defaultdict(dict)
-    for state in _replay(order, chunks or 1 + max((step.chunk for step in order), default=0)):
+    for state in _replay(order, chunks or 1 + max((step.chunk for step in order), default=0), sending):
         assert state.step is not None
-        groups[state.step.work, state.step.chunk].setdefault((*state.forward, *state.weight), state)
+        counts = (*state.forward, *state.weight, state.passed)
+        groups[state.step.work, state.step.chunk].setdefault(counts, state)
     if not groups:
         raise UsageError(f"got an order of {len(order)} steps without a backward; expected one that `order` gives")
     return tuple(states[counts] for states in groups.values() for counts in _maximal(_ends(list(states))))
 
 
-def _replay(order: Sequence[ScheduledPass], chunks: int) -> Iterator[Occupancy]:
+def _replay(order: Sequence[ScheduledPass], chunks: int, sending: Sending) -> Iterator[Occupancy]:
     """The state before each step that lets go of something."""
     split = any(step.work is Work.WEIGHT for step in order)
-    forward, weight = [0] * chunks, [0] * chunks
+    forward, weight, passed = [0] * chunks, [0] * chunks, 0
     for step in order:
         if step.work is Work.FORWARD:
             forward[step.chunk] += 1
             continue
-        yield Occupancy(tuple(forward), tuple(weight), step)
+        yield Occupancy(tuple(forward), tuple(weight), step, passed)
+        if sending and not (split and step.work is Work.BACKWARD):
+            passed += sending[step.chunk % len(sending)]
         if step.work is Work.WEIGHT:
             weight[step.chunk] -= 1
             continue
@@ -234,7 +244,14 @@ def _maximal(states: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def stage_occupancies(
-    schedule: Schedule, *, stage: int, stages: int, micro_batches: int, virtual_stages: int = 1, whole: int = 0
+    schedule: Schedule,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int = 1,
+    whole: int = 0,
+    sending: Sending = (),
 ) -> tuple[Occupancy, ...]:
     """The `occupancies` of one device, without replaying thousands of micro-batches.
 
@@ -244,6 +261,7 @@ def stage_occupancies(
     Args:
         whole: where above 0, forwards that keep everything, so many of each `window`, count as those of chunks of their
             own: chunk c of them is chunk v + c. Which they are repeats itself with the order and with the window.
+        sending: see `occupancies`; of micro-batches that are not replayed all has passed.
 
     Raises:
         UsageError: see `order`.
@@ -254,22 +272,35 @@ def stage_occupancies(
     else:
         replayed = min(micro_batches, 3 * stages)
     if not whole:
-        return _order_occupancies(schedule, stage, stages, replayed, virtual_stages, 1, 0)
+        found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, 1, 0, sending)
+        return _later(found, (micro_batches - replayed) * sum(sending))
     size = window(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
     if schedule is not Schedule.GPIPE:
         periods = lcm(size, stages * virtual_stages) // (stages * virtual_stages)
         replayed = min(micro_batches, (3 + periods) * stages)
-    return _order_occupancies(schedule, stage, stages, replayed, virtual_stages, size, min(whole, size))
+    found = _order_occupancies(schedule, stage, stages, replayed, virtual_stages, size, min(whole, size), sending)
+    return _later(found, (micro_batches - replayed) * sum(sending))
+
+
+def _later(found: tuple[Occupancy, ...], passed: int) -> tuple[Occupancy, ...]:
+    return tuple(replace(each, passed=each.passed + passed) for each in found) if passed else found
 
 
 @cache
 def _order_occupancies(
-    schedule: Schedule, stage: int, stages: int, micro_batches: int, virtual_stages: int, size: int, whole: int
+    schedule: Schedule,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual_stages: int,
+    size: int,
+    whole: int,
+    sending: Sending,
 ) -> tuple[Occupancy, ...]:
     steps = order(schedule, stage=stage, stages=stages, micro_batches=micro_batches, virtual_stages=virtual_stages)
     if not whole:
-        return occupancies(steps)
-    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages)
+        return occupancies(steps, sending=sending)
+    return occupancies(tuple(apart(steps, virtual_stages, size, whole)), 2 * virtual_stages, sending)
 
 
 def apart(steps: Sequence[ScheduledPass], chunks: int, size: int, whole: int) -> Iterator[ScheduledPass]:

@@ -17,7 +17,8 @@ master copy of the parameters, which is made with the optimizer (`master`): step
 run may fit in the one and not in the other. What the first backward ever brings (`late`: the workspace of its thread's
 products) is not there before, either. A chunk that has nothing in flight may hold the last input that it was sent, and
 its gradient (`received`); of one that has, the last input is among what is in flight. While any is, there may be more
-beside them (`around`): what the schedule has just sent, and the batch itself.
+beside them (`around`): what the schedule has just sent, and the batch itself. Or all that a step has sent so far
+(`passed`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import add, itemgetter, mul
 
-from jettison.ledger.schedule import Occupancy
+from jettison.ledger.schedule import Occupancy, Sending
 from jettison.spec.run import Gradients
 
 
@@ -37,6 +38,7 @@ class Phase(StrEnum):
     BEFORE = "before forward"
     FORWARD = "forward"
     LOSS = "loss"
+    FROZEN = "frozen model"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     AFTER = "after the step"
@@ -48,6 +50,8 @@ class Unit:
 
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
+    ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
+    backward.
     """
 
     names: tuple[str, ...]
@@ -58,6 +62,7 @@ class Unit:
     gradient: int
     pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
     is_loss: bool = False
+    frozen: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +90,8 @@ class StageLoad:
     received: int = 0  # of each chunk from number ``receives`` on
     receives: int = 0
     around: int = 0
+    passed: int = 0  # of each transfer that has passed
+    sending: Sending = ()
 
     def idle(self, alive: Sequence[int]) -> int:
         """What chunks without a micro-batch in flight hold of the last one; ``alive``: by chunk, those in flight."""
@@ -205,6 +212,7 @@ def _backwards(
         level = base + sum(map(mul, alive, held)) + sum(alive) * stage.sent
         if stage.received:
             level += stage.idle(alive)
+        level += stage.passed * occupancy.passed
         step = occupancy.step
         number = 0 if step is None else step.micro_batch
         for rows, alive_here, nbytes in zip(forward, occupancy.forward, held, strict=True):
@@ -218,6 +226,8 @@ def _forward(chunk: Sequence[Unit], each: bool) -> Iterator[tuple[int, Phase, st
     for unit in chunk:
         count = len(unit.names)
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
+        if unit.frozen and unit.frozen == unit.forward_peak and not unit.is_loss:
+            phase = Phase.FROZEN
         for i in range(count) if each else (count - 1,):
             yield level + i * unit.resident + unit.forward_peak, phase, unit.names[i]
         level += count * unit.resident
@@ -235,7 +245,8 @@ def _backward(chunk: Sequence[Unit], fresh: bool, each: bool, missing: int = 0) 
     for unit in reversed(chunk):
         count = len(unit.names)
         rise = (unit.backward_peak if fresh else unit.adding_peak) - (missing if unit.is_loss else 0)
+        phase = Phase.FROZEN if unit.is_loss and unit.frozen and unit.frozen == rise else Phase.BACKWARD
         change = (unit.gradient if fresh else unit.pending) - unit.resident
         for i in range(count) if each else (0, count - 1):
-            yield level + i * change + rise, Phase.BACKWARD, unit.names[count - 1 - i]
+            yield level + i * change + rise, phase, unit.names[count - 1 - i]
         level += count * change

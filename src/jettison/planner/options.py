@@ -162,6 +162,14 @@ class _Builder:
                 that meets ops without a price has to be repeated.
         """
         trace = self.trace
+        recorded = [cls.trace for cls in trace.classes.values() if not cls.stood_in]
+        # what is worth keeping hangs on what ops take here: before anything is chosen, each is run
+        self.pricing.learn(
+            _request(call)
+            for region in (*recorded, trace.root)
+            for call in region.calls
+            if isinstance(call.func, torch._ops.OpOverload)
+        )
         points: dict[str, dict[str, FrontierPoint]] = {}
         options: dict[str, tuple[RegionOption, ...]] = {}
         for key, cls in trace.classes.items():
@@ -174,7 +182,7 @@ class _Builder:
             found = (smallest, *lean_points(cls.trace.program, smallest.kept, seconds), *more)
             if self.host is not None and movable(trace, key):
                 found = tuple(with_moves(trace, key, found, self._kinks(key)))
-            found = tuple(with_packs(cls.trace, found, self.hardware))
+            found = tuple(with_packs(cls.trace, found, seconds, self.hardware))
             points[key] = {p.key: p for p in found}
             options[key] = tuple(self._options_of(key, found))
         of_root = self._points_of_root()

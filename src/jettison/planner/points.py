@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -12,6 +12,7 @@ from jettison.capture.recording import RegionTrace
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.roofline import op_seconds
 from jettison.ledger.program import Program
+from jettison.runtime.packing import Pack
 from jettison.runtime.recipe import compile_recipe
 from jettison.solve.frontier import NONE_KEY, FrontierPoint, pareto_frontier
 from jettison.solve.policy import SMALLEST_BYTES, CheckpointPolicy, Exactly, KeepAll, KeepShare, policy_named
@@ -62,22 +63,65 @@ PACKED_TRAFFIC: Final = 40
 core: 32 to 53 times what a byte costs in a sum of two tensors; an index takes less)."""
 
 
-def with_packs(region: RegionTrace, points: Iterable[FrontierPoint], hardware: Hardware) -> Iterator[FrontierPoint]:
-    """Each point as it is, and with what it keeps packed, where that is worth it and nothing is lost."""
+PACKED_POINTS: Final = 12
+"""Ways to treat a block of which what is packed counts as many bytes as it then takes."""
+
+
+def with_packs(
+    region: RegionTrace, points: Iterable[FrontierPoint], seconds: Sequence[float], hardware: Hardware
+) -> Iterator[FrontierPoint]:
+    """Each point as it is, and with what it keeps packed, where that is worth it and nothing is lost; then points that
+    keep a tensor because it packs.
+
+    Args:
+        seconds: to run each op again.
+    """
     program = region.program
+    saved = program.saved_buffers()
+    packs = compile_recipe(region, saved, packed=saved).packed
+    known = set()
     for point in points:
         yield point
-        packs = compile_recipe(region, point.kept, packed=point.kept - point.moved).packed
-        whole = program.kept_bytes(frozenset(packs))
-        saved = whole - sum(pack.nbytes for pack in packs.values())
-        if saved > LEAST_PACKED * point.kept_bytes and saved >= SMALLEST_BYTES:
-            yield replace(
-                point,
-                key=f"{point.key}{PACK}",
-                kept_bytes=point.kept_bytes - saved,
-                seconds=point.seconds + memory_seconds(PACKED_TRAFFIC * whole, hardware),
-                narrowed=frozenset(packs),
-            )
+        packed = _packed(region, point, hardware) if packs else None
+        if packed is not None:
+            known.add(packed.kept)
+            yield packed
+    if not _is_worth(program, packs, program.kept_bytes(saved)):
+        return
+    buffers = tuple(replace(b, nbytes=packs[b.index].nbytes) if b.index in packs else b for b in program.buffers)
+    thin = replace(program, buffers=buffers)
+    for n, point in enumerate(pareto_frontier(thin, seconds, max_points=PACKED_POINTS)):
+        whole = replace(point, key=f"thin{n}", kept_bytes=program.kept_bytes(point.kept))
+        packed = _packed(region, whole, hardware) if point.kept not in known else None
+        if packed is not None:
+            yield packed
+
+
+def _packed(region: RegionTrace, point: FrontierPoint, hardware: Hardware) -> FrontierPoint | None:
+    """A point with what it keeps packed; None where that is not worth it."""
+    packs = compile_recipe(region, point.kept, packed=point.kept - point.moved).packed
+    if not _is_worth(region.program, packs, point.kept_bytes):
+        return None
+    traffic = sum(
+        PACKED_TRAFFIC * pack.mask_bytes + (4 * pack.move.nbytes if pack.form.of.is_floating_point else 0)
+        for pack in packs.values()
+    )
+    return replace(
+        point,
+        key=f"{point.key}{PACK}",
+        kept_bytes=point.kept_bytes - _spared(region.program, packs),
+        seconds=point.seconds + memory_seconds(traffic, hardware),
+        narrowed=frozenset(packs),
+    )
+
+
+def _spared(program: Program, packs: Mapping[int, Pack]) -> int:
+    return program.kept_bytes(frozenset(packs)) - sum(pack.nbytes for pack in packs.values())
+
+
+def _is_worth(program: Program, packs: Mapping[int, Pack], kept_bytes: int) -> bool:
+    spared = _spared(program, packs)
+    return spared > LEAST_PACKED * kept_bytes and spared >= SMALLEST_BYTES
 
 
 def compiled_points(compiled: CompiledProgram, hardware: Hardware) -> list[FrontierPoint]:

@@ -191,7 +191,7 @@ def _key(stage: Stage) -> tuple[object, ...]:
     """Stages with equal keys have equal answers."""
     groups = tuple((group.part.region, len(group.names)) for chunk in stage.groups for group in chunk)
     load = stage.load
-    beside = load.fixed, load.sent, load.received, load.receives, load.around
+    beside = load.fixed, load.sent, load.received, load.receives, load.around, load.passed, load.sending
     return groups, tuple((o.forward, o.weight) for o in load.occupancies), beside
 
 

@@ -16,12 +16,16 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
-from jettison.predict.set_aside import loader_mask, set_aside
+from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.set_aside import loader_mask, packed_batch, set_aside
+from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
+from jettison.predict.states_on_host import HostStates, device_buffer, host_states
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.states_on_host import StatesOnHost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,13 @@ class Forecast:
     def parameters(self) -> int:
         """Of the whole model."""
         return parameter_count(self.run.model)
+
+    @property
+    def host_states(self) -> HostStates | None:
+        """Of the rank that has most of its optimizer's states on the host, where a run has any there."""
+        if self.run.states_on_host is StatesOnHost.NONE:
+            return None
+        return max((host_states(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
 
     @property
     def parts(self) -> Iterator[StageRegion]:
@@ -204,7 +215,8 @@ def _stage(
     total: Static = known[alike]
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
     before, late = set_aside(run, chunks)
-    aside = before + late
+    aside = before + late + buffer_bytes(run, index)
+    passes = sending(run, index)
     mask = loader_mask(run) if run.loader_masks and index in (0, layout.pp - 1) else 0
     load = StageLoad(
         chunks=tuple(known[id(chunk)] for chunk in (*chunks, *twins)),
@@ -215,13 +227,14 @@ def _stage(
             micro_batches=run.micro_batches if layout.pp > 1 else 1,
             virtual_stages=layout.virtual_stages,
             whole=run.recompute.whole,
+            sending=passes,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole + aside,
+        fixed=total.parameters + whole + aside + device_buffer(run, chunks) + _frozen(run),
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
-        sent=_output_bytes(run, chunks[0]) if layout.keeps_stage_outputs and index < layout.pp - 1 else 0,
+        sent=_output_bytes(run, chunks[0]) if _keeps_outputs(run) and index < layout.pp - 1 else 0,
         twins=bool(twins),
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
         copies=total.copies,
@@ -229,9 +242,21 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + _around(run, index),
+        around=mask + packed_batch(run) + _around(run, index),
+        passed=stream_bytes(run) if passes else 0,
+        sending=passes,
     )
     return Stage(index=index, groups=chunks, load=load, static=total)
+
+
+def _frozen(run: Run) -> int:
+    """Weights of models beside the trained one."""
+    return sum(found.parameters for found in frozen_bytes(run))
+
+
+def _keeps_outputs(run: Run) -> bool:
+    """Beside buffers, which count what a stage returns as well."""
+    return run.layout.keeps_stage_outputs and not run.layout.stage_buffers
 
 
 def _output_bytes(run: Run, chunk: Chunk) -> int:
@@ -245,7 +270,7 @@ def _received(run: Run) -> int:
     ``megatron/core/transformer/transformer_block.py``: ``set_input_tensor`` leaves the received tensor at the module,
     and ``megatron/core/pipeline_parallel/schedules.py`` has its gradient retained there, until the next one comes.
     """
-    return 2 * embedding_region(run.scene).output.nbytes
+    return 2 * stream_bytes(run)
 
 
 def _around(run: Run, index: int) -> int:
@@ -256,6 +281,8 @@ def _around(run: Run, index: int) -> int:
     are sent when both have run.
     """
     layout = run.layout
+    if layout.stage_buffers:
+        return sent_last(run, index)
     if not layout.keeps_received or layout.pp == 1 or run.micro_batches == 1:
         return 0
     each = _received(run) // 2
@@ -273,6 +300,8 @@ def _transient(run: Run, total: Static) -> int:
     """
     if run.gradients is Gradients.IN_BACKWARD:
         return 0  # it is among a backward's
+    if run.states_on_host.steps_there:
+        return 0
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)

@@ -16,7 +16,7 @@ from typing import Final
 
 from jettison.identity import Same
 from jettison.ledger.schedule import Occupancy
-from jettison.ledger.timeline import StageLoad, Unit
+from jettison.ledger.timeline import StageLoad, Unit, peak
 from jettison.predict.forecast import Forecast
 from jettison.spec.run import Gradients
 
@@ -63,6 +63,8 @@ def _rise(chunk: Sequence[Unit]) -> _Rise:
 
 def _peak(load: StageLoad, known: dict[int, _Rise]) -> int:
     """Args: known: of chunks, by the objects that their units are."""
+    if load.passed:  # what has been sent is not a sum over kinds of chunks
+        return peak(load).nbytes
     kinds: dict[int, int] = {}
     pattern = tuple(kinds.setdefault(id(chunk), len(kinds)) for chunk in load.chunks)
     for chunk in load.chunks:

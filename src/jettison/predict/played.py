@@ -358,6 +358,8 @@ def _stage(
         passes.append(PlayedPass(timed=each, profile=number, held=held, gradients=gradients, host=host))
         sent = load.sent if kind == FORWARD else -load.sent
         held += profile.kept + sent
+        if load.passed and kind != FORWARD:
+            held += load.passed * load.sending[step.chunk % len(load.sending)]
         gradients += profile.made
         host += profile.moved
     return PlayedStage(

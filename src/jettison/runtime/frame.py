@@ -7,11 +7,13 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_unflatten
 
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
-from jettison.capture.tensor_subclasses import arrived, plain, storage_of, version_of, wrapping
+from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import WrongValue
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
@@ -31,6 +33,7 @@ from jettison.runtime.witness import Check, Rounded, Witness, compare
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most saved tensors: nothing is inside them."""
+EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
@@ -109,6 +112,14 @@ class Handle:
         self.boxes = boxes
         self.witness = witness
         self.index = index
+
+
+class NarrowHandle(Handle):
+    """Of narrow numbers, with the factor that they had in this forward."""
+
+    __slots__ = ("wrap",)
+
+    wrap: Any  # a `Narrow`
 
 
 class Frame:
@@ -229,7 +240,11 @@ class Frame:
                 and (self.share == 1 or (self.salt + index) % self.share == 0)
             ):
                 witness = self.witness(slot, inner if inner is tensor else arrived(tensor), index)
-            return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+            if type(slot.ref.wrap) is not Narrow:
+                return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+            narrow = NarrowHandle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+            narrow.wrap = wrapping(tensor)
+            return narrow
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
             if table[leaf] is not tensor and storage_of(table[leaf]) != inner.untyped_storage()._cdata:
@@ -276,6 +291,8 @@ class Frame:
             if not is_asked_again():
                 self._release(buffer)
             tensor = tensor if slot.view is None else view_of(tensor, slot.view)
+            if type(handle) is NarrowHandle:
+                tensor = handle.wrap.wrap(plain(tensor))
             if handle.witness is not None:
                 rounded = None if self.how is Check.EXACT else self.rounded
                 compare(handle.witness, plain(tensor), rounded, lambda: self.wrong(handle))
@@ -360,6 +377,9 @@ class Frame:
             out = run_step(step, leaves)
             self._put(step.state_out, get_state(step.device))
             set_state(step.device, current)
+        elif step.func is EMPTY and (part := self._imagined()) is not None:
+            (size, stride), options = tree_unflatten(leaves, step.spec)
+            out = [part.new_empty_strided(size, stride, **options)]
         else:
             out = run_step(step, leaves)
         for positions, _old, new in step.written:
@@ -368,6 +388,11 @@ class Frame:
             self._put(buffer, out[position])
         for buffer in step.consumes:
             self._release(buffer)
+
+    def _imagined(self) -> Tensor | None:
+        """In a dry run, something fake to make empty memory of: a mode above takes bare `empty_strided` for real."""
+        part = next((plain(p) for p in self.model.parameters()), None)
+        return part if isinstance(part, FakeTensor) else None
 
     def _put(self, buffer: int | None, tensor: Tensor) -> None:
         if buffer is not None and self.recipe.counts.get(buffer, 0) > 0:

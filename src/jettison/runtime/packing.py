@@ -1,9 +1,10 @@
 """Kept tensors that need fewer bits than they take: masks as bits, indices in the narrowest integers that hold them.
 
 NOTE [ Lossless ]
-A buffer packs only where the recording says that nothing can be lost: its op makes bools and everybody sees bools, or
-its op makes 64-bit positions along a dimension whose size is known, and everybody sees these. What somebody writes to
-stays as it is, as with `moves.moves_of`.
+A buffer packs only where the recording says that nothing can be lost: its op makes bools and everybody sees bools; its
+op makes 64-bit positions along a dimension whose size is known, and everybody sees these; or its op draws zeros and
+ones as numbers (`bernoulli_`, torch's dropout on a CPU), which at most one division by a number has followed: the bits
+are kept, and the division is done again. What somebody writes to stays as it is, as with `moves.moves_of`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from jettison.capture.tensor_subclasses import arrived, version_of
 from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.offload import flat_bytes, stale
 
+aten = torch.ops.aten
+
 CHUNK_BYTES: Final = 1 << 23
 """Of a mask that are packed at a time: what packing takes meanwhile."""
 GATHER: Final = 0x0102040810204080
@@ -35,18 +38,37 @@ CARRIES: Final = 0x00406070787C7E7F
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """What a buffer holds and what holds it meanwhile.
+
+    Args:
+        of: the type that everybody sees.
+        into: None for bits.
+        divided: zeros and ones were divided by this number after they had been drawn; None where they were not.
+    """
+
+    of: torch.dtype
+    into: torch.dtype | None = None
+    divided: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """How a range of a buffer is packed; ``into`` is None for bits."""
+    """How a range of a buffer is packed; ``form.into`` is None for bits."""
 
     move: Move
-    into: torch.dtype | None
+    form: Form
 
     @property
     def nbytes(self) -> int:
         """That it takes so."""
-        if self.into is None:
-            return -(-self.move.nbytes // 8)
-        return self.move.nbytes // torch.int64.itemsize * self.into.itemsize
+        count = self.move.nbytes // self.form.of.itemsize
+        return -(-count // 8) if self.form.into is None else count * self.form.into.itemsize
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of the mask that is packed into bits, a byte each; of what goes into narrow integers, its own."""
+        return self.move.nbytes // (self.form.of.itemsize if self.form.into is None else 1)
 
 
 def packs_of(
@@ -56,14 +78,14 @@ def packs_of(
     found = {}
     for b, move in moves_of(trace, wanted, reads, written).items():
         refs = [move.seen, *(ref for ref in trace.slots if ref.buffer == b), *reads.get(b, [])]
-        kind = packs_into(trace, b, refs)
-        if kind is not None and move.gathered is None:
-            found[b] = Pack(move=move, into=kind[0])
+        form = packs_into(trace, b, refs)
+        if form is not None and move.gathered is None:
+            found[b] = Pack(move=move, form=form)
     return found
 
 
-def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> tuple[torch.dtype | None] | None:
-    """The type that holds a buffer, None in it for bits; None where nothing is known to.
+def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> Form | None:
+    """How a buffer can be held in fewer bytes; None where nothing is known to.
 
     Args:
         refs: how it is seen.
@@ -77,14 +99,29 @@ def packs_into(trace: RegionTrace, b: int, refs: Iterable[TensorRef]) -> tuple[t
     if made is None or seen != {made.dtype}:
         return None
     if made.dtype is torch.bool:
-        return (None,)
+        return Form(of=torch.bool)
+    if made.dtype.is_floating_point:
+        return _drawn(trace, call, made)
     bound = _bound(call) if made.dtype is torch.int64 else None
     if bound is None:
         return None
     for kind in (torch.uint8, torch.int16, torch.int32):
         if bound <= torch.iinfo(kind).max + 1:
-            return (kind,)
+            return Form(of=torch.int64, into=kind)
     return None
+
+
+def _drawn(trace: RegionTrace, call: Call, made: TensorRef) -> Form | None:
+    """Of numbers that were drawn as zeros and ones, the whole buffer at once, and perhaps divided since."""
+    divided: float | None = None
+    if call.func is aten.div_.Scalar and isinstance(call.args[1], int | float):
+        divided, before = float(call.args[1]), call.args[0]
+        producer = trace.program.buffers[before.buffer].producer
+        if producer is None or not divided > 0 or before.dtype is not made.dtype:
+            return None
+        call = trace.calls[producer]
+    whole = prod(made.size) * made.dtype.itemsize == trace.program.buffers[made.buffer].nbytes
+    return Form(of=made.dtype, divided=divided) if whole and call.func is aten.bernoulli_.float else None
 
 
 def _along(place: int) -> Callable[[Call], int]:
@@ -159,8 +196,12 @@ class Packed:
         if self.stays:
             self.flat, self.version = flat, version_of(flat)
             return
+        form = self.pack.form
         with torch.no_grad():
-            self.small = bits_of(flat) if self.pack.into is None else flat.view(torch.int64).to(self.pack.into)
+            if form.into is not None:
+                self.small = flat.view(form.of).to(form.into)
+            else:
+                self.small = bits_of(flat if form.of is torch.bool else (flat.view(form.of) != 0).view(torch.uint8))
 
     def open(self) -> Tensor:
         """What it was.
@@ -173,9 +214,14 @@ class Packed:
             if version_of(self.flat) != self.version:
                 raise stale("a kept tensor", "a planned region", self.version, version_of(self.flat))
             return self.flat
-        if self.pack.into is None:
-            return from_bits(self.small, self.pack.move.nbytes)
-        return self.small.to(torch.int64).view(torch.uint8)
+        form = self.pack.form
+        if form.into is not None:
+            return self.small.to(form.of).view(torch.uint8)
+        mask = from_bits(self.small, self.pack.mask_bytes)
+        if form.of is torch.bool:
+            return mask
+        numbers = mask.to(form.of)
+        return (numbers if form.divided is None else numbers.div_(form.divided)).view(torch.uint8)
 
 
 def bits_of(flat: Tensor) -> Tensor:

@@ -33,6 +33,15 @@ class Loss(StrEnum):
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
     LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
+    DPO = "dpo"  # TRL's log-probabilities of chosen and rejected, made of tiles of logits, again in backward
+
+
+class Documents(StrEnum):
+    """How attention stays within documents that are packed into one sequence."""
+
+    MASK = "mask"  # scores of other documents are masked: a mask of s × s for each sequence
+    VARLEN = "varlen"  # the kernel is told where each begins, and computes nothing else: flash-attn, thd, varlen_attn
+    BLOCKS = "blocks"  # FlexAttention: blocks of 128 × 128 that nothing needs are left out
 
 
 class ContextExchange(StrEnum):
@@ -80,6 +89,7 @@ class Kernels:
             before Hopper, and later where a run has to be deterministic, but for Hopper itself (``utils.py``,
             ``get_attention_backend``); cuDNN's kernel takes s × b as it is.
         context_exchange: how attention sees a sequence that cp shards.
+        documents: how attention stays within documents.
         tensor_masks: a fused attention kernel knows causality and nothing else: a window or padding reaches it as a
             mask, which each layer makes and keeps, as scaled_dot_product_attention does.
         bidirectional_masks: it is given one where attention looks both ways, too.
@@ -92,6 +102,9 @@ class Kernels:
             model's code has.
         fused_rotary: rotation is one kernel that saves nothing but its tables.
         wide_rotary: the tables are fp32, and so is the rotation.
+        copied_heads: queries are scaled before heads are split, and each head of queries, keys and values is made
+            contiguous: Whisper.
+        narrow_tables: the rotation is fp32, and the tables are not.
         paired_rotary: the tables have one column for two elements of a head.
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
         batched_rotary: the tables are made for each sequence of a batch.
@@ -117,8 +130,11 @@ class Kernels:
             by ``index_add_``, for which autograd keeps what is added; for ``scatter_add_`` it keeps the index alone.
         every_token: each expert is given all tokens, those it was not chosen for with a weight of 0, and its outputs
             are summed over experts; where experts are spread over ranks, tokens are sent to those they chose.
+        looped_experts: a loop over experts, with gate and up apart, which keeps each output once more and where each
+            row is from; where experts are spread over ranks, as if it were none.
         sequential_experts: one expert after the other, each with products of its own, not one grouped product.
         router_float32: a router's input and weight are cast to fp32 for its product.
+        narrow_routers: scores of all experts are worked out in the dtype of activations; otherwise in fp32.
         wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
         softmax_float32: that cast back comes after a softmax in fp32, where a softmax makes the weights.
@@ -134,6 +150,7 @@ class Kernels:
     fused_softmax: bool = False
     copied_attention: bool = False
     context_exchange: ContextExchange = ContextExchange.RING
+    documents: Documents = Documents.VARLEN
     tensor_masks: bool = False
     bidirectional_masks: bool = False
     made_masks: bool = False
@@ -144,6 +161,8 @@ class Kernels:
     fused_projections: bool = False
     fused_rotary: bool = False
     wide_rotary: bool = False
+    copied_heads: bool = False
+    narrow_tables: bool = False
     paired_rotary: bool = False
     complex_rotary: bool = False
     batched_rotary: bool = False
@@ -164,16 +183,19 @@ class Kernels:
     combine: Combine = Combine.ADDED
     dispatcher: Dispatcher = Dispatcher.ALLTOALL
     every_token: bool = False
+    looped_experts: bool = False
     sequential_experts: bool = False
     deterministic: bool = False
     router_float32: bool = False
+    narrow_routers: bool = False
     wide_routers: bool = False
     weights_float32: bool = True
     softmax_float32: bool = False
     device: Device = Device.CUDA
 
     def with_attention(self, word: str | None) -> Kernels:
-        """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies.
+        """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies; "flex" is
+        torch's, which differs where documents are packed.
 
         Raises:
             UsageError: no such kernel.
@@ -181,16 +203,24 @@ class Kernels:
         if word is None:
             return self
         copied = word == "flash-attn"
-        word = {"sdpa": "flash", "flash-attn": "flash"}.get(word, word)
+        documents = _DOCUMENTS.get(word, self.documents)
+        word = {"sdpa": "flash", "flash-attn": "flash", "flex": "flash"}.get(word, word)
         if word not in set(AttentionKernel):
-            raise UsageError(f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, flash-attn")
-        return replace(self, attention=AttentionKernel(word), copied_attention=copied and not self.batch_first)
+            raise UsageError(
+                f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, flash-attn, flex"
+            )
+        return replace(
+            self, attention=AttentionKernel(word), copied_attention=copied and not self.batch_first, documents=documents
+        )
 
     def on_cpu(self) -> Kernels:
         """The same on PyTorch's CPU kernels."""
         return replace(self, device=Device.CPU, byte_masks=False)
 
 
+_DOCUMENTS: Final = MappingProxyType(
+    {"eager": Documents.MASK, "sdpa": Documents.MASK, "flash-attn": Documents.VARLEN, "flex": Documents.BLOCKS}
+)
 MEGATRON: Final = Kernels(
     name="megatron",
     attention=AttentionKernel.FLASH,
@@ -210,6 +240,7 @@ PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 HUGGINGFACE: Final = Kernels(
     name="huggingface",
     attention=AttentionKernel.FLASH,
+    documents=Documents.MASK,
     tensor_masks=True,
     fused_norm=False,
     repeat_kv=True,

@@ -38,7 +38,10 @@ class Layout:
         keeps_stage_outputs: a pipeline stage holds on to the output that it has sent (arXiv 2205.05198 Appendix B).
         keeps_received: a stage's chunks hold the last input that each was sent, and its gradient, between steps too:
             Megatron's ``set_input_tensor``.
+        stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
+            ``torch.distributed.pipelining``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
+        further: layers that predict further tokens, all of them on the last stage beside its own.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
 
     Raises:
@@ -59,8 +62,10 @@ class Layout:
     gathered_inputs: bool = False
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
+    stage_buffers: bool = False
     resharded: bool = True
     stage_layers: tuple[int, ...] = ()
+    further: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas"):
@@ -75,6 +80,8 @@ class Layout:
             raise UsageError("got --stage-layers without a pipeline; give --pp 2 or more")
         if self.virtual_stages > 1 and self.schedule is not Schedule.ONE_F_ONE_B:
             raise UsageError(f"--virtual-stages goes with the schedule 1f1b, not {self.schedule}")
+        if self.stage_buffers and self.keeps_received:
+            raise UsageError("got --stage-buffers, which is torch's way, and --keep-received, Megatron's; give one")
         self._check_experts()
         if self.expert_shards * self.zero_replicas < 1 or (self.dp * self.cp // self.ep) % self.zero_replicas:
             raise UsageError(
@@ -153,8 +160,11 @@ class Layout:
         wider = self.tp // self.expert_tp if self.splits_tp else 1
         return wider * self.dp * self.cp // self.ep // self.zero_replicas
 
-    def check(self, model: ModelSpec, *, seq: int) -> None:
+    def check(self, model: ModelSpec, *, seq: int, source_seq: int = 0) -> None:
         """Does the model divide this way?
+
+        Args:
+            source_seq: what an encoder beside a decoder reads.
 
         Raises:
             UsageError: heads, key-value heads, experts, layers or the sequence do not divide.
@@ -171,20 +181,39 @@ class Layout:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(layer.experts for layer in model.kinds):
             raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
+        if self.pp > 1 and self.further != model.further:
+            raise UsageError(
+                f"got a layout with {self.further} layers for further tokens, and {model.name} has {model.further}"
+            )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
-        if seq % ways:
-            raise UsageError(f"a sequence of {seq} does not divide over {ways} ranks (cp x tp with sp)")
+        if model.patches is not None and ways > 1:
+            flag = f"--cp {self.cp}" if self.cp > 1 else "--sp"
+            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} reads images: leave it away")
+        if model.source is not None and max(self.cp, self.pp) > 1:
+            flag = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}"
+            raise UsageError(
+                f"got {flag}; {model.name} is an encoder with a decoder, for which no description has it: leave it away"
+            )
+        for length in (seq, source_seq):
+            if length % ways:
+                raise UsageError(f"a sequence of {length} does not divide over {ways} ranks (cp x tp with sp)")
 
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.
 
-        As `stage_layers` says, or evenly. Where the layers alone do not divide, the embedding and the head count as a
-        layer each, as the 126 layers of Llama 3 405B were spread over 16 stages (arXiv 2407.21783 §3.3.2).
+        As `stage_layers` says, or evenly; those for further tokens are the last stage's. Where the layers alone do not
+        divide, the embedding and the head count as a layer each, as the 126 layers of Llama 3 405B were spread over 16
+        stages (arXiv 2407.21783 §3.3.2).
 
         Raises:
             UsageError: they do not divide in either way.
         """
+        *others, last = self._own_layers_per_chunk(layers - self.further)
+        return (*others, last + self.further)
+
+    def _own_layers_per_chunk(self, layers: int) -> tuple[int, ...]:
+        """Without those for further tokens."""
         chunks = self.pp * self.virtual_stages
         if self.stage_layers:
             check_stage_layers(self.stage_layers, layers=layers, chunks=chunks)

@@ -26,7 +26,7 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "keep_received": True,
             "loader_masks": True,
         },
-        # torchtitan: fully_shard with bf16 parameters and fp32 reduction, eager loss
+        # torchtitan: fully_shard with bf16 parameters and fp32 reduction, eager loss; torch.distributed.pipelining
         "torchtitan": {
             "kernels": "pytorch",
             "attention": "flash",
@@ -35,6 +35,7 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "zero": 3,
             "loss": "upcast",
             "workspaces": "torch-hopper",
+            "stage_buffers": True,
         },
         # nanotron: bf16 gradients in DDP's buckets, summed up in fp32 (accumulate_grad_in_fp32)
         "nanotron": {

@@ -28,6 +28,34 @@ _GROUPED_EXPERTS: Final = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 
 MIXTURES: Final[Mapping[str, Family]] = MappingProxyType(
     {
+        "dbrx": Family(
+            norm=Norm(kind=NormKind.LAYER),
+            required=_SPARSE,
+            spelling={
+                "hidden_size": ("d_model",),
+                "num_hidden_layers": ("n_layers",),
+                "num_attention_heads": ("n_heads",),
+                "max_position_embeddings": ("max_seq_len",),
+                "num_key_value_heads": ("kv_n_heads",),
+                "intermediate_size": ("ffn_hidden_size",),
+                "num_experts": ("moe_num_experts",),
+                "num_experts_per_tok": ("moe_top_k",),
+            },
+            defaults={
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 2048,
+                "hidden_act": "silu",
+                "tie_word_embeddings": False,
+                "clip_qkv": None,
+                "attn_pdrop": 0.0,
+                "resid_pdrop": 0.0,
+                "norm_topk_prob": True,
+                "jitters": 0,
+            },
+            fused_qkv=True,
+            experts=Experts(router=Router.SOFTMAX_TOPK, width="intermediate_size"),
+            dropout=DropoutKeys(attention="attn_pdrop", residual="resid_pdrop"),
+        ),
         "dots1": Family(
             norm=_RMS,
             required=_BESIDE_DENSE,

@@ -94,6 +94,27 @@ def _depth(values: Mapping[str, Any], name: str) -> int:
     return min(_size(values, "num_hidden_layers", 0, name), 100_000)
 
 
+def _dbrx(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Attention and experts have parts of their own; noise on what is routed, once."""
+    attention, experts = (_part(values, key, name) for key in ("attn_config", "ffn_config"))
+    kind = _part(experts, "ffn_act_fn", name).get("name", "silu")
+    weights = experts.get("moe_normalize_expert_weights", 1.0)
+    read = {
+        "hidden_act": kind,
+        "norm_topk_prob": weights is not None,
+        "jitters": int(bool(experts.get("moe_jitter_eps"))),
+    }
+    return family, {
+        "moe_num_experts": 4,
+        "moe_top_k": 1,
+        "ffn_hidden_size": 3584,
+        **attention,
+        **experts,
+        **values,
+        **read,
+    }
+
+
 def _ernie4_5_moe(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Experts from one layer to another, every so often."""
     depth = _depth(values, name)
@@ -175,6 +196,7 @@ def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
 
 _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = MappingProxyType(
     {
+        "dbrx": _dbrx,
         "ernie4_5_moe": _ernie4_5_moe,
         "falcon": _falcon,
         "glm4_moe": _glm4_moe,

@@ -22,10 +22,17 @@ AS_BUILT: Final = frozenset(
         "context_exchange",
         "expert_tp",
         "positions",
+        "source_seq",
         "like",
         "lora",
         "base",
         "input_gradients",
+        "packed",
+        "reference",
+        "reward",
+        "mtp_num_layers",
+        "recompute_modules",
+        "offload_modules",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

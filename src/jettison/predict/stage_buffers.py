@@ -1,0 +1,149 @@
+"""What a chunk of a pipeline holds of its ends: tables that it makes for itself, and torch's receive buffers.
+
+NOTE [ Buffers of torch.distributed.pipelining ]
+``torch/distributed/pipelining/stage.py``, of 2.13. ``_setup_forward_recv_info`` and ``_create_grad_recv_info`` make a
+tensor for each micro-batch of a step, for what a chunk is sent and for the gradient that comes back, when a schedule
+runs first; they stay. So an input in flight is one of them, and so is the gradient with which a backward starts. A
+chunk's output is in ``fwd_cache`` from its forward to the end of its backward (``backward_one_chunk``), on the last
+stage as well, where it is the logits. The gradient of the input that ``get_bwd_send_ops`` sends is held by the ops
+until the next is sent (``Schedule1F1B``); ``_PipelineScheduleRuntime``, which runs interleaved schedules, and
+``ScheduleGPipe`` hold the works of all that was sent until the step ends, and with them the tensors (gloo; NCCL of
+2.7 and later keeps what a work sends on a shelf until somebody waits for it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region
+from jettison.ledger.schedule import Sending
+from jettison.ledger.timeline import Unit
+from jettison.predict.stages import RegionGroup, StageRegion
+from jettison.spec.kernels import HUGGINGFACE
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.run import Run, Scene
+
+LOGITS = "logits"
+
+
+def stream_bytes(run: Run) -> int:
+    """What one stage sends another for one micro-batch."""
+    return embedding_region(run.scene).output.nbytes
+
+
+def buffer_bytes(run: Run, index: int) -> int:
+    """Buffers of a stage. See NOTE [ Buffers of torch.distributed.pipelining ]."""
+    layout = run.layout
+    if not layout.stage_buffers or layout.pp == 1:
+        return 0
+    return stream_bytes(run) * run.micro_batches * sum(_transfers(layout, index))
+
+
+def sending(run: Run, index: int) -> Sending:
+    """Transfers of each chunk for a micro-batch, where a schedule holds what it has sent until the step ends."""
+    layout = run.layout
+    if not layout.stage_buffers or layout.pp == 1 or _waits(layout):
+        return ()
+    return _transfers(layout, index)
+
+
+def sent_last(run: Run, index: int) -> int:
+    """What ``Schedule1F1B`` holds of what it sent.
+
+    ``bwd_sends``, the gradient of the last backward's input; and ``send_work``, of the last but one of the forwards
+    before the first backward, which nobody waits for until forwards are over.
+    """
+    layout, count = run.layout, run.micro_batches
+    if layout.pp == 1 or not _waits(layout) or count == 1:
+        return 0
+    ahead = layout.pp - index
+    held = (index > 0) + (1 < ahead <= (count + 1) // 2)
+    return held * stream_bytes(run)
+
+
+def _waits(layout: Layout) -> bool:
+    return layout.schedule is Schedule.ONE_F_ONE_B and layout.virtual_stages == 1
+
+
+def _transfers(layout: Layout, index: int) -> Sending:
+    """Of each chunk, what it is sent for a micro-batch, which is as much as it sends: an output and a gradient."""
+    places = range(index, layout.pp * layout.virtual_stages, layout.pp)
+    return tuple((place > 0) + (place < layout.pp * layout.virtual_stages - 1) for place in places)
+
+
+def with_ends(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
+    """Units of a chunk with what it holds of its ends; the first and the last are alone then."""
+    first, last = groups[0].part, groups[-1].part
+    own = 0 if first.name == EMBEDDING or not first.is_layer else tables_bytes(run.scene)
+    if not run.layout.stage_buffers:
+        yield from made if not own else _with_tables(made, own)
+        return
+    given = 0 if first.name == EMBEDDING else _input_kept(first)
+    returned = _logits(last) if last.name == HEAD else stream_bytes(run)
+    arriving = 0 if last.name == HEAD else stream_bytes(run)
+    units = list(_apart(made))
+    for number, unit in enumerate(units):
+        at_end = number == len(units) - 1
+        more = -arriving if at_end else returned
+        yield replace(
+            unit,
+            resident=unit.resident + (own - given if number == 0 else 0) + (returned if at_end else 0),
+            forward_peak=unit.forward_peak + (own - given if number == 0 else 0),
+            backward_peak=unit.backward_peak + more,
+            adding_peak=unit.adding_peak + more,
+        )
+
+
+def _with_tables(made: Sequence[Unit], own: int) -> Iterator[Unit]:
+    head, *rest = _apart(made)
+    yield replace(head, resident=head.resident + own, forward_peak=head.forward_peak + own)
+    yield from rest
+
+
+def _apart(made: Sequence[Unit]) -> Iterator[Unit]:
+    """The first and the last by themselves."""
+    for number, unit in enumerate(made):
+        names = unit.names
+        begin = 1 if number == 0 and len(names) > 1 else 0
+        end = len(names) - (1 if number == len(made) - 1 and len(names) - begin > 1 else 0)
+        for part in (names[:begin], names[begin:end], names[end:]):
+            if part:
+                yield replace(unit, names=part)
+
+
+@lru_cache(maxsize=1024)
+def tables_bytes(scene: Scene) -> int:
+    """Rotary tables that each stage makes in its forward; the embedding's region has those of the first.
+
+    ``transformers/models/llama/modeling_llama.py``, ``LlamaModel.forward``: ``self.rotary_emb(hidden_states, ...)``.
+    Other code has one table for good.
+    """
+    if scene.kernels.name != HUGGINGFACE.name:
+        return 0
+    region = embedding_region(scene)
+    held = {s.value.storage for step in region.tape.steps if step.name == "hold" for s in step.saved}
+    return sum(region.tape.sizes[storage] for storage in held)
+
+
+def _input_kept(part: StageRegion) -> int:
+    """Of what a region is given, what stays of it until its backward."""
+    region = part.region
+    given = {region.buffers[v] for v in _hidden(region)}
+    return region.program.kept_bytes(frozenset(given) & part.kept)
+
+
+def _hidden(region: Region) -> Iterator[int]:
+    """The residual stream's storage: the first that a region is given."""
+    return iter([next(iter(region.tape.sources))])
+
+
+def _logits(part: StageRegion) -> int:
+    """Logits that the loss does not keep anyway: what the stage returns."""
+    region = part.region
+    made = [v for step in region.tape.steps if step.path.startswith(LOGITS) for v in step.outputs]
+    if not made:
+        return 0
+    storage = made[-1].storage
+    return 0 if region.buffers[storage] in part.kept else region.tape.sizes[storage]

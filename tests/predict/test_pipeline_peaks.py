@@ -1,0 +1,106 @@
+"""Peaks of pipelines on real ranks, every stage beside its forecast: uneven stages, what they are sent, and what they
+hold of it under two schedulers' own code.
+
+A forecast has no room for a few numbers of a step: sums of a loss, scalars of autograd. Tables of HF's rotary module
+are buffers that a configuration does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from jettison.errors import UsageError
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.spec.layout import Layout, Schedule
+from jettison.spec.presets import preset
+from jettison.spec.run import Recompute
+from support import megatron_pipeline
+from support.formula_cases import run_of
+from support.pipeline_peaks import FOUR, TWO, Case, peaks, two_ranks
+from support.ranks import Launches, run_ranks
+from support.target_packages import MEGATRON, fetched
+
+WITHIN = 2e-3
+ROTARY_BYTES = 64
+"""Of ``inv_freq`` and its twin, eight numbers each."""
+
+
+def forecast_of(case: Case, ranks: int, **code: bool) -> Forecast:
+    """Args: code: whose pipeline it is."""
+    run = run_of(case.formula)
+    layout = Layout(
+        pp=ranks,
+        virtual_stages=len(case.stage_layers) // ranks,
+        schedule=Schedule(case.schedule),
+        stage_layers=case.stage_layers,
+        **code,  # type: ignore[arg-type]
+    )
+    recompute = Recompute.parse("full" if case.full else "none", layers=run.model.depth)
+    return forecast(replace(run, layout=layout, micro_batches=case.micro_batches, recompute=recompute))
+
+
+def assert_measured(cases: Sequence[Case], found: Sequence[Sequence[dict[str, Any]]], **code: bool) -> None:
+    """Each stage of each case: between steps to the byte, at its highest within a few kB."""
+    for number, case in enumerate(cases):
+        said = forecast_of(case, len(found), **code)
+        for stage, got in zip(said.stages, (rank[number] for rank in found), strict=True):
+            beside = ROTARY_BYTES * len(stage.groups) if case.family == "llama" else 0
+            assert stage.timeline()[0].nbytes == got["before"] - beside, (case, stage.index)
+            assert stage.peak.nbytes == pytest.approx(got["peak"], rel=WITHIN), (case, stage.index)
+
+
+@pytest.fixture(scope="session")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return Launches(tmp_path_factory.getbasetemp(), two_ranks)[2]
+
+
+def test_stages_of_torchs_pipelines(on_two: list[Any]) -> None:
+    """1F1B and interleaved, with as many layers as somebody likes on each stage."""
+    assert_measured(TWO, on_two, stage_buffers=True)
+
+
+def test_without_its_buffers_the_forecast_is_too_low(on_two: list[Any]) -> None:
+    """What the test before is worth: 2 to 40 %."""
+    for number, case in enumerate(TWO):
+        for stage, got in zip(forecast_of(case, 2).stages, (rank[number] for rank in on_two), strict=True):
+            assert stage.peak.nbytes < 0.98 * got["peak"]
+
+
+@pytest.mark.slow
+def test_four_stages_of_torchs_pipelines() -> None:
+    assert_measured(FOUR, run_ranks(peaks, 4, {"cases": [case.told() for case in FOUR]}), stage_buffers=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_stages_of_megatrons_schedules(
+    ranks: int, cases: Sequence[Case], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each virtual stage's last input and its gradient are there between steps, and beside those in flight."""
+    folder = fetched(tmp_path_factory.mktemp("megatron"), "megatron-core==0.19.2", how=MEGATRON)
+    found = run_ranks(megatron_pipeline.peaks, ranks, {"folder": str(folder), "cases": [case.told() for case in cases]})
+    assert_measured(cases, found, keeps_received=True)
+
+
+def test_of_two_ways_one_is_given() -> None:
+    with pytest.raises(UsageError, match="--stage-buffers, which is torch's way, and --keep-received"):
+        resolve(preset("llama3-8b"), RunRequest(pp=2, stage_buffers=True, keep_received=True))
+
+
+def test_of_8b_four_stages_have_a_buffer_for_each_micro_batch() -> None:
+    """16 micro-batches of 8,192 tokens of 4,096 numbers in 16 bits: 1 GiB of inputs, as much of gradients."""
+    request = RunRequest(seq=8192, pp=4, micro_batches=16, like="torchtitan")
+    plain, torchs = (
+        forecast(resolve(preset("llama3-8b"), replace(request, stage_buffers=word)).run) for word in (False, True)
+    )
+    fixed = [b.load.fixed - a.load.fixed for a, b in zip(plain.stages, torchs.stages, strict=True)]
+    assert fixed == [2**30, 2 * 2**30, 2 * 2**30, 2**30]
