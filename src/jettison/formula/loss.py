@@ -13,6 +13,7 @@ from jettison.formula.norm import norm
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Loss
+from jettison.spec.model import Pooling
 
 EXTRA = "arXiv 2205.05198 §4.3"
 
@@ -20,12 +21,14 @@ EXTRA = "arXiv 2205.05198 §4.3"
 def head(w: Writer, x: Value) -> Value:
     """From the residual stream to the loss."""
     model = w.run.model
+    if model.head.pooling is not Pooling.NONE:
+        return classify(w, x)
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
         x = norm(w, x, model.final_norm, "norm")
     if model.head.transform is not None and model.embedding_norm is not None:
-        x = linear(w, x, model.hidden, "transform", bias=True)
+        x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
     if w.kernels.loss is Loss.DPO:
         return _tiled(w, x)
@@ -54,6 +57,21 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
     if model.head.softcap:
         logits = _softcap(w, logits)
     return _LOSSES[w.kernels.loss](w, logits, _labels(w))
+
+
+def classify(w: Writer, x: Value) -> Value:
+    """One prediction a sequence. A norm that only another use of the model needs runs all the same."""
+    model = w.run.model
+    batch = (w.run.micro_batch, model.hidden)
+    if model.head.pooling is Pooling.FIRST:
+        x = x if model.final_norm is None else norm(w, x, model.final_norm, "norm")
+        x = w.tape.view(x, batch)
+    else:
+        if model.final_norm is not None:
+            norm(w, w.tape.view(x, batch), model.final_norm, "norm")
+        x = w.tape.op("aten.mean.dim", [x], batch, places=())
+    logits = linear(w, x, model.vocab, "logits", bias=model.head.bias, head=True)
+    return _upcast(w, logits, w.tape.source("labels", batch[:1], "int64"))
 
 
 def score(w: Writer, x: Value) -> Value:

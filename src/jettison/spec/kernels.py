@@ -101,6 +101,9 @@ class Kernels:
             model's code has.
         fused_rotary: rotation is one kernel that saves nothing but its tables.
         wide_rotary: the tables are fp32, and so is the rotation.
+        copied_heads: queries are scaled before heads are split, and each head of queries, keys and values is made
+            contiguous: Whisper.
+        narrow_tables: the rotation is fp32, and the tables are not.
         paired_rotary: the tables have one column for two elements of a head.
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
         batched_rotary: the tables are made for each sequence of a batch.
@@ -147,6 +150,8 @@ class Kernels:
     fused_projections: bool = False
     fused_rotary: bool = False
     wide_rotary: bool = False
+    copied_heads: bool = False
+    narrow_tables: bool = False
     paired_rotary: bool = False
     complex_rotary: bool = False
     batched_rotary: bool = False
