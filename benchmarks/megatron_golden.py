@@ -15,11 +15,26 @@ from pathlib import Path
 
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
+from jettison.spec.further import with_further
 from jettison.spec.kernels import MEGATRON, AttentionKernel, Dispatcher, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import Activation, Attention, DropoutSites, Layer, Mlp, ModelSpec, Moe, Norm, NormKind, Router
+from jettison.spec.model import (
+    Activation,
+    Attention,
+    DropoutSites,
+    LatentAttention,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Moe,
+    Norm,
+    NormKind,
+    Router,
+)
+from jettison.spec.modules import listed
 from jettison.spec.precision import PRECISIONS, Adding
-from jettison.spec.run import Gradients, Run
+from jettison.spec.run import Gradients, Mode, Recompute, Run
+from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 from jettison.units import GIB, MIB
 
@@ -60,8 +75,6 @@ class Golden:
 
 
 NOT_DESCRIBED = {
-    "mtp-num-layers": "layers that predict further tokens",
-    "multi-latent-attention": "latent attention",
     "use-megatron-fsdp": "Megatron's own FSDP",
     "fp8-format": "fp8",
     "spec": "hybrid layers",
@@ -96,8 +109,6 @@ def why_not(row: Facts) -> str:
         found.append("world size not stated")
     if "muon" in name_of(row):
         found.append("a distributed Muon")
-    if row["recompute"] not in ("none", ""):
-        found.append(f"recompute {row['recompute']}")
     return ", ".join(found)
 
 
@@ -123,7 +134,7 @@ def model_of(row: Facts) -> ModelSpec:
     head_dim = int(more.get("kv-channels", hidden // heads))
     rotary = more.get("position-embedding-type") == "rope"
     gated = "swiglu" in more
-    attention = Attention(
+    attention: Attention | LatentAttention = Attention(
         heads=heads,
         kv_heads=int(row["kv_heads"]),
         head_dim=head_dim,
@@ -132,10 +143,20 @@ def model_of(row: Facts) -> ModelSpec:
         fused_qkv=True,
         rotary_dim=round(head_dim * float(more.get("rotary-percent", 1))) if rotary else 0,
     )
+    if "multi-latent-attention" in more:  # sizes that are not stated are ``MLATransformerConfig``'s
+        attention = LatentAttention(
+            heads=heads,
+            query_rank=int(more["q-lora-rank"]),
+            kv_rank=int(more["kv-lora-rank"]),
+            nope_dim=128,
+            rope_dim=64,
+            value_dim=128,
+        )
     activation = Activation.SILU if gated else Activation.GELU_TANH
-    mlp: Mlp | Moe = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
+    dense = Mlp(ffn=int(row["ffn"]), activation=activation, gated=gated, bias=biased, fused_gate_up=gated)
+    kinds: list[Mlp | Moe] = [dense] * int(row["layers"])
     if "num-experts" in more:
-        mlp = Moe(
+        sparse = Moe(
             experts=int(more["num-experts"]),
             top_k=int(more["moe-router-topk"]),
             ffn=int(more.get("moe-ffn-hidden-size", row["ffn"])),
@@ -144,13 +165,15 @@ def model_of(row: Facts) -> ModelSpec:
             gated=gated,
             bias=biased,
             shared_ffn=int(more.get("moe-shared-expert-intermediate-size", 0)),
+            shared_fused=gated,
         )
-    return ModelSpec(
+        kinds = [sparse if has else dense for has in _experts_by_layer(row)]
+    model = ModelSpec(
         name=name_of(row),
         family="paper",
         hidden=hidden,
         vocab=int(row["vocab_padded"]),
-        layers=(Layer(attention=attention, mlp=mlp, norm=norm),) * int(row["layers"]),
+        layers=tuple(Layer(attention=attention, mlp=mlp, norm=norm) for mlp in kinds),
         final_norm=norm,
         max_positions=int(row["seq"]),
         learned_positions=not rotary,
@@ -158,6 +181,15 @@ def model_of(row: Facts) -> ModelSpec:
         dropout_sites=DropoutSites(embedding=True, attention=True, residual=True),
         dropout=0.1,
     )
+    return with_further(model, int(more.get("mtp-num-layers", 0)), MEGATRON)
+
+
+def _experts_by_layer(row: Facts) -> list[bool]:
+    """``--moe-layer-freq``, such as ([0]*3+[1]*12): 1 is a layer with experts."""
+    pattern, found = extras(row).get("moe-layer-freq", ""), []
+    for kind, count in re.findall(r"\[([01])\]\*(\d+)", pattern):
+        found += [kind == "1"] * int(count)
+    return found or [True] * int(row["layers"])
 
 
 def run_of(row: Facts) -> Run:
@@ -174,16 +206,24 @@ def run_of(row: Facts) -> Run:
         sequential_experts="moe-grouped-gemm" not in more,
         loss=Loss.NATIVE if "cross-entropy-loss-fusion" in more else Loss.VOCAB_PARALLEL,
     )
+    model, stages = model_of(row), int(row["pp"])
+    cut = more.get("pipeline-model-parallel-layout")
+    virtual = cut.replace("(tt|)*6", "tt|" * 6).count("|") // stages + 1 if cut else int(row["vpp"] or 1)
+    own = model.depth - model.further
+    again = row["recompute"].removeprefix("selective:").strip("[]") if row["recompute"] != "none" else ""
+    sent = row["offload"].strip("[]")
     return Run(
-        model=model_of(row),
+        model=model,
         seq=int(row["seq"]),
         micro_batch=int(row["mbs"]),
         micro_batches=int(row["gbs"]) // (int(row["mbs"]) * dp),
         layout=Layout(
             tp=int(row["tp"]),
             sp=row["sp"] == "1",
-            pp=int(row["pp"]),
-            virtual_stages=int(row["vpp"] or 1),
+            pp=stages,
+            virtual_stages=virtual,
+            stage_layers=stage_layers(cut, layers=own, chunks=stages * virtual) if cut else (),
+            further=model.further,
             cp=cp,
             ep=int(row["ep"] or 1),
             expert_tp=int(more.get("expert-tensor-parallel-size", 0)) if "num-experts" in more else 0,
@@ -191,6 +231,11 @@ def run_of(row: Facts) -> Run:
             zero=int(row["zero"]),
             zero_replicas=int(more.get("num-distributed-optimizer-instances", 1)),
             keeps_received=True,
+        ),
+        recompute=Recompute(
+            mode=Mode.MODULES if again else Mode.NONE,
+            modules=listed(again, "--recompute-modules") if again else (),
+            sent=listed(sent, "--offload-modules") if sent else (),
         ),
         precision=PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"],
         kernels=kernels,
@@ -203,7 +248,9 @@ def run_of(row: Facts) -> Run:
 
 
 def _without_dropout(row: Facts) -> bool:
-    """Dense tests with context parallelism set both probabilities to 0."""
+    """Dense tests with context parallelism set both probabilities to 0, and so do those with latent attention."""
+    if "multi-latent-attention" in extras(row):
+        return True
     return int(row["cp"] or 1) > 1 and "num-experts" not in extras(row)
 
 
@@ -225,13 +272,21 @@ def _workspaces(gpu: str, more: Facts, *, local: bool) -> Workspaces:
     return found.with_torch(32 * MIB) if states else found
 
 
+FURTHER = "mtp-num-layers"
+
+
 def rows(path: Path = FACTS) -> list[Golden]:
-    """All that are described completely."""
-    return [golden(row) for row in facts(path) if not why_not(row)]
+    """All that are described completely, but for those that predict further tokens."""
+    return [golden(row) for row in facts(path) if not why_not(row) and FURTHER not in extras(row)]
+
+
+def further_rows() -> list[Golden]:
+    """Those that do, all of them with latent attention and experts, some with lists of modules."""
+    return [golden(row) for row in facts() if not why_not(row) and FURTHER in extras(row)]
 
 
 if __name__ == "__main__":
-    for row in [*rows(), *rows(LATER)]:
+    for row in [*rows(), *rows(LATER), *further_rows()]:
         errors = [100 * (p / m - 1) for p, m in zip(row.predicted(), row.measured, strict=True)]
         shown = "  ".join(
             f"{m:7.3f} {p:7.3f} {e:+6.1f} %" for m, p, e in zip(row.measured, row.predicted(), errors, strict=True)

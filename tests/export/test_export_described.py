@@ -17,11 +17,11 @@ import jettison
 from jettison.cli.main import run
 from jettison.errors import PlanMismatch, UsageError
 from jettison.export.described import DescribedPricer, decisions_of
+from jettison.export.megatron_text import layout_string
 from jettison.export.modules import by_modules
 from jettison.export.policy import checkpointed, kept_whole
 from jettison.export.registry import TARGETS
 from jettison.export.result import CannotSay, Exported
-from jettison.export.targets.megatron import layout_string
 from jettison.export.targets.torchtitan import product_of
 from jettison.predict.forecast import forecast
 from jettison.predict.run_request import RunRequest, model_spec, resolve
@@ -92,6 +92,10 @@ def test_bridge_has_megatrons_words() -> None:
     for line in ("model.recompute_modules=[core_attn]", 'model.recompute_granularity="selective"'):
         assert line in lines
     assert "train.micro_batch_size=4" in lines and "model.sequence_parallel=true" in lines
+    assert "dataset.seq_length=2048" in lines
+    for taken_back in ("model.recompute_num_layers=null", "optimizer.use_distributed_optimizer=false"):
+        assert taken_back in lines  # a recipe may have it
+    assert len({line.partition("=")[0] for line in lines}) == len(lines)
 
 
 @pytest.mark.parametrize("counts", [(7, 9, 9, 7), (0, 1, 2, 1)])

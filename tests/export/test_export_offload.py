@@ -11,11 +11,12 @@ import pytest
 import jettison
 from jettison.errors import DoesNotFit
 from jettison.export.described import DescribedPricer, decisions_of
-from jettison.export.modules import OFFLOADED, by_modules, offloading
+from jettison.export.modules import by_modules, offloading
 from jettison.export.policy import Action, LayerPolicy, kept_whole
 from jettison.export.result import Exported
 from jettison.export.targets.megatron import _offloaded_sets
 from jettison.predict.run_request import RunRequest
+from jettison.spec.modules import OFFLOADED
 from jettison.verbs.plan import plan, remade
 
 GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron", "offload": True}
@@ -111,8 +112,10 @@ def test_sets_of_modules_are_those_that_the_configuration_takes() -> None:
 def test_checkpoints_on_the_host_where_nothing_else_fits() -> None:
     made = document("llama3-8b", "28GiB", **LLAMA)
     with pytest.raises(DoesNotFit):
-        exported(made, "torch")
+        exported(plan("llama3-8b", RunRequest(**(LLAMA | {"offload": False})), budget="28.5GiB").document(), "torch")
     found = exported(made, "transformers")
+    for target in ("torch", "torchtitan"):  # the same words, carried out by hooks in the file
+        assert exported(made, target).cost == found.cost
     text = found.files["checkpointing.py"]
     assert '"every_n_layers": 1, "offload": True}' in text and "enable(dict(KWARGS), offload=True)" in text
     assert json.loads(exported(made, "deepspeed").files["deepspeed.json"])["activation_checkpointing"][
@@ -126,12 +129,36 @@ def test_checkpoints_on_the_host_where_nothing_else_fits() -> None:
     assert beside.peak_bytes == found.cost.peak_bytes and beside.step_seconds < found.cost.step_seconds  # type: ignore[operator]
     larger = document("llama3-8b", "30GiB", **LLAMA)
     assert "offload" not in exported(larger, "transformers").files["checkpointing.py"]
+    assert "ON_HOST" not in exported(larger, "torch").files["checkpointing.py"]
+
+
+def small_llama() -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=32)
+    return transformers.LlamaForCausalLM(config).train(), torch.randint(0, 32, (1, 4))
+
+
+def test_plain_torch_carries_out_by_number_what_waits_on_the_host() -> None:
+    model, batch = small_llama()
+    from jettison.measure import compare_gradients, independent_copy
+    from support.export_cases import applied
+
+    plain, names = independent_copy(model), list(model.state_dict())
+    plain(batch, labels=batch).loss.backward()
+    applied(exported(document("llama3-8b", "28GiB", **LLAMA), "torch"), model)
+    assert [type(layer).__name__ for layer in model.model.layers] == ["_Waiting"] * 31 + ["CheckpointWrapper"]
+    assert list(model.state_dict()) == names
+    model(batch, labels=batch).loss.backward()
+    assert compare_gradients(plain, model).identical
 
 
 def test_transformers_takes_the_words_for_offloading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies want pinned memory, which a machine without an accelerator does not have: here they are not pinned."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    model, batch = small_llama()
     from jettison.measure import compare_gradients, independent_copy
     from support.export_cases import applied
 
@@ -142,12 +169,7 @@ def test_transformers_takes_the_words_for_offloading(monkeypatch: pytest.MonkeyP
         return torch.autograd.graph.save_on_cpu(pin_memory=False)
 
     monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", save_on_cpu)
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=32)
-    model = transformers.LlamaForCausalLM(config).train()
     plain = independent_copy(model)
-    batch = torch.randint(0, 32, (1, 4))
     plain(batch, labels=batch).loss.backward()
     applied(exported(document("llama3-8b", "28GiB", **LLAMA), "transformers"), model)
     assert all(layer.gradient_checkpointing for layer in model.model.layers)

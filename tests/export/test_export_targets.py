@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,52 +14,12 @@ import pytest
 
 import jettison
 from jettison.export.policy import kept_whole
-from jettison.export.result import Exported
 from jettison.predict.run_request import RunRequest
 from jettison.verbs.plan import plan
 from support.target_packages import MEGATRON, answered, fetched
+from support.target_plans import FLAGS, MODELS, PLANS, exported, world
 
 pytestmark = pytest.mark.slow
-
-GPT = {"tp": 8, "micro_batch": 4, "kernels": "megatron"}
-MIXTRAL = {"tp": 4, "ep": 8, "dp": 8, "zero": 1, "micro_batch": 4, "kernels": "megatron", "offload": True}
-LATENT = {"tp": 8, "ep": 64, "dp": 64, "zero": 1, "micro_batch": 1, "kernels": "megatron"}
-STAGES = {"tp": 8, "pp": 2, "stage_layers": "23,25", "micro_batch": 1, "micro_batches": 4, "kernels": "megatron"}
-PLANS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "dense": ("gpt-22b", "55GiB", GPT),
-    "layers": ("gpt-22b", "45GiB", GPT),
-    "offload": ("gpt-22b", "46GiB", GPT | {"offload": True}),
-    "experts": ("mixtral-8x7b", "44GiB", MIXTRAL),
-    "latent": ("deepseek-v3", "62GiB", LATENT),
-    "stages": ("gpt-22b", "35GiB", STAGES),
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt-22b": {"num_layers": 48, "hidden_size": 6144, "num_attention_heads": 64},
-    "mixtral-8x7b": {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_moe_experts": 8,
-        "moe_grouped_gemm": True,
-        "add_bias_linear": False,
-    },
-    "deepseek-v3": {
-        "num_layers": 61,
-        "hidden_size": 7168,
-        "num_attention_heads": 128,
-        "num_moe_experts": 256,
-        "moe_grouped_gemm": True,
-        "add_bias_linear": False,
-        "multi_latent_attention": True,
-    },
-}
-
-
-@cache
-def exported(name: str, to: str) -> Exported:
-    model, budget, asked = PLANS[name]
-    gpu = "h100-80gb" if asked.get("offload") else None
-    return jettison.export_plan(plan(model, RunRequest(**asked), budget=budget, gpu=gpu).document(), to=to)
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -79,6 +38,8 @@ def test_plans_have_all_kinds_of_settings() -> None:
     assert "mla_up_proj" in settings("latent")["recompute_modules"]
     assert "moe_act" in settings("experts")["offload_modules"]
     assert "pipeline-model-parallel-layout" in exported("stages", "megatron").files["megatron-flags.txt"]
+    assert "num-virtual-stages-per-pipeline-rank 2" in exported("virtual", "megatron").files["megatron-flags.txt"]
+    assert settings("runs")["recompute_num_layers"] == 5
 
 
 def test_megatron_takes_the_fields_and_the_flags_and_refuses_wrong_ones(megatron: Path) -> None:
@@ -106,10 +67,31 @@ def test_megatron_takes_the_fields_and_the_flags_and_refuses_wrong_ones(megatron
             "expert_model_parallel_size": asked.get("ep", 1),
             "pipeline_model_parallel_size": asked.get("pp", 1),
             "sequence_parallel": True,
-            "micro_batch_size": asked["micro_batch"],
+            "micro_batch_size": asked.get("micro_batch", 1),
         }
         assert {field: parsed[field] for field in expected} == expected, name
     assert "unrecognized arguments: --recompute-modulez" in answer["flags"][-1]["refused"]
+
+
+USUAL = "--bf16 --lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 32000 --mock-data"
+
+
+def test_megatrons_own_check_of_arguments_takes_the_flags(megatron: Path) -> None:
+    """`validate_args`, as its programs call it, on as many ranks as planned; then the configuration that they build."""
+    jobs = []
+    for name in PLANS:
+        flags = shlex.split(f"{FLAGS[PLANS[name][0]]} {USUAL} {exported(name, 'megatron').files['megatron-flags.txt']}")
+        jobs.append({"flags": flags, "world": world(name)})
+    wrong = {"flags": jobs[0]["flags"], "world": 4}  # tensor parallelism alone asks for eight
+    *found, refused = answered("support.target_megatron", {"validated": [*jobs, wrong]}, megatron)["validated"]
+    for name, one in zip(PLANS, found, strict=True):
+        asked = PLANS[name][2]
+        assert {field: one["config"].get(field) for field in settings(name)} == settings(name), (name, one)
+        assert one["data_parallel_size"] == asked.get("dp", 1)
+        per_replica = asked.get("micro_batch", 1) * asked.get("micro_batches", 1)
+        assert one["global_batch_size"] == per_replica * asked.get("dp", 1)
+    assert found[list(PLANS).index("virtual")]["virtual_pipeline_model_parallel_size"] == 2
+    assert "world size (4)" in refused["refused"]
 
 
 SIZES = {"seq": 32, "micro_batch": 2, "hidden": 64, "heads": 4, "layers": 4}
@@ -169,10 +151,14 @@ def _of_four_layers(text: str) -> str:
     return f"{text[:above]}FULL = ('layers.1',)\nSELECTIVE = {{'layers.0': 'kind 1'}}\n{text[defined_below:]}"
 
 
-def test_deepspeed_reads_its_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("deepspeed")
     packages = fetched(folder / "own", "deepspeed==0.19.8", source=True)
-    beside = fetched(folder / "beside", "hjson", "py-cpuinfo", "msgpack", "einops")
+    return packages, fetched(folder / "beside", "hjson", "py-cpuinfo", "msgpack", "einops")
+
+
+def test_deepspeed_reads_its_file(deepspeed: tuple[Path, Path]) -> None:
     plans = (("28GiB", {"dp": 8, "zero": 3, "micro_batch": 2, "offload": True}), ("43GiB", {"tp": 4, "micro_batch": 2}))
     files = []
     for budget, asked in plans:
@@ -180,7 +166,7 @@ def test_deepspeed_reads_its_file(tmp_path_factory: pytest.TempPathFactory) -> N
         files.append(json.loads(jettison.export_plan(made, to="deepspeed").files["deepspeed.json"]))
     assert [one["activation_checkpointing"]["cpu_checkpointing"] for one in files] == [True, False]
     wrong = files[0] | {"zero_optimization": {"stage": 7}}
-    *read, refused = answered("support.target_deepspeed", [*files, wrong], packages, beside)
+    *read, refused = answered("support.target_deepspeed", {"configs": [*files, wrong]}, *deepspeed)["configs"]
     for one, found in zip(files, read, strict=True):
         assert found == {
             "activation_checkpointing": one["activation_checkpointing"],
@@ -189,3 +175,12 @@ def test_deepspeed_reads_its_file(tmp_path_factory: pytest.TempPathFactory) -> N
             "bf16": True,
         }
     assert "stage" in refused["refused"]
+
+
+@pytest.mark.parametrize("factory", ["many_rows", "noisy"])
+def test_deepspeeds_own_checkpoints_hold_the_bytes_that_were_said(factory: str, deepspeed: tuple[Path, Path]) -> None:
+    """A step of its engine. Beside what was said it holds a second random state a layer, the accelerator's: a CPU's."""
+    (step,) = answered("support.target_deepspeed", {"steps": [factory]}, *deepspeed)["steps"]
+    assert step["settings"]["activation_checkpointing"]["number_checkpoints"] == step["layers"]
+    assert step["held"] == step["said"] + step["layers"] * RANDOM_STATE
+    assert step["same"] and step["moved"]

@@ -150,8 +150,8 @@ def test_trained_weights_are_those_of_peft(family: str) -> None:
 def test_bytes_of_four_bits() -> None:
     """A matrix of 4096 x 4096: half a byte a number, and a scale for each 64; doubly, a byte for each and 1/64 more."""
     n = 4096 * 4096
-    assert Base.NF4.packed_bytes(n) == n // 2 + 4 * n // 64 + 64
-    assert Base.NF4_DOUBLE.packed_bytes(n) == n // 2 + n // 64 + 4 * n // 64 // 256 + 4 + 64
+    assert Base.NF4.packed_bytes(n, 4096) == n // 2 + 4 * n // 64 + 64
+    assert Base.NF4_DOUBLE.packed_bytes(n, 4096) == n // 2 + n // 64 + 4 * n // 64 // 256 + 4 + 64
 
 
 @pytest.mark.parametrize(("loss", "forwards"), [("fused", 2), ("chunked", 1), ("listed", 1)])
@@ -192,6 +192,31 @@ def test_weights_in_four_bits_by_hand(base: str) -> None:
     assert stage.static.parameters == packed + 2 * plain + 4 * adapters
     assert stage.static.gradients == 4 * adapters
     assert stage.static.state == 8 * adapters
+
+
+def test_a_base_in_eight_bits() -> None:
+    """A byte a number and a scale a row; products hold what they read, whether an adapter reads it or not."""
+    assert Base.INT8.packed_bytes(176 * 64, 176) == 11968  # bitsandbytes 0.50.2: ``int8_vectorwise_quant``
+    h, kv, ffn, rows = 4096, 1024, 14336, 128
+    found = {}
+    for base in ("plain", "int8"):
+        request = RunRequest(
+            seq=rows, lora="r=16,targets=q_proj", base=base, precision="bf16-pure", input_gradients=True
+        )
+        found[base] = forecast(resolve(preset("llama3-8b"), request).run)
+    matrices = [(h, h), (h, h), (kv, h), (kv, h), (ffn, h), (ffn, h), (h, ffn)]
+    less = 32 * sum(2 * m * n - m * n - 4 * m for m, n in matrices)
+    statics = [found[base].stages[0].static.parameters for base in ("plain", "int8")]
+    assert statics[0] - statics[1] == less
+    layers = [dict(found[base].layer_bytes())["layers.1"] for base in ("plain", "int8")]
+    assert layers[1] - layers[0] == 2 * rows * (h + ffn), "the second norm's result and the gated product"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective-op", "auto"])
+def test_inputs_of_eight_bits_are_out_of_a_checkpoints_reach(recompute: str) -> None:
+    request = RunRequest(lora="r=16", base="int8", recompute=recompute)
+    with pytest.raises(UsageError, match="where no checkpoint lets go of them"):
+        resolve(preset("llama3-8b"), request)
 
 
 def test_what_lora_is_told_wrongly() -> None:

@@ -43,7 +43,7 @@ def _file(folder: Path, kind: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("kind", ["bloom", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["bitnet", "t5", "vit"])
 def test_parameters_and_saved_bytes_are_the_traces(kind: str) -> None:
     found = tried(kind)
     assert found.way == "trace"
@@ -120,10 +120,10 @@ def test_an_image_has_the_length_of_its_configuration() -> None:
 
 
 def test_the_commands_take_it(tmp_path: Path) -> None:
-    model = _file(tmp_path, "bloom")
+    model = _file(tmp_path, "bitnet")
     asked = replace(REQUEST, dp=2, zero=1)
     report = ledger(model, asked)
-    assert report.parameters == parameter_count(_recorded("bloom"))
+    assert report.parameters == parameter_count(_recorded("bitnet"))
     assert "recorded by a trace" in report.warnings[0]
     assert estimate(model, asked, gpu="a100-80gb").found.step_seconds > 0
     peak = report.stages[0].peak_bytes
@@ -134,7 +134,7 @@ def test_the_commands_take_it(tmp_path: Path) -> None:
 def test_without_the_libraries_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(described, "can_record", lambda: False)
     with pytest.raises(NotDescribed, match=r"Any other is recorded where torch and transformers are installed"):
-        described_model(_file(tmp_path, "bloom"), REQUEST)
+        described_model(_file(tmp_path, "bitnet"), REQUEST)
 
 
 @pytest.mark.parametrize("kind", ["llava"])

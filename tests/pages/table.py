@@ -33,6 +33,7 @@ PAGES: dict[str, Page] = {
     ),
     "docs/commands.md": Page(
         run={
+            "$ jettison ledger deepseek-v3 --like megatron-0.19 --tp 2 --pp 16 --ep 64": World(),
             "$ jettison plan llama3-8b --gpu h100-80gb --dp 8 --zero 3 --micro-batch 4 --what-if": World(slow=True),
             "$ jettison ledger config.json --trace --seq 32 --precision fp32 --out traced.json": World(
                 setup=worlds.small_config, slow=True
@@ -67,6 +68,8 @@ PAGES: dict[str, Page] = {
             "$ jettison plan llama3-70b --lora": World(slow=True),
             "$ jettison ledger llama3-8b --lora": World(),
             "$ jettison ledger llama3-8b --gradients": World(),
+            "$ jettison ledger llama3-8b --states-on-host": World(),
+            "$ jettison estimate llama3-8b --seq 32768": World(),
         }
     ),
     "docs/layouts.md": Page(
@@ -96,7 +99,8 @@ PAGES: dict[str, Page] = {
         run={
             "$ jettison plan llama3-70b --lora": World(slow=True),
             "$ jettison ledger llama3-8b --lora r=16 --base": World(slow=True),
-            "$ jettison ledger llama3-8b --lora r=16 --micro-batch": World(),
+            "$ jettison ledger llama3-8b --reference same": World(),
+            "$ jettison ledger llama3-8b --lora r=16 --reference base": World(),
             "$ jettison ledger llama3-8b --dp": World(slow=True),
             "$ jettison ledger llama3-8b --cp": World(slow=True),
             "$ jettison ledger llama3-8b --pp": World(),

@@ -107,15 +107,15 @@ def test_a_small_batch_that_comes_often_gets_a_plan_of_its_own() -> None:
     model = net()
     handle = jettison.auto_checkpoint(model, rows(ROWS), Bytes(budget))
     plans = handle.batches
-    assert plans is not None and plans.now is not None and plans.now.added_seconds > 0
-    plans.planning_seconds = 2.5 * plans.now.added_seconds * (16 / ROWS)
+    assert plans is not None and plans.now is not None and plans.now.treatment.added_seconds > 0
+    plans.planning_seconds = 2.5 * plans.now.treatment.added_seconds * (16 / ROWS)
     for step in range(4):
         assert len(plans.treatments) == (1 if step < 3 else 2)
         once(model, rows(16))
     own = plans.treatments[1]
     assert own.added_seconds == 0.0, "it fits without computing anything again"
     once(model, rows(ROWS))
-    assert plans.now is plans.treatments[0]
+    assert plans.now.treatment is plans.treatments[0]
     assert peak_of(model, rows(ROWS)) <= budget
 
 
@@ -127,6 +127,7 @@ def test_what_fits_under_a_plan_that_is_there_runs_under_it() -> None:
     once(model, rows(8, 16))  # half the tokens, in longer rows
     assert len(plans.treatments) == 1
     assert len(plans.covers) == 2
+    assert plans.covers[1].peak_bytes == peak_of(model, rows(8, 16)), "what this batch takes: the plan is for another"
 
 
 def test_what_fits_under_no_plan_is_said() -> None:

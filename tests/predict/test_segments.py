@@ -91,6 +91,15 @@ def test_the_smallest_budget_of_a_long_sequence() -> None:
     assert smallest(auto(run, offload=True)) == mode_peak(run, "full", offload=True)
 
 
+def test_a_stage_of_many_alike_layers_is_cut_evenly() -> None:
+    """Two stages of 64 layers: no answer of the solver's own needs as little as segments of three."""
+    run = run_of("llama3-8b", 0, pp=2, micro_batches=4, seq=8192, dp=8, zero=1)
+    run = replace(run, model=replace(run.model, layers=(run.model.layers[0],) * 128, vocab=1000, name="small"))
+    peaks = {k: mode_peak(run, f"every:{k}") for k in range(2, 17)}
+    assert min(peaks, key=lambda k: peaks[k]) == 3
+    assert smallest(auto(run)) == peaks[3]
+
+
 def chosen_of(answer: AutoForecast) -> list[Staying | None]:
     staying = {part.name: part.chosen for part in answer.forecast.parts}
     return [staying[name] for name in answer.forecast.run.model.layer_names]

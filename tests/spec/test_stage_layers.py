@@ -49,7 +49,7 @@ def test_what_is_typed(text: str, layers: int, chunks: int, expected: tuple[int,
         ("", "expected layers of each stage"),
         ("5,-1", "expected layers of each stage"),
         ("tE|t|t|t", "expected the embedding E first"),
-        ("Et|tm|t|tL", "predict further tokens"),
+        ("Et|tm|t|tL", "layers m for further tokens"),
         ("E(t|t", "expected the embedding E first"),
     ],
 )

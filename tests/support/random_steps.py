@@ -184,13 +184,22 @@ def cut(batch: Any, parts: int) -> list[Any]:
     return [tree_map(lambda leaf, at=at: leaf[at * rows : (at + 1) * rows], batch) for at in range(parts)]
 
 
+def untold(batch: Any, step: int) -> None:
+    """Nobody asked."""
+
+
 def train(
-    case: Case, program: Program, loop: Loop, tell: Callable[[Any, int], None] = lambda batch, step: None
+    case: Case,
+    program: Program,
+    loop: Loop,
+    tell: Callable[[Any, int], None] = untold,
+    ended: Callable[[Any, int], None] = untold,
 ) -> list[Step]:
     """Every step of the case, and what it left behind.
 
     Args:
         tell: is told of the batch before its step.
+        ended: and after it.
     """
     seed(SEED)
     losses: list[Any] = []
@@ -223,6 +232,7 @@ def train(
             peak = 0
         else:
             peak = peak_of(case, loop, batch, partial(step, batch))
+        ended(batch, number)
         met.append(shape)
         state = {name: _whole(t).clone() for name, t in _state(loop).items()}
         done.append(Step(loss=losses.pop().clone(), state=state, streams=streams(), peak_bytes=peak))

@@ -24,7 +24,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel import random as megatron_random  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlock  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
-from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training import arguments  # noqa: E402
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args  # noqa: E402
 
 from jettison.measure.memory import AllocationCounter  # noqa: E402
 
@@ -50,6 +51,29 @@ def parsed(flags: list[str]) -> dict[str, Any]:
         return {"refused": said.getvalue().strip().splitlines()[-1]}
     finally:
         sys.argv = before
+
+
+def validated(flags: list[str], world: int) -> dict[str, Any]:
+    """What Megatron's programs make of these flags once they have checked them, and their model's configuration."""
+    before, sys.argv = sys.argv, ["pretrain_gpt.py", *flags]
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": str(world),
+        "NVTE_CPU_OFFLOAD_V1": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    arguments.get_device_arch_version = lambda: 9  # a Hopper
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = validate_args(parse_args())
+            config = core_transformer_config_from_args(args)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        return {"refused": str(error)}
+    finally:
+        sys.argv = before
+    found = {name: value for name, value in vars(args).items() if _plain(value)}
+    return found | {"config": {name: value for name, value in vars(config).items() if _plain(value)}}
 
 
 def _plain(value: Any) -> bool:
@@ -116,6 +140,7 @@ def main() -> None:
             {
                 "configs": [configured(fields) for fields in job.get("configs", ())],
                 "flags": [parsed(flags) for flags in job.get("flags", ())],
+                "validated": [validated(one["flags"], one["world"]) for one in job.get("validated", ())],
                 "steps": list(steps(job["sizes"], job["policies"])) if "policies" in job else [],
             }
         )

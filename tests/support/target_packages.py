@@ -22,6 +22,9 @@ SECONDS = 900
 MEGATRON = ("--python-version=3.12", "--implementation=cp", "--abi=cp312", "--platform=manylinux_2_28_x86_64")
 """Its wheel says Python 3.12; `support.target_process` gives the one name of it that 3.11 lacks."""
 
+BRIDGE = ("--python-version=3.12",)
+"""Pure Python, and says 3.12 as well."""
+
 
 def fetched(folder: Path, *requirements: str, how: tuple[str, ...] = (), source: bool = False) -> Path:
     """Where the packages lie. Skips the test that asks where pip does not get them."""

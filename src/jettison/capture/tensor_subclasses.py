@@ -3,12 +3,15 @@
 Autograd saves the wrapper; bytes, ops and collectives are those of the plain tensor inside. A recorder therefore lets
 wrappers take themselves apart first (`desugars`), writes down what they do to what is inside them, and keeps how to put
 a computed tensor back into the wrapper that autograd had saved.
+
+Narrow numbers beside their factor (`NARROW`) are such a wrapper, too: the numbers are what is recorded. The factor, a
+number or a row of them, is held by whoever holds the wrapper.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -21,6 +24,14 @@ class _Kind(Enum):
     PLAIN = 0
     DISTRIBUTED = 1  # a DTensor
     ASYNCHRONOUS = 2  # the result of a collective, to be waited for before its first use
+    NARROW = 3  # narrow numbers beside their factor
+
+
+NARROW = {
+    ("torchao.float8.float8_training_tensor", "Float8TrainingTensor"): ("_data", "_scale"),
+    ("torchao.float8.float8_tensor", "Float8Tensor"): ("_data", "_scale"),
+}
+"""By module and class: where the numbers are, and their factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,25 @@ class Wrapping:
         return wrapped
 
 
+@dataclass(frozen=True, slots=True)
+class Narrow(Wrapping):
+    """What narrow numbers stand for; equal for two of one class that are read in one way, whatever their factor is.
+
+    Args:
+        spec: the class, and what it is made with beside numbers and factor.
+    """
+
+    factor: Any = field(compare=False)
+
+    def wrap(self, tensor: Tensor) -> Tensor:
+        """``tensor`` beside this factor."""
+        cls, context = self.spec
+        numbers, factor = NARROW[cls.__module__, cls.__qualname__]
+        inside = {numbers: tensor, factor: self.factor}
+        wrapped: Tensor = cls.__tensor_unflatten__(inside, dict(context), tensor.size(), tensor.stride())
+        return wrapped
+
+
 @cache
 def _kind(cls: type) -> _Kind:
     distributed = sys.modules.get("torch.distributed.tensor")  # there is no such tensor before it is imported
@@ -45,12 +75,19 @@ def _kind(cls: type) -> _Kind:
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and issubclass(cls, functional.AsyncCollectiveTensor):
         return _Kind.ASYNCHRONOUS
+    if (cls.__module__, cls.__qualname__) in NARROW:
+        return _Kind.NARROW
     return _Kind.PLAIN
 
 
 def _kind_of(tensor: Any) -> _Kind:
     cls: Any = type(tensor)
     return _kind(cls)
+
+
+def _names(tensor: Any) -> tuple[str, str]:
+    cls = type(tensor)
+    return NARROW[cls.__module__, cls.__qualname__]
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
@@ -66,20 +103,30 @@ def desugars(types: Any) -> bool:
 def plain(tensor: Any) -> Any:
     """This rank's part of a DTensor, and what is inside an asynchronous result, arrived or not."""
     while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
-        tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.elem
+        if kind is _Kind.NARROW:
+            tensor = getattr(tensor, _names(tensor)[0])
+        else:
+            tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.elem
     return tensor
 
 
 def arrived(tensor: Any) -> Any:
     """As `plain`, after waiting for what is still under way."""
     while (kind := _kind_of(tensor)) is not _Kind.PLAIN:
-        tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.trigger_wait()
+        if kind is _Kind.NARROW:
+            tensor = getattr(tensor, _names(tensor)[0])
+        else:
+            tensor = tensor._local_tensor if kind is _Kind.DISTRIBUTED else tensor.trigger_wait()
     return tensor
 
 
 def wrapping(tensor: Any) -> Wrapping | None:
     """How to wrap `plain(tensor)` again; None where nothing needs to be."""
-    return Wrapping(tensor._spec) if _kind_of(tensor) is _Kind.DISTRIBUTED else None
+    kind = _kind_of(tensor)
+    if kind is _Kind.NARROW:
+        _, context = tensor.__tensor_flatten__()
+        return Narrow((type(tensor), tuple(context.items())), getattr(tensor, _names(tensor)[1]))
+    return Wrapping(tensor._spec) if kind is _Kind.DISTRIBUTED else None
 
 
 def is_dense(tensor: Tensor) -> bool:

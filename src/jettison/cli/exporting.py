@@ -50,6 +50,8 @@ def export(
     if form == "json":
         print(json_text(found.document() | {"request": asked(plan=plan, to=to, gpu=gpu, model=model)}), end="")
     elif out is None:
+        for left_out in found.subject.left_out:
+            hint(f"note: {left_out}")
         for lost in found.lost:
             hint(f"lost: {lost}")
         for note in found.notes:

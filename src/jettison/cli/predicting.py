@@ -42,6 +42,9 @@ def ledger(
         bool, Parameter(negative="", show_default=False, help="Say what would fit --gpu or --budget.")
     ] = False,
     explain: Annotated[bool, Parameter(negative="", show_default=False, help="Say what the peak is made of.")] = False,
+    compiled: Annotated[
+        bool, Parameter(name="--compile", negative="", show_default=False, help="Each layer is compiled by torch.")
+    ] = False,
     trace: Annotated[
         bool, Parameter(negative="", show_default=False, help="Build a config's model and trace it (needs torch).")
     ] = False,
@@ -61,7 +64,16 @@ def ledger(
 
     with progress() as say:
         report = read(
-            model, request, trace=trace, budget=budget, gpu=gpu, fit=fit, explain=explain, against=compare, progress=say
+            model,
+            request,
+            trace=trace,
+            budget=budget,
+            gpu=gpu,
+            fit=fit,
+            explain=explain,
+            compiled=compiled,
+            against=compare,
+            progress=say,
         )
     report = replace(report, with_entries=entries)
     for warning in report.warnings:

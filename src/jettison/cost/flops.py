@@ -18,7 +18,7 @@ from jettison.cost.op_kinds import BATCHED, FLASH
 from jettison.cost.recompute import everything
 from jettison.formula.parameters import active_parameter_count
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
-from jettison.spec.kernels import Loss
+from jettison.spec.kernels import AttentionKernel, Documents, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.run import Run, Scene
@@ -71,8 +71,11 @@ def visible_share(layer: AnyLayer, seq: int) -> float:
 
 
 def unsharded(run: Run) -> Scene:
-    """A run's scene on one rank, logits and all: what its model FLOPs are counted on."""
-    return replace(run.scene, layout=Layout().within_stage, kernels=replace(run.kernels, loss=Loss.UPCAST))
+    """A run's scene on one rank, logits and all: what its model FLOPs are counted on. Of scores those of documents."""
+    kernels = replace(run.kernels, loss=Loss.UPCAST)
+    if run.packed:
+        kernels = replace(kernels, attention=AttentionKernel.FLASH, documents=Documents.BLOCKS)
+    return replace(run.scene, layout=Layout().within_stage, kernels=kernels)
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +96,8 @@ def _micro_batch_flops(scene: Scene, causal: bool) -> tuple[float, float]:
     """Of a forward, and of both passes."""
     ends, layers = _forward(scene)
     counts = {layer: scene.model.layers.count(layer) for layer, _ in layers}
-    shares = {layer: visible_share(layer, scene.seq) if causal else 1.0 for layer, _ in layers}
+    reach = scene.packed or scene.seq
+    shares = {layer: visible_share(layer, reach) if causal else 1.0 for layer, _ in layers}
     return (
         ends.forward() + sum(counts[layer] * flops.forward(shares[layer]) for layer, flops in layers),
         ends.model() + sum(counts[layer] * flops.model(shares[layer]) for layer, flops in layers),
@@ -117,11 +121,17 @@ def tokens(run: Run) -> int:
 
 
 def model_flops(run: Run, counting: Counting = Counting.LEDGER) -> float:
-    """Of a step on all ranks: what the mathematics asks for, as somebody counts it."""
+    """Of a step on all ranks: what the mathematics asks for, as somebody counts it. Of frozen models, the forward."""
+    models = [run.model if beside.model is None else beside.model for beside in run.frozen]
     if counting in (Counting.PALM, Counting.PARAMETERS):
-        return tokens(run) * _token_flops(run.model, run.seq, counting is Counting.PALM, run.tuning is not None)
-    each = _micro_batch_flops(unsharded(run), counting is Counting.CAUSAL)[1]
-    return each * run.micro_batches * run.layout.dp
+        attention = counting is Counting.PALM
+        reach = run.packed or run.seq
+        each = _token_flops(run.model, reach, attention, run.tuning is not None)
+        return tokens(run) * (each + sum(_token_flops(model, reach, attention, False) / PASSES for model in models))
+    scene, causal = unsharded(run), counting is Counting.CAUSAL
+    total = _micro_batch_flops(scene, causal)[1]
+    total += sum(_micro_batch_flops(replace(scene, model=model, tuning=None), causal)[0] for model in models)
+    return total * run.micro_batches * run.layout.dp
 
 
 @lru_cache(maxsize=4096)

@@ -188,13 +188,18 @@ def _crossover(run: Run, layer: AnyLayer) -> int | None:
 
 
 def _modes(run: Run) -> Iterator[tuple[str, Run]]:
-    words = list(MODES) if run.recompute.mode is Mode.AUTO else [*MODES, str(run.recompute)]
+    modes = [(word, Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)) for word in MODES]
+    if run.recompute.mode is not Mode.AUTO:
+        sent = f" --offload-modules {','.join(run.recompute.sent)}" if run.recompute.sent else ""
+        modes.append((f"{run.recompute}{sent}", replace(run.recompute, whole=0)))
     seen: set[Recompute] = set()
-    for word in words:
-        recompute = Recompute.parse(word, layers=run.model.depth, offload=run.recompute.offload)
+    for word, recompute in modes:
         if recompute not in seen:
             seen.add(recompute)
-            yield f"--recompute {word}", replace(run, recompute=recompute)
+            try:
+                yield f"--recompute {word}", replace(run, recompute=recompute)
+            except UsageError:  # of compiled layers not every mode is known
+                continue
 
 
 def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:

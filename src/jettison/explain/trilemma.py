@@ -177,7 +177,7 @@ def _options(found: Estimate) -> Iterator[Option]:
         timed = found if mode == current else estimate(other, found.hardware, execution=found.execution)
         peak = forecast(other).peak_bytes
         yield Option(
-            recompute=f"{mode} + offload" if mode.offload else str(mode),
+            recompute=f"{mode} + offload" if mode.offload else replace(mode, whole=0).words,
             current=mode == current,
             step_seconds=timed.step_seconds,
             peak_bytes=peak,

@@ -13,7 +13,7 @@ from jettison.export.subject import Decision, Subject
 from jettison.ledger.program import Op
 from jettison.predict.auto_recompute import AutoForecast, layer_policies
 from jettison.predict.forecast import Forecast, forecast
-from jettison.predict.stages import Chosen, StageRegion, Staying
+from jettison.predict.stages import Chosen, Staying
 from jettison.predict.time import estimate
 from jettison.spec.run import Mode, Recompute, Run
 
@@ -31,6 +31,8 @@ def decisions_of(choice: AutoForecast) -> tuple[Decision, ...]:
                 kept=part.kept,
                 moved=frozenset() if part.chosen is None else part.chosen.moved,
                 stage=stage.index,
+                shared_bytes=0 if part.first else part.region.program.kept_bytes(part.kept),
+                through=part.inner,
             )
     return tuple(found[name] for name in choice.forecast.run.model.layer_names)
 
@@ -48,7 +50,7 @@ class DescribedPricer:
         choice, run = self.choice, self.choice.forecast.run
         parts = {part.name: part for part in choice.forecast.parts if part.is_layer}
         chosen = [parts[name].chosen for name in run.model.layer_names]
-        again = [op for name in run.model.layer_names for op in _again(parts[name])]
+        again = [decision.program.ops[o] for decision in decisions_of(choice) for o in decision.again]
         return self._cost(run, choice.forecast, chosen, again, extra=0.0, host_bytes=choice.host_bytes)
 
     def cost(self, policies: Sequence[LayerPolicy], code: str = "") -> Cost:
@@ -126,12 +128,6 @@ class DescribedPricer:
             seconds = sum(op_seconds(op, self.choice.hardware) for op in more)
             by_stage[stage] = by_stage.get(stage, 0.0) + seconds
         return max(by_stage.values(), default=0.0) * self.run.micro_batches
-
-
-def _again(part: StageRegion) -> Sequence[Op]:
-    """Ops that a layer's backward runs again: in a segment all of them, but for the last layer."""
-    ops = part.region.program.ops
-    return ops if part.inner else [ops[o] for o in part.region.program.recompute_set(part.kept)]
 
 
 def subject_of(choice: AutoForecast, document: dict[str, object], model: str) -> Subject:

@@ -1,146 +1,34 @@
-"""Checkpoints of parts of a layer, by Megatron's names for them, on the programs of described layers.
-
-NOTE [ Two kinds of parts ]
-A part that Megatron checkpoints holds what it is given, and what others save of its results stays. A part under its
-`CheckpointWithoutOutput` gives its results back too: they are computed again before whoever saved them needs them.
-"""
+"""Checkpoints of parts of a layer, by Megatron's names for them, as policies of layers."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final
 
 from jettison.export.policy import Action, LayerPolicy, kept_whole
 from jettison.export.subject import Decision
-from jettison.ledger.program import Op, Program
-from jettison.solve.policy import BATCHED, close
-
-CORE_ATTENTION: Final = "core_attn"
-WITHOUT_OUTPUT: Final = frozenset({"layernorm", "mla_up_proj", "moe_act"})
-"""See NOTE [ Two kinds of parts ]."""
-MODULES: Final = (CORE_ATTENTION, "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe")
-OFFLOADED: Final = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-"""What fine-grained offloading knows: modules of which everything large goes to the host that they save."""
-SMALLEST_OFFLOADED: Final = 1024 * 1024
-"""Elements; smaller tensors stay (``min_offloaded_tensor_size``)."""
-_FIRST_OF_EXPERTS: Final = ("mlp.experts.gate_up", "mlp.experts.gate", "mlp.experts.up")
-_FUSED: Final = "scaled_dot_product"
-
-
-def parts_of(program: Program, module: str) -> frozenset[int]:
-    """Ops that a module's name means in a layer; none where the layer has no such part."""
-    core = _core(program)
-    sparse = any(op.path.startswith("mlp.router") for op in program.ops)
-    match module:
-        case "core_attn":
-            return core
-        case "layernorm":
-            return _where(program, lambda op: op.path in ("attention_norm", "mlp_norm"))
-        case "mla_up_proj":
-            if not _is_latent(program):
-                return frozenset()
-            up = ("attention.query", "attention.key_value")
-            first = min(core, default=0)
-            return _where(program, lambda op: op.path in up or (op.path == "attention" and op.index < first))
-        case "mlp" | "moe":
-            return _where(program, _in_mlp) if sparse == (module == "moe") else frozenset()
-        case "shared_experts":
-            return _where(program, lambda op: op.path.startswith("mlp.shared"))
-        case _:
-            return _where(program, lambda op: op.path == "mlp.experts" and op.name.startswith("gated_activation"))
-
-
-def saved_by(program: Program, module: str) -> frozenset[int]:
-    """Ops whose saved tensors fine-grained offloading sends to the host under a module's name."""
-    match module:
-        case "attn_norm":
-            return _where(program, lambda op: op.path == "attention_norm")
-        case "mlp_norm":
-            return _where(program, lambda op: op.path == "mlp_norm")
-        case "qkv_linear":
-            first, latent = min(_core(program), default=0), _is_latent(program)
-            return _where(program, lambda op: op.index < first and _makes_heads(op, latent))
-        case "attn_proj":
-            return _where(program, lambda op: op.path == "attention.out")
-        case "expert_fc1":
-            return _where(program, lambda op: op.path in _FIRST_OF_EXPERTS)
-        case _:
-            return parts_of(program, module)
+from jettison.solve.modules import computed_again, sent
 
 
 def offloading(policy: LayerPolicy, modules: Iterable[str]) -> LayerPolicy:
-    """With what these modules save on the host: all that stays and is large, and that nobody else has saved."""
-    program, chosen = policy.program, tuple(modules)
-    sent = {(program.ops[o].path, program.ops[o].name) for module in chosen for o in saved_by(program, module)}
-    here = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in sent}
-    large = {slot.buffer for slot in program.slots if math.prod(slot.shape) >= SMALLEST_OFFLOADED}
-    moved = frozenset(b for b in policy.kept & large - here if not program.buffers[b].free)
+    """With what these modules save on the host."""
+    chosen = tuple(modules)
+    moved = sent(policy.program, policy.kept, chosen)
     if not moved:
         return policy
     words = f"{policy.words or policy.action} and {', '.join(chosen)} on the host"
     return replace(policy, moved=moved, words=words)
 
 
-def is_fused(program: Program) -> bool:
-    """Attention is one kernel, which keeps no scores: to compute its core again frees next to nothing."""
-    return any(_FUSED in op.name for op in program.ops)
-
-
 def by_modules(decision: Decision, modules: Iterable[str]) -> LayerPolicy:
     """A layer whose parts of these names are computed again."""
-    program = decision.program
-    parts = {module: part for module in modules if (part := parts_of(program, module))}
-    if not parts:
+    found = computed_again(decision.program, tuple(modules))
+    if not found.modules:
         return kept_whole(decision)
-    again = frozenset(o for part in parts.values() for o in part)
-    given_back = {b for m, part in parts.items() if m in WITHOUT_OUTPUT for o in part for b in program.ops[o].outputs}
-    inside = {(program.ops[o].path, program.ops[o].name) for o in again}
-    saved = {slot.buffer for slot in program.slots if (slot.path, slot.op) not in inside}
-    given = {b for part in parts.values() for b in _given(program, part)}
-    kept = close(program, frozenset((saved | given) - given_back))
     return LayerPolicy(
         decision=decision,
         action=Action.SELECT,
-        kept=kept,
-        again=tuple(sorted(again.union(program.recompute_set(kept)))),
-        words=", ".join(parts),
+        kept=found.kept,
+        again=tuple(sorted(found.ops)),
+        words=", ".join(found.modules),
     )
-
-
-def _given(program: Program, part: frozenset[int]) -> set[int]:
-    """What a part reads and does not make."""
-    made = {b for o in part for b in program.ops[o].outputs}
-    read = {b for o in part for b in program.ops[o].inputs}
-    return {b for b in read - made if not program.buffers[b].free}
-
-
-def _core(program: Program) -> frozenset[int]:
-    """From the product that makes the scores to the one that uses them."""
-    fused = _where(program, lambda op: _FUSED in op.name)
-    if fused:
-        return fused
-    products = [op.index for op in program.ops if op.name.startswith(BATCHED) and op.path == "attention"]
-    if not products:
-        return frozenset()
-    first, last = products[0], products[-1]
-    return _where(program, lambda op: op.path == "attention" and first <= op.index <= last)
-
-
-def _is_latent(program: Program) -> bool:
-    return any(op.path == "attention.key_value_down" for op in program.ops)
-
-
-def _makes_heads(op: Op, latent: bool) -> bool:
-    """Multi-latent attention turns its heads inside of what makes them."""
-    return op.path.startswith("attention.") or (latent and op.path == "attention")
-
-
-def _in_mlp(op: Op) -> bool:
-    return op.path == "mlp" or op.path.startswith("mlp.")
-
-
-def _where(program: Program, said: object) -> frozenset[int]:
-    assert callable(said)
-    return frozenset(op.index for op in program.ops if said(op))

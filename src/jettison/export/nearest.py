@@ -85,10 +85,12 @@ def between(
     target: str,
     could: str,
     as_it_stands: bool,
+    checkpoint: Checkpoint = checkpointed,
 ) -> Priced:
     """A wish for each layer; where that is above the budget, the first layers are checkpoints instead, as few as fit.
 
     Args:
+        checkpoint: what becomes of a layer that is one.
         as_it_stands: else, where the wish leaves room, the last layers keep everything, as many as fit.
 
     Raises:
@@ -96,7 +98,7 @@ def between(
     """
     depth = len(wished)
     whole = [kept_whole(policy.decision) for policy in wished]
-    full = [checkpointed(policy.decision) for policy in wished]
+    full = [checkpoint(policy.decision) for policy in wished]
 
     def made(count: int) -> tuple[LayerPolicy, ...]:
         if count <= depth:

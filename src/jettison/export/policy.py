@@ -15,7 +15,7 @@ than the forward did, for whoever draws next. So no op in place is saved, and of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -55,6 +55,7 @@ class LayerPolicy:
     words: str = ""  # a target's own
     regions: tuple[str, ...] = ()  # modules of the layer that stay
     beside_bytes: int = 0  # held although it is no buffer of the program
+    shared_bytes: int = 0  # of what is kept, what nobody holds: a layer before it in its checkpoint makes it again
 
     @property
     def layer(self) -> str:
@@ -69,7 +70,7 @@ class LayerPolicy:
     @property
     def kept_bytes(self) -> int:
         """On the device, between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes
+        return self.program.kept_bytes(self.kept - self.moved) + self.beside_bytes - self.shared_bytes
 
     @property
     def recompute_flops(self) -> int:
@@ -88,12 +89,26 @@ def checkpointed(decision: Decision) -> LayerPolicy:
     return LayerPolicy(decision=decision, action=Action.CHECKPOINT, kept=Full().kept(program), again=rerun(program))
 
 
+def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy]:
+    """The layers are one checkpoint: it holds what the first is given, and runs all but the last to their ends."""
+    for place, decision in enumerate(decisions):
+        policy = checkpointed(decision)
+        if place:
+            policy = replace(policy, shared_bytes=policy.kept_bytes)
+        if place < len(decisions) - 1:
+            policy = replace(policy, again=tuple(range(len(decision.program.ops))))
+        yield policy
+
+
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint, and what it is given waits on the host."""
     policy = checkpointed(decision)
+    return replace(policy, moved=_inputs(policy), words="full, its input on the host")
+
+
+def _inputs(policy: LayerPolicy) -> frozenset[int]:
     buffers = policy.program.buffers
-    moved = frozenset(b for b in policy.kept if buffers[b].source is Source.INPUT and not buffers[b].free)
-    return replace(policy, moved=moved, words="full, its input on the host")
+    return frozenset(b for b in policy.kept if buffers[b].source is Source.INPUT and not buffers[b].free)
 
 
 def by_ops(decision: Decision) -> LayerPolicy:
@@ -102,6 +117,21 @@ def by_ops(decision: Decision) -> LayerPolicy:
         return kept_whole(decision)
     calls = zip(decision.program.ops, op_calls(decision.program), strict=True)
     return saving(decision, [call for op, call in calls if decision.kept.intersection(op.outputs)])
+
+
+def by_ops_and_host(decision: Decision) -> LayerPolicy:
+    """The same, and what the plan moves waits on the host where hooks see it: see NOTE [ What hooks move ] in
+    export/host_text.py.
+    """
+    if not decision.moved:
+        return by_ops(decision)
+    if not decision.program.recompute_set(decision.kept):
+        policy = kept_whole(decision)
+        moved = decision.moved & policy.kept
+        return replace(policy, moved=moved, words="offload" if moved == policy.kept else "some on the host")
+    policy = by_ops(decision)
+    moved = _inputs(policy) if _inputs(policy) & decision.moved else frozenset[int]()
+    return replace(policy, moved=moved, words=f"{policy.action}, its input on the host" if moved else "")
 
 
 def saving(decision: Decision, wanted: Sequence[OpCall]) -> LayerPolicy:

@@ -13,9 +13,10 @@ from jettison.units import format_bytes
 def header(subject: Subject, target: str, use: str) -> str:
     """The docstring of a generated file."""
     budget = f"{format_bytes(subject.budget_bytes)} ({subject.budget_bytes}B)"
+    left_out = "".join(f"Not in these bytes: {safe(text)}\n" for text in subject.left_out)
     return (
         f'"""Activation checkpointing for {target}, exported from a Jettison plan.\n\n'
-        f"Model: {safe(subject.model)}\nBudget: {budget}\nPlan: {subject.plan_hash}\n\n{use}\n"
+        f"Model: {safe(subject.model)}\nBudget: {budget}\nPlan: {subject.plan_hash}\n{left_out}\n{use}\n"
         '"""\n'
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 from jettison.errors import DoesNotFit, UsageError
@@ -96,6 +96,7 @@ class Exported:
             "exact": self.exact,
             "lost": list(self.lost),
             "notes": list(self.notes),
+            "warnings": list(self.subject.left_out),
             "cost": {"plan": asdict(self.plan_cost), "exported": asdict(self.cost)},
             "alternatives": [{"words": one.words, **asdict(one.cost)} for one in self.alternatives],
             "hardware": subject.hardware.name,
@@ -136,10 +137,7 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
             f"{format_bytes(ours)} of {len(here)} layers wait on the host, and in the plan {format_bytes(planned)} "
             "of them, other tensors"
         )
-    if subject.segments:
-        found.append(
-            f"{len(subject.segments)} runs of layers share one input in the plan; here every layer holds its own"
-        )
+    found += _other_runs(subject, policies)
     if subject.root_freed_bytes:
         found.append(
             f"{format_bytes(subject.root_freed_bytes)} that the plan drops around the layers stay (the embedding, the "
@@ -159,14 +157,38 @@ def losses(subject: Subject, policies: Sequence[LayerPolicy], target: str) -> tu
     return tuple(found)
 
 
+def _other_runs(subject: Subject, policies: Sequence[LayerPolicy]) -> Iterator[str]:
+    """Runs of layers of which one holds an input for all, where the plan has others than the export."""
+    planned = [bool(policy.decision.shared_bytes) for policy in policies]
+    ours = [bool(policy.shared_bytes) for policy in policies]
+    if planned == ours:
+        return
+    less = sum(policy.decision.shared_bytes for policy in policies)
+    before = f"{_count(subject.segments)} share one input in the plan ({format_bytes(less)} less than one a layer)"
+    runs = [first for first, second in pairwise((*ours, False)) if second and not first]
+    if not subject.segments:
+        before = "every layer holds its own input in the plan"
+    if not runs:
+        yield f"{before}; here every layer holds its own"
+        return
+    held = sum(policy.shared_bytes for policy in policies)
+    yield f"{before}; here {_count(runs)} share one, {'others, ' * bool(subject.segments)}{format_bytes(held)} less"
+
+
+def _count(runs: Sequence[object]) -> str:
+    return f"{len(runs)} run{'s' * (len(runs) > 1)} of layers"
+
+
 def _change(policy: LayerPolicy) -> tuple[str, str, int, int]:
+    """Words and bytes before and after, of the layer by itself: what runs of layers share is said once for all."""
     before = policy.decision.policy
     after = policy.words or str(policy.action)
-    again = policy.program.recompute_set(policy.decision.kept)
+    again = policy.decision.again
     same = policy.kept == policy.decision.kept and policy.moved == policy.decision.moved and not policy.decision.packed
     if same and (set(again) <= set(policy.again) or not again):
         after = before  # the same buffers stay; what is run again beside is in the cost
-    return before, after, policy.decision.kept_bytes, policy.kept_bytes
+    shared = policy.decision.shared_bytes, policy.shared_bytes
+    return before, after, policy.decision.kept_bytes + shared[0], policy.kept_bytes + shared[1]
 
 
 def require_fit(cost: Cost, subject: Subject, target: str, could: str) -> Cost:

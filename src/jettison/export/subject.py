@@ -18,6 +18,8 @@ class Decision:
     Args:
         layer: its number's name in a description, or its path in a live model.
         policy: the plan's word for it.
+        shared_bytes: of what it keeps, what nobody holds: a layer before it in its segment makes it again.
+        through: backward runs all of it again, for the next layer of its segment.
         module: class of a live model's block, as ``module:Class``; ``bases`` are those that it is made of, itself too.
     """
 
@@ -30,6 +32,8 @@ class Decision:
     stage: int = 0
     module: str = ""
     bases: tuple[str, ...] = ()
+    shared_bytes: int = 0
+    through: bool = False
 
     @property
     def plain(self) -> bool:
@@ -44,7 +48,12 @@ class Decision:
     @property
     def kept_bytes(self) -> int:
         """On the device, between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved)
+        return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes
+
+    @property
+    def again(self) -> tuple[int, ...]:
+        """Ops that backward runs a second time."""
+        return tuple(range(len(self.program.ops))) if self.through else self.program.recompute_set(self.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,11 @@ class Subject:
     described: AutoForecast | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
     asked: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the model's configuration has, and the plan's figures do not."""
+        return () if self.described is None else self.described.forecast.run.model.left_out
 
     @property
     def live(self) -> bool:

@@ -5,12 +5,14 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
+from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
 from jettison.spec.model import Attention, Norm, QkNorm
 
 HEADS, ROWS = 1, 2
@@ -24,7 +26,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
         whole, kept = enter(w, x)
         q, k, v = _project(w, whole, kept, spec, norm_spec)
         if spec.rotary_dim:
-            q, k = (rotate(w, x, spec.rotary_dim) for x in (q, k))
+            q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
         context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
         out = linear(
             w,
@@ -57,6 +59,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", reference=reference, **more)  # type: ignore[arg-type]
+        joint = _clipped(w, joint) if spec.clipped else joint
         parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
         names = ("query", "key", "value")
@@ -64,6 +67,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
             linear(w, x, width, name, reference=reference, **more)  # type: ignore[arg-type]
             for name, width in zip(names, widths, strict=True)
         ]
+        parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
     q, k, v = parts
     if spec.qk_norm is QkNorm.WIDTH:
         q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
@@ -73,10 +77,15 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     return q, k, v
 
 
-def rotate(w: Writer, x: Value, dim: int) -> Value:
+def _clipped(w: Writer, x: Value) -> Value:
+    """Values beyond a bound become the bound; which they are is read off the input."""
+    return w.tape.op("aten.clamp.default", [x], saves=[saved(x, "clipped projection")])
+
+
+def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     """Rotary positions (arXiv 2104.09864) on the first ``dim`` of each head; backward needs the tables only."""
     dtype = "float32" if w.kernels.wide_rotary else x.dtype
-    cosine, sine = (_table(w, f"rotary {name}", dim, dtype) for name in ("cosine", "sine"))
+    cosine, sine = (_table(w, f"rotary {name}", dim, dtype, whose) for name in ("cosine", "sine"))
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
@@ -89,14 +98,15 @@ def rotate(w: Writer, x: Value, dim: int) -> Value:
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 
 
-def _table(w: Writer, name: str, dim: int, dtype: str) -> Value:
-    """Cosines or sines: what all layers read, or a block's own, which it makes once."""
+def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
+    """Cosines or sines: what all layers read, or a block's own, which it makes once, or once for what it rotates."""
     if not w.kernels.spread_rotary or w.kernels.fused_rotary:
         return w.table(name, (w.run.seq, dim), dtype)
-    if name not in w.spread:
+    key = f"{whose} {name}" if w.kernels.rotary_apiece else name
+    if key not in w.spread:
         narrow = w.table(name, (w.run.seq, dim // 2), dtype)
-        w.spread[name] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
-    return w.spread[name]
+        w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
+    return w.spread[key]
 
 
 def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bool = False) -> Value:
@@ -153,6 +163,8 @@ def _has_mask_tensor(w: Writer, spec: Attention) -> bool:
     """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
     windowed = spec.window is not None and spec.window <= w.run.seq
     both_ways = w.kernels.bidirectional_masks and not spec.causal
+    if w.run.packed:
+        return w.kernels.documents is Documents.MASK
     return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding)
 
 
@@ -168,10 +180,11 @@ def _falls_back(w: Writer, q: Value, v: Value) -> bool:
 
 
 def _repeat(w: Writer, x: Value, heads: int) -> Value:
-    """Copies of key-value heads until every query head has its own."""
+    """Copies of key-value heads until every query head has its own. A single head is looked at again and again."""
     if x.shape[HEADS] == heads:
         return x
-    return copy(w, x, (x.shape[0], heads, *x.shape[2:]))
+    shape = (x.shape[0], heads, *x.shape[2:])
+    return w.tape.view(x, shape) if x.shape[HEADS] == 1 else copy(w, x, shape)
 
 
 def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sinks: bool = False) -> Value:
@@ -185,8 +198,9 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     out = w.tape.empty(shape, q.dtype, places, grad=q.grad or k.grad or v.grad)
     rows = w.tape.empty(q.shape[:-1], "float32", places)
     keys = k.shape[ROWS]
+    seen = w.run.packed if w.run.packed and not masked else keys  # of them, by each row
     local = out.local_shape
-    flops = 2 * local[0] * local[1] * local[2] * keys * (q.shape[-1] + v.shape[-1])
+    flops = 2 * local[0] * local[1] * local[2] * seen * (q.shape[-1] + v.shape[-1])
     reference = "arXiv 2205.14135, Algorithm 2"
     names = ("attention query", "attention key", "attention value")
     kept = [saved(x, name, reference) for x, name in zip((q, k, v), names, strict=True)]
@@ -195,6 +209,7 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
     if masked:
         inputs.append(_mask_tensor(w, q, keys))
         kept.append(saved(inputs[-1], "attention mask"))
+    kept += [saved(bounds, "document bounds") for bounds in _bounds(w)]
     w.tape.record(
         "aten._scaled_dot_product_flash_attention.default",
         inputs,
@@ -204,6 +219,23 @@ def flash(w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sink
         weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
     )
     return out
+
+
+def _bounds(w: Writer) -> Iterator[Value]:
+    """Where documents begin, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
+
+    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all of them.
+    """
+    if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
+        return
+    shape = (w.run.micro_batch * -(-w.run.seq // w.run.packed) + 1,)
+    if w.kernels.name == "huggingface":
+        ids = w.table("position ids", w.shape(), "int64")
+        yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
+        return
+    yield w.table("document bounds", shape, "int32")
+    if w.kernels.name == "pytorch":
+        yield w.tape.source("random state of the kernel", (2,), "int64")
 
 
 def _mask_tensor(w: Writer, q: Value, keys: int) -> Value:
@@ -249,17 +281,21 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
             )
             for x in (k, v)
         )
-    q, k = (as_batch(w, x) for x in (q, k))
+    dtype = "float32" if w.kernels.wide_scores else q.dtype
+    narrow = q.dtype
+    q, k = (as_batch(w, cast(w, x, dtype)) for x in (q, k))
     roles = ("attention query", "attention key")
-    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE)
+    scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, CORE, dtype=dtype)
     if not w.kernels.fused_softmax:
         scores = scale(w, scores)
     if spec.softcap:
         scores = _softcap(w, scores)
+    if spec.alibi:
+        scores = add(w, scores, w.table("distances", (spec.heads, 1, k.shape[ROWS]), scores.dtype, ()))
     if not w.kernels.fused_softmax:
         scores = _mask(w, scores)
     wide = "float32" if w.kernels.scores_float32 else scores.dtype
-    probabilities = cast(w, _softmax(w, scores, wide, spec), q.dtype)
+    probabilities = cast(w, _softmax(w, scores, wide, spec), narrow)
     probabilities = dropout(w, probabilities, site=w.run.model.dropout_sites.attention, reference=f"{CORE}: as^2b")
     roles = ("attention probabilities", "attention value")
     out_shape = (*q.shape[:3], v.shape[-1])
@@ -273,7 +309,10 @@ def as_batch(w: Writer, x: Value) -> Value:
 
 
 def _mask(w: Writer, scores: Value) -> Value:
-    """Scores with 0 or minus infinity added."""
+    """Scores with 0 or minus infinity added, or filled with it."""
+    if w.kernels.filled_masks:
+        mask = w.table("attention mask", (w.run.micro_batch, 1, *scores.shape[ROWS:]), "bool")
+        return w.tape.op("aten.masked_fill.Scalar", [scores, mask], saves=[saved(mask, "attention mask")])
     return add(w, scores, w.table("attention mask", scores.shape[ROWS:], scores.dtype))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
+from jettison.spec.tuning import Base
 
 
 def cast(w: Writer, x: Value, dtype: str) -> Value:
@@ -59,6 +61,7 @@ def linear(
     reference: str = "",
     tied: bool = False,
     head: bool = False,
+    weight: Weight | None = None,
 ) -> Value:
     """x @ W^T (+ bias). Backward needs x, for the weight's gradient.
 
@@ -67,11 +70,14 @@ def linear(
         tied: the weight is the embedding's.
         keeps: what is saved in x's place (its shard, which backward gathers again).
         head: the head's product is torch's, whatever library has those of layers.
+        weight: that an earlier product of the region has as well.
     """
     width = x.shape[-1]
     with w.tape.scope(name):
         dim = {"column": 0, "row": 1}.get(split or "")
-        weights = [w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)]
+        if weight is None:
+            weight = w.parameter("weight", features, width, split=dim, tied=tied, product=True, head=head)
+        weights = [weight]
         weights += [w.parameter("bias", features, split=0 if split == "column" else None)] if bias else []
         last = len(x.shape) - 1
         places = tuple(p for p in x.places if p[1] != last)
@@ -81,7 +87,10 @@ def linear(
         if w.run.precision.product is not None:
             kept = quantise(w, kept)
         inputs, workspace = [x], 0
-        if weights[0].packed_bytes:
+        eight = weight.packed_bytes > 0 and w.base is Base.INT8
+        if eight:  # forward multiplies bytes, backward has the matrix in 16 bits
+            workspace = weight.numel * DTYPE_BYTES[w.compute]
+        elif weight.packed_bytes:
             inputs.append(
                 w.tape.op("dequantise.nf4", [_packed(w, weights[0])], weights[0].shape, w.compute, grad=False)
             )
@@ -91,7 +100,7 @@ def linear(
             inputs,
             (*x.shape[:-1], features),
             places=places,
-            saves=[] if weights[0].frozen else [Saved(kept, role, reference)],
+            saves=[Saved(kept, role, reference)] if not weight.frozen or (eight and x.grad) else [],
             weights=weights,
             dtype=w.compute,
             contracted=x.local_shape[-1],
@@ -99,7 +108,7 @@ def linear(
         )
         tuning = w.run.tuning
         if tuning is not None and tuning.adapts(name) and not head:
-            out = _adapted(w, x, kept, out, features, split, packed=bool(weights[0].packed_bytes))
+            out = _adapted(w, x, kept, out, features, split, packed=weight.packed_bytes > 0)
     return out
 
 

@@ -6,6 +6,7 @@ from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import AttentionKernel
 from jettison.spec.model import Attention, LatentAttention
 
 POSITIONS = "position ids"
@@ -13,25 +14,12 @@ POSITIONS = "position ids"
 
 def embedding(w: Writer) -> Value:
     """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
-    model, layout = w.run.model, w.run.layout
+    model = w.run.model
     if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
         rotary_tables(w)
-    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
-    weight = w.parameter("tokens", model.vocab, model.hidden, split=0)
-    x = w.tape.op(
-        "aten.embedding.default",
-        [ids],
-        w.shape(model.hidden),
-        w.compute,
-        w.inside(),
-        saves=[saved(ids, "token ids")],
-        weights=[weight],
-        grad=not weight.frozen,
-    )
-    if w.tp > 1:
-        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
-        back = "all_gather_into_tensor" if layout.sp else None
-        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
+    if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
+        _mask(w)
+    x = looked_up_tokens(w)
     if model.embedding_scale:
         x = scale(w, x)
     if model.token_types:
@@ -46,12 +34,46 @@ def embedding(w: Writer) -> Value:
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
 
 
+def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) -> Value:
+    """Rows of the vocabulary's table.
+
+    Args:
+        tied: the table is another region's.
+        declared: it is this region that has the table, or the copy that its stage has.
+    """
+    model, layout = w.run.model, w.run.layout
+    ids = w.tape.source("token ids", w.shape(), "int64", w.inside())
+    weights = [w.parameter("tokens", model.vocab, model.hidden, split=0, tied=tied)] if declared else []
+    x = w.tape.op(
+        "aten.embedding.default",
+        [ids],
+        w.shape(model.hidden),
+        w.compute,
+        w.inside(),
+        saves=[saved(ids, "token ids")],
+        weights=weights,
+        grad=not weights or not weights[0].frozen,
+    )
+    if w.tp > 1:
+        kind = "reduce_scatter_tensor" if layout.sp else "all_reduce"
+        back = "all_gather_into_tensor" if layout.sp else None
+        x = w.tape.collective(kind, "tp", x, w.outside(), backward=back)
+    return x
+
+
+def _mask(w: Writer) -> None:
+    """Which keys a query may not see, for each sequence; kept for all layers."""
+    shape = (w.run.micro_batch, 1, w.run.seq, w.run.seq)
+    with w.tape.scope("mask"):
+        w.tape.hold(w.tape.op("aten.logical_not.default", [w.table("seen", shape, "bool")]), "attention mask")
+
+
 def rotary_tables(w: Writer) -> None:
     """Cosines and sines, 1 × s × what is rotated of a head, or half of it. Made once and kept for all layers.
 
     Code that places text among images has a table for each sequence, b × s.
     """
-    rows = w.run.micro_batch if w.kernels.batched_rotary else 1
+    rows = w.run.micro_batch if w.kernels.batched_rotary or w.run.packed else 1
     kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
@@ -79,9 +101,9 @@ def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
     """Rows of a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
-    if w.kernels.batched_positions:
+    if w.kernels.batched_positions or (w.run.packed and ids_name == POSITIONS):
         shape = w.shape()[0], w.shape()[1]
-    stored = ids_name == POSITIONS and w.kernels.stored_positions
+    stored = ids_name == POSITIONS and w.kernels.stored_positions and not w.run.packed
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)
     return w.tape.op(
         "aten.embedding.default",

@@ -106,6 +106,7 @@ class _Backward:
         self.gradient: dict[int, int] = {}  # storage -> gradient tensor
         self.sizes: dict[int, int] = {}
         self.owners: dict[int, int] = {}  # gradient tensor -> storages that have it
+        self.learned: set[str] = set()  # weights that have a gradient of this backward
 
     def _count_uses(self, again: frozenset[int]) -> dict[int, int]:
         """How many backward ops and repeated ops will still read each buffer."""
@@ -145,7 +146,10 @@ class _Backward:
         self._grow(step.workspace)
         incoming = [self.gradient[v.storage] for v in step.outputs if v.storage in self.gradient]
         contributions = self._contributions(step, incoming)
-        weights = sum(w.numel for w in step.learned if not self._added_within(w)) * self.weight_bytes
+        made = [w for w in step.learned if not self._added_within(w)]
+        weights = sum(w.numel for w in made) * self.weight_bytes
+        added = sum(w.numel for w in made if self.accumulates or w.name in self.learned) * self.weight_bytes
+        self.learned.update(w.name for w in made)
         self._grow(weights)
         for b in () if step.in_place else needed:
             self._release(b)
@@ -157,8 +161,7 @@ class _Backward:
         if self.update_bytes and step.learned:
             self._grow(update := self.update_bytes * max(w.numel for w in step.learned))
             self.live -= update
-        if self.accumulates:
-            self.live -= weights
+        self.live -= added
 
     def _added_within(self, weight: Weight) -> bool:
         """Does the product that makes this gradient add it as well?"""

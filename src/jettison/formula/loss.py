@@ -7,10 +7,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.formula.basic import cast, enter, linear, scale
+from jettison.formula.basic import add, cast, enter, linear, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
-from jettison.formula.tape import Value
+from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Loss
 
@@ -20,6 +20,8 @@ EXTRA = "arXiv 2205.05198 §4.3"
 def head(w: Writer, x: Value) -> Value:
     """From the residual stream to the loss."""
     model = w.run.model
+    if model.further:
+        return _with_further(w, x)
     if model.final_norm is not None:
         x = norm(w, x, model.final_norm, "norm")
     if model.head.transform is not None and model.embedding_norm is not None:
@@ -27,6 +29,12 @@ def head(w: Writer, x: Value) -> Value:
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
+    return _from_logits(w, x)
+
+
+def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
+    """Logits and their loss; ``weight`` is there where the region has given others before."""
+    model = w.run.model
     whole, kept = enter(w, x)
     logits = linear(
         w,
@@ -38,11 +46,31 @@ def head(w: Writer, x: Value) -> Value:
         keeps=kept,
         tied=model.tied_embeddings,
         head=True,
+        weight=weight,
         reference=f"{EXTRA}, output layer: 2sbh",
     )
     if model.head.softcap:
         logits = _softcap(w, logits)
     return _LOSSES[w.kernels.loss](w, logits, _labels(w))
+
+
+def score(w: Writer, x: Value) -> Value:
+    """One number for each position: ``transformers/modeling_layers.py``, ``GenericForSequenceClassification``."""
+    if w.run.model.final_norm is not None:
+        x = norm(w, x, w.run.model.final_norm, "norm")
+    whole, kept = enter(w, x)
+    return linear(w, whole, 1, "score", bias=False, keeps=kept, head=True)
+
+
+def _with_further(w: Writer, x: Value) -> Value:
+    """A loss of each depth, those of further tokens first: NOTE [ Further tokens ] in `formula.further`."""
+    model = w.run.model
+    parts = [w.tape.view(x, w.shape(model.hidden)) for _ in range(model.further + 1)]
+    total = _from_logits(w, parts[0])
+    weight = next(one for one in w.tape.weights if one.head)
+    for part in parts[1:]:
+        total = add(w, _from_logits(w, part, weight), total)
+    return total
 
 
 def _labels(w: Writer) -> Value:

@@ -9,8 +9,9 @@ from functools import cached_property, lru_cache
 
 from jettison.dtypes import tensor_bytes
 from jettison.formula.embedding import embedding
+from jettison.formula.further import further
 from jettison.formula.layer import layer as write_layer
-from jettison.formula.loss import head
+from jettison.formula.loss import head, score
 from jettison.formula.tape import Collective, Tape, Value, Weight
 from jettison.formula.writer import Writer
 from jettison.ledger.program import Buffer, Op, Program, Slot, Source
@@ -207,7 +208,9 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
     if isinstance(layer, RecordedLayer):
         return _recorded(scene).blocks[layer.call]
     writer = Writer.of(scene)
-    return Region(output=write_layer(writer, writer.hidden(detached=layer.detached), layer), tape=writer.tape)
+    hidden = writer.hidden(detached=layer.detached)
+    output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
+    return Region(output=output, tape=writer.tape)
 
 
 @lru_cache(maxsize=1024)
@@ -225,4 +228,11 @@ def head_region(scene: Scene) -> Region:
     if scene.model.recorder is not None:
         return _recorded(scene).after
     writer = Writer.of(scene)
-    return Region(output=head(writer, writer.hidden()), tape=writer.tape)
+    return Region(output=head(writer, writer.hidden(depths=1 + scene.model.further)), tape=writer.tape)
+
+
+@lru_cache(maxsize=64)
+def score_region(scene: Scene) -> Region:
+    """What stands after the layers of a reward model."""
+    writer = Writer.of(scene)
+    return Region(output=score(writer, writer.hidden()), tape=writer.tape)

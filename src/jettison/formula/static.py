@@ -10,6 +10,7 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.tape import Weight
 from jettison.spec.layout import Layout
 from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.states_on_host import StatesOnHost
 
 SCALE_BLOCK = 256
 """8-bit Adam keeps an fp32 scale for each 256 numbers of a moment (arXiv 2110.02861 §2.1)."""
@@ -23,6 +24,7 @@ class Static:
 
     ``master``: of the state, what is there before the first optimizer step: the copy that the optimizer updates.
     ``copies``: of gradients, which the optimizer makes for its masters.
+    ``host_state``: states in the host's memory, of ``host_elements`` numbers of parameters.
     ``reduced``: its gradients before they are sharded, under ZeRO 2 and 3; ``largest``: its biggest weight in fp32.
     """
 
@@ -34,6 +36,8 @@ class Static:
     gathered: int = 0
     reduced: int = 0
     largest: int = 0
+    host_state: int = 0
+    host_elements: int = 0
 
     def times(self, count: int) -> Static:
         """So many alike."""
@@ -48,6 +52,8 @@ class Static:
             gathered=count * self.gathered,
             reduced=count * self.reduced,
             largest=self.largest,
+            host_state=count * self.host_state,
+            host_elements=count * self.host_elements,
         )
 
     def __add__(self, other: Static) -> Static:
@@ -61,11 +67,19 @@ class Static:
             gathered=self.gathered + other.gathered,
             reduced=self.reduced + other.reduced,
             largest=max(self.largest, other.largest),
+            host_state=self.host_state + other.host_state,
+            host_elements=self.host_elements + other.host_elements,
         )
 
 
 def static(
-    weights: Iterable[Weight], *, precision: Precision, optimizer: Optimizer, layout: Layout, in_layer: bool
+    weights: Iterable[Weight],
+    *,
+    precision: Precision,
+    optimizer: Optimizer,
+    layout: Layout,
+    in_layer: bool,
+    on_host: StatesOnHost = StatesOnHost.NONE,
 ) -> Static:
     """Bytes of a region's weights and of what goes with them on one rank.
 
@@ -73,6 +87,7 @@ def static(
         in_layer: they belong to a transformer layer, which is what Muon asks about.
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = 0
+    host_state = host_elements = 0
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
@@ -84,10 +99,18 @@ def static(
             continue
         parameters += at[2] * DTYPE_BYTES[precision.parameter]
         accumulated = DTYPE_BYTES[precision.accumulator] if precision.accumulator else 0
-        gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
-        master += at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        if not (on_host.frees_gradients and at[0] >= on_host.least_elements):
+            gradients += at[1] * (DTYPE_BYTES[precision.gradient] + accumulated)
+        copy = at[0] * (DTYPE_BYTES[precision.master] if precision.master else 0)
+        own = state_bytes(w, at[0], precision, optimizer, in_layer=in_layer and not w.tied)
+        if on_host is not StatesOnHost.NONE and at[0] >= on_host.least_elements:
+            moved = own if on_host.steps_there else _paged(at[0], optimizer)
+            host_state += moved + (copy if on_host.moves_masters else 0)
+            host_elements += at[0]
+            own, copy = max(0, own - moved), 0 if on_host.moves_masters else copy
+        master += copy
         copies += at[0] * (DTYPE_BYTES[precision.optimizer_gradient] if precision.optimizer_gradient else 0)
-        state += state_bytes(w, at[0], precision, optimizer, in_layer=in_layer)
+        state += own
         if layout.zero == 3 and ranks > 1:
             gathered += w.numel * DTYPE_BYTES[precision.compute]
         if layout.zero >= 2 and ranks > 1:
@@ -102,7 +125,14 @@ def static(
         gathered=gathered,
         reduced=reduced,
         largest=largest,
+        host_state=host_state,
+        host_elements=host_elements,
     )
+
+
+def _paged(elements: int, kind: Optimizer) -> int:
+    """Of bitsandbytes' two moments: numbers of one byte, whose scales stay, or fp32 whatever the parameter has."""
+    return 2 * elements * (1 if kind is Optimizer.ADAM8BIT else 4)
 
 
 def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optimizer, *, in_layer: bool) -> int:

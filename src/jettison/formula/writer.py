@@ -80,9 +80,14 @@ class Writer:
 
     # sources --------------------------------------------------------------------------------------------------------
 
-    def hidden(self, role: str = "block input", *, detached: bool = False) -> Value:
-        """The residual stream as the region is given it. ``detached``: no gradient goes further back."""
-        shape = self.shape(self.run.model.hidden)
+    def hidden(self, role: str = "block input", *, detached: bool = False, depths: int = 1) -> Value:
+        """The residual stream as the region is given it. ``detached``: no gradient goes further back.
+
+        ``depths``: hidden states of so many, joined.
+        """
+        rows = list(self.shape(self.run.model.hidden))
+        rows[self.seq_dim] *= depths
+        shape = tuple(rows)
         return self.tape.source(role, shape, self.compute, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
@@ -120,7 +125,8 @@ class Writer:
         frozen = self.run.tuning is not None and not adapter
         packed = 0
         if frozen and product and not head and not expert and self.base.packed:
-            packed = self.base.packed_bytes(prod(self.tape.local_shape(shape, tuple(sorted(places)))))
+            local = self.tape.local_shape(shape, tuple(sorted(places)))
+            packed = self.base.packed_bytes(prod(local), local[0])
         return self.tape.weight(
             name,
             shape,

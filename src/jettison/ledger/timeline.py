@@ -38,6 +38,7 @@ class Phase(StrEnum):
     BEFORE = "before forward"
     FORWARD = "forward"
     LOSS = "loss"
+    FROZEN = "frozen model"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     AFTER = "after the step"
@@ -49,6 +50,8 @@ class Unit:
 
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
+    ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
+    backward.
     """
 
     names: tuple[str, ...]
@@ -59,6 +62,7 @@ class Unit:
     gradient: int
     pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
     is_loss: bool = False
+    frozen: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +226,8 @@ def _forward(chunk: Sequence[Unit], each: bool) -> Iterator[tuple[int, Phase, st
     for unit in chunk:
         count = len(unit.names)
         phase = Phase.LOSS if unit.is_loss else Phase.FORWARD
+        if unit.frozen and unit.frozen == unit.forward_peak and not unit.is_loss:
+            phase = Phase.FROZEN
         for i in range(count) if each else (count - 1,):
             yield level + i * unit.resident + unit.forward_peak, phase, unit.names[i]
         level += count * unit.resident
@@ -239,7 +245,8 @@ def _backward(chunk: Sequence[Unit], fresh: bool, each: bool, missing: int = 0) 
     for unit in reversed(chunk):
         count = len(unit.names)
         rise = (unit.backward_peak if fresh else unit.adding_peak) - (missing if unit.is_loss else 0)
+        phase = Phase.FROZEN if unit.is_loss and unit.frozen and unit.frozen == rise else Phase.BACKWARD
         change = (unit.gradient if fresh else unit.pending) - unit.resident
         for i in range(count) if each else (0, count - 1):
-            yield level + i * change + rise, Phase.BACKWARD, unit.names[count - 1 - i]
+            yield level + i * change + rise, phase, unit.names[count - 1 - i]
         level += count * change

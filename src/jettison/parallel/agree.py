@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jettison.capture.sharded import sharded_parameters
-from jettison.capture.tensor_subclasses import wrapping
+from jettison.capture.tensor_subclasses import Wrapping, wrapping
 from jettison.errors import PlanMismatch
 from jettison.parallel.camps import DIGEST_BYTES, Camp, camps_of, listed, merged, ranks_in_words
 from jettison.parallel.rank_tree import RankFailed, RanksMissing, RankTree, Store
@@ -110,7 +110,7 @@ def groups_for(model: nn.Module, group: Group | None = None) -> list[tuple[int, 
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
     parameters = [*model.parameters(), *sharded_parameters(model)]  # during a forward FSDP shows whole ones
-    meshes = {wrap.spec.mesh for p in parameters if (wrap := wrapping(p)) is not None}
+    meshes = {wrap.spec.mesh for p in parameters if type(wrap := wrapping(p)) is Wrapping}
     groups = {ranks_in(mesh) for mesh in meshes}
     return sorted(g for g in groups if len(g) > 1 and not any(set(g) < set(other) for other in groups))
 

@@ -69,9 +69,22 @@ class Treatment:
     added_seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cover:
+    """A plan under which batches fit that are nowhere longer than this one.
+
+    Args:
+        peak_bytes: of a step on it. The plan may have been made for another batch, of which a step takes less.
+    """
+
+    shape: BatchShape
+    treatment: Treatment
+    peak_bytes: int
+
+
 @dataclass(kw_only=True)
 class _Seen:
-    treatment: Treatment | None = None
+    cover: Cover | None = None
     steps: int = 0
     rent_seconds: float = 0.0
 
@@ -96,8 +109,8 @@ class BatchPlans:
     progress: Progress
     host_budget_bytes: int | None = None
     treatments: list[Treatment] = field(default_factory=list)
-    covers: list[tuple[BatchShape, Treatment]] = field(default_factory=list)
-    now: Treatment | None = None
+    covers: list[Cover] = field(default_factory=list)
+    now: Cover | None = None
     _seen: OrderedDict[BatchShape, _Seen] = field(default_factory=OrderedDict)
 
     def begin(self, shapes: Iterable[BatchShape], traces: Sequence[ModelTrace], plans: Sequence[Plan]) -> None:
@@ -105,8 +118,9 @@ class BatchPlans:
         shapes = list(shapes)
         largest = max(shapes, key=lambda shape: shape.nbytes)
         parts = [module_policy(trace, plan) for trace, plan in zip(traces, plans, strict=True)]
-        self.now = self._treatment(0, largest, parts, plans)
-        self.covers += [(shape, self.now) for shape in shapes]
+        made = self._treatment(0, largest, parts, plans)
+        self.covers += [Cover(shape=shape, treatment=made, peak_bytes=made.peak_bytes) for shape in shapes]
+        self.now = self.covers[0]
 
     def meet(self, batch: Any) -> None:
         """The next step is on this batch: the plan that it needs holds from here on."""
@@ -116,18 +130,18 @@ class BatchPlans:
             if len(self._seen) >= MOST_SHAPES:
                 self._seen.popitem(last=False)
             seen = self._seen[shape] = _Seen()
-        if seen.treatment is None:
-            seen.treatment = self._covering(shape) or self._make(shape, batch)
+        if seen.cover is None:
+            seen.cover = self._covering(shape) or self._make(shape, batch)
         seen.steps += 1
-        self._follow(seen.treatment)
-        self._pay_rent(shape, seen, seen.treatment, batch)
+        self._follow(seen.cover)
+        self._pay_rent(shape, seen, seen.cover.treatment, batch)
 
     def restrict(self, budget_bytes: int) -> None:
         """Whatever comes has to fit this budget: no plan is known to cover anything."""
         self.budget_bytes = budget_bytes
         self.covers.clear()
         for seen in self._seen.values():
-            seen.treatment, seen.rent_seconds = None, 0.0
+            seen.cover, seen.rent_seconds = None, 0.0
 
     def report(self) -> list[ShapeReport]:
         """Every shape that came; those that came most first."""
@@ -135,51 +149,52 @@ class BatchPlans:
             ShapeReport(
                 shape=str(shape),
                 steps=seen.steps,
-                planned_for=str(seen.treatment.shape),
-                peak_bytes=seen.treatment.peak_bytes,
-                recompute_seconds=seen.treatment.added_seconds,
+                planned_for=str(seen.cover.treatment.shape),
+                peak_bytes=seen.cover.peak_bytes,
+                recompute_seconds=seen.cover.treatment.added_seconds,
             )
             for shape, seen in self._seen.items()
-            if seen.treatment is not None
+            if seen.cover is not None
         ]
         return sorted(found, key=lambda one: -one.steps)
 
-    def _covering(self, shape: BatchShape) -> Treatment | None:
+    def _covering(self, shape: BatchShape) -> Cover | None:
         """Of the plans that were made for such a batch or a larger one, that which computes least again."""
-        found = [treatment for cover, treatment in self.covers if cover.covers(shape)]
-        return min(found, key=lambda one: one.added_seconds, default=None)
+        found = [cover for cover in self.covers if cover.shape.covers(shape)]
+        return min(found, key=lambda one: one.treatment.added_seconds, default=None)
 
-    def _make(self, shape: BatchShape, batch: Any) -> Treatment:
+    def _make(self, shape: BatchShape, batch: Any) -> Cover:
         """A plan under which this batch fits; where none does, or none can be made, the most frugal that there is."""
         self.progress(f"a batch that no plan covers: {shape}")
         try:
             described = self.describe(batch)
-            made = self._tried(described) or self._planned(shape, described)
+            made = self._tried(shape, described) or self._planned(shape, described)
         except JettisonError as error:
-            made = max(self.treatments, key=lambda one: one.added_seconds)
+            frugal = max(self.treatments, key=lambda one: one.added_seconds)
             warnings.warn(
-                f"a batch of {shape} cannot be planned for ({error}). It runs under the plan for {made.shape}, and its "
-                "peak may be above the budget (gradients are not affected)",
+                f"a batch of {shape} cannot be planned for ({error}). It runs under the plan for {frugal.shape}, and "
+                "its peak may be above the budget (gradients are not affected)",
                 stacklevel=2,
             )
-            return made
-        self._cover(shape, made)
+            return Cover(shape=frugal.shape, treatment=frugal, peak_bytes=frugal.peak_bytes)
+        self._cover(made)
         for regions, calls in zip(self.regions, described.calls, strict=True):
             if (assumptions := regions[-1].assumptions) is not None:
                 assumptions.planned += calls
         return made
 
-    def _tried(self, described: Described) -> Treatment | None:
+    def _tried(self, shape: BatchShape, described: Described) -> Cover | None:
         """A plan that is there, under which this fits. What has blocks without a program is planned instead."""
         if any(cls.stood_in for trace in described.traces for cls in trace.classes.values()):
             return None
         for treatment in sorted(self.treatments, key=lambda one: one.added_seconds)[:MOST_TRIED]:
             parts = [of(trace) for trace, of in zip(described.traces, treatment.policies, strict=True)]
-            if described.peak_bytes(parts) + UNSEEN_BYTES <= self.budget_bytes:
-                return treatment
+            peak_bytes = described.peak_bytes(parts)
+            if peak_bytes + UNSEEN_BYTES <= self.budget_bytes:
+                return Cover(shape=shape, treatment=treatment, peak_bytes=peak_bytes)
         return None
 
-    def _planned(self, shape: BatchShape, described: Described) -> Treatment:
+    def _planned(self, shape: BatchShape, described: Described) -> Cover:
         """A new plan, installed beside the others."""
         began = time.perf_counter()
         try:
@@ -201,7 +216,8 @@ class BatchPlans:
         }
         self.planning_seconds = time.perf_counter() - began
         (number,) = numbers  # plans are added to all models at a time
-        return self._treatment(number, shape, parts, plans)
+        made = self._treatment(number, shape, parts, plans)
+        return Cover(shape=shape, treatment=made, peak_bytes=made.peak_bytes)
 
     def _treatment(
         self, number: int, shape: BatchShape, parts: Sequence[ModulePolicy], plans: Sequence[Plan]
@@ -216,9 +232,9 @@ class BatchPlans:
         self.treatments.append(made)
         return made
 
-    def _cover(self, shape: BatchShape, treatment: Treatment) -> None:
-        within = [known for known in self.covers if known[1] is treatment and shape.covers(known[0])]
-        self.covers = [known for known in self.covers if known not in within] + [(shape, treatment)]
+    def _cover(self, made: Cover) -> None:
+        within = [one for one in self.covers if one.treatment is made.treatment and made.shape.covers(one.shape)]
+        self.covers = [one for one in self.covers if one not in within] + [made]
 
     def _pay_rent(self, shape: BatchShape, seen: _Seen, treatment: Treatment, batch: Any) -> None:
         """Count what this step computes again; plan for its shape once that has come to what planning costs."""
@@ -233,15 +249,15 @@ class BatchPlans:
             own = self._planned(shape, self.describe(batch))
         except JettisonError:
             return  # it has a plan
-        seen.treatment = own
-        self._cover(shape, own)
+        seen.cover = own
+        self._cover(own)
         self._follow(own)
 
-    def _follow(self, treatment: Treatment) -> None:
-        if treatment is not self.now:
-            self.now = treatment
+    def _follow(self, cover: Cover) -> None:
+        before, self.now = self.now, cover
+        if before is None or cover.treatment is not before.treatment:
             for regions in self.regions:
-                follow(regions, treatment.number)
+                follow(regions, cover.treatment.number)
 
 
 def _like(part: ModulePolicy) -> Callable[[ModelTrace], ModulePolicy]:

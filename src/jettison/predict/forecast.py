@@ -16,13 +16,16 @@ from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
-from jettison.predict.set_aside import loader_mask, set_aside
+from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.set_aside import loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
+from jettison.predict.states_on_host import HostStates, device_buffer, host_states
 from jettison.predict.timeline_units import units
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.states_on_host import StatesOnHost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,13 @@ class Forecast:
     def parameters(self) -> int:
         """Of the whole model."""
         return parameter_count(self.run.model)
+
+    @property
+    def host_states(self) -> HostStates | None:
+        """Of the rank that has most of its optimizer's states on the host, where a run has any there."""
+        if self.run.states_on_host is StatesOnHost.NONE:
+            return None
+        return max((host_states(self.run, s.static) for s in self.stages), key=lambda found: found.host_bytes)
 
     @property
     def parts(self) -> Iterator[StageRegion]:
@@ -220,7 +230,7 @@ def _stage(
             sending=passes,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole + aside,
+        fixed=total.parameters + whole + aside + device_buffer(run, chunks) + _frozen(run),
         state=total.state,
         gradients=run.gradients,
         optimizer_transient=_transient(run, total),
@@ -232,7 +242,7 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + _around(run, index),
+        around=mask + packed_batch(run) + _around(run, index),
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
     )
@@ -242,6 +252,11 @@ def _stage(
 def _keeps_outputs(run: Run) -> bool:
     """Beside buffers, which count what a stage returns as well."""
     return run.layout.keeps_stage_outputs and not run.layout.stage_buffers
+
+
+def _frozen(run: Run) -> int:
+    """Weights of models beside the trained one."""
+    return sum(found.parameters for found in frozen_bytes(run))
 
 
 def _output_bytes(run: Run, chunk: Chunk) -> int:
@@ -285,6 +300,8 @@ def _transient(run: Run, total: Static) -> int:
     """
     if run.gradients is Gradients.IN_BACKWARD:
         return 0  # it is among a backward's
+    if run.states_on_host.steps_there:
+        return 0
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)

@@ -10,26 +10,28 @@ a pipeline gets as many micro-batches as it has stages, the fewest that fill it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from math import isfinite
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens
+from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
+from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import kernels_for
+from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, RecordedLayer
+from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
-from jettison.spec.run import MOST, Gradients, Recompute, Run, Software
+from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
-from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import workspaces
 
 PAPER: Final = "paper"
@@ -45,7 +47,7 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-        attention: eager, flash, sdpa or flash-attn (the library, which copies what --kernels megatron gives it).
+        attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
@@ -70,9 +72,21 @@ class CommonRequest:
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
+        packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
-        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4 or nf4-double (QLoRA).
+        base: How frozen matrices are held: plain, in the dtype of products; fp32, nf4, nf4-double (QLoRA), or int8
+            (LLM.int8).
         input_gradients: The embedding's output has a gradient although it is frozen: where layers are computed again.
+        reference: A second, frozen model that runs a forward, as DPO has it: same (a copy), base (the adapters switched
+            off) or a model, and perhaps ,dtype=bf16,sharded=no,when=before.
+        reward: A frozen model with one score for each token, before the policy's forward: same, or a model.
+        states_on_host: The optimizer's states are in the host's memory, as deepspeed (ZeRO-Offload), torchao,
+            torchao-gradients or bitsandbytes (paged) have them there.
+        mtp_num_layers: Layers that predict further tokens, as Megatron has them: 0.
+        recompute_modules: Megatron's list of what is computed again: core_attn,layernorm,mla_up_proj,mlp,moe_act,
+            shared_experts,moe.
+        offload_modules: Megatron's list of what waits on the host: attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm,
+            expert_fc1,moe_act.
         like: As megatron-0.19, torchtitan, nanotron, huggingface or deepspeed does it; other flags go before it.
     """
 
@@ -101,9 +115,16 @@ class CommonRequest:
     stage_buffers: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
+    packed: Tokens | None = None
     lora: str | None = None
     base: str | None = None
     input_gradients: bool | None = None
+    reference: str | None = None
+    reward: str | None = None
+    states_on_host: str | None = None
+    mtp_num_layers: int | None = None
+    recompute_modules: str | None = None
+    offload_modules: str | None = None
     like: str | None = None
 
     def given(self) -> tuple[str, ...]:
@@ -240,9 +261,10 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         raise UsageError(f"got --capacity-factor {request.capacity_factor}; expected a number above 0")
     if request.positions is not None:
         model = _with_positions(model, request.positions)
-    layout = _layout(request, model.depth)
     kernels = _kernels(model, request)
-    tuning = _tuning(request)
+    tuning, frozen = tuning_of(request), tuple(frozen_of(model, request, model_spec))
+    model = with_further(model, given_or(request.mtp_num_layers, 0), kernels)
+    layout = _layout(request, model)
     if tuning is not None and not tuning.inputs_need_gradients:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
@@ -251,31 +273,29 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
     run = Run(
         model=model,
-        seq=_or(request.seq, seq),
-        micro_batch=_or(request.micro_batch, 1),
-        micro_batches=_or(request.micro_batches, layout.pp),
+        seq=given_or(request.seq, seq),
+        micro_batch=given_or(request.micro_batch, 1),
+        micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=precision(_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
-        optimizer=optimizer(_or(request.optimizer, "adamw")),
+        precision=precision(given_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
+        optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
-        recompute=Recompute.parse(
-            _or(request.recompute, "none"),
-            layers=model.depth,
-            offload=_or(request.offload, False),
-            whole=_whole(_or(request.whole_micro_batches, "0")),
-        ),
+        recompute=_recompute(request, model.depth),
         gradients=upfront if request.gradients is None else _gradients(request.gradients),
-        dropout=_or(request.dropout, model.dropout),
+        dropout=given_or(request.dropout, model.dropout),
         capacity_factor=request.capacity_factor,
-        imbalance=_or(request.expert_imbalance, 1.0),
-        tp_comm_overlap=_or(request.tp_comm_overlap, False),
-        ep_comm_overlap=_or(request.ep_comm_overlap, False),
-        cuda_graphs=_or(request.cuda_graphs, False),
-        stack=None if request.stack is None else _word(Software, request.stack, "stack"),
-        adding=Adding.WHOLE if request.accumulation is None else _word(Adding, request.accumulation, "accumulation"),
-        workspaces=workspaces(_or(request.workspaces, "none")),
-        loader_masks=_or(request.loader_masks, False),
+        imbalance=given_or(request.expert_imbalance, 1.0),
+        tp_comm_overlap=given_or(request.tp_comm_overlap, False),
+        ep_comm_overlap=given_or(request.ep_comm_overlap, False),
+        cuda_graphs=given_or(request.cuda_graphs, False),
+        stack=None if request.stack is None else word(Software, request.stack, "stack"),
+        adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
+        workspaces=workspaces(given_or(request.workspaces, "none")),
+        loader_masks=given_or(request.loader_masks, False),
+        packed=packed_of(request),
         tuning=tuning,
+        frozen=frozen,
+        states_on_host=states_of(request),
     )
     return Resolved(run=run, assumed=frozenset(f.name for f in fields(request)) - set(request.given()))
 
@@ -297,7 +317,9 @@ def run_of(model: str | ModelSpec, request: RunRequest | None = None) -> Run:
 
 def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     said = {
-        field: value for field, value in rule(name, tp=_or(request.tp, 1)).items() if getattr(request, field) is None
+        field: value
+        for field, value in rule(name, tp=given_or(request.tp, 1)).items()
+        if getattr(request, field) is None
     }
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
@@ -312,27 +334,29 @@ def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
 
 
-def _layout(request: RunRequest, depth: int) -> Layout:
-    tp, pp, virtual = _or(request.tp, 1), _or(request.pp, 1), _or(request.virtual_stages, 1)
+def _layout(request: RunRequest, model: ModelSpec) -> Layout:
+    depth = model.depth - model.further
+    tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=_or(request.sp, tp > 1),
-        cp=_or(request.cp, 1),
-        ep=_or(request.ep, 1),
-        expert_tp=_or(request.expert_tp, 0),
+        sp=given_or(request.sp, tp > 1),
+        cp=given_or(request.cp, 1),
+        ep=given_or(request.ep, 1),
+        expert_tp=given_or(request.expert_tp, 0),
         pp=pp,
         virtual_stages=virtual,
         stage_layers=uneven,
-        schedule=Schedule.ONE_F_ONE_B if request.schedule is None else _word(Schedule, request.schedule, "schedule"),
-        dp=_or(request.dp, 1),
-        zero=_or(request.zero, 0),
-        zero_replicas=_or(request.zero_replicas, 1),
-        gathered_inputs=_or(request.gathered_inputs, False),
-        keeps_stage_outputs=_or(request.keep_stage_outputs, False),
-        keeps_received=_or(request.keep_received, False),
-        stage_buffers=_or(request.stage_buffers, False),
+        further=model.further,
+        schedule=Schedule.ONE_F_ONE_B if request.schedule is None else word(Schedule, request.schedule, "schedule"),
+        dp=given_or(request.dp, 1),
+        zero=given_or(request.zero, 0),
+        zero_replicas=given_or(request.zero_replicas, 1),
+        gathered_inputs=given_or(request.gathered_inputs, False),
+        keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
+        keeps_received=given_or(request.keep_received, False),
+        stage_buffers=given_or(request.stage_buffers, False),
     )
 
 
@@ -341,36 +365,35 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         fused = any(layer.fused for layer in model.kinds if isinstance(layer, RecordedLayer))
         return HUGGINGFACE.with_attention("flash" if fused else "eager")
     paper = model.family == PAPER
-    kernels = kernels_for(model, _or(request.kernels, "megatron" if paper else "pytorch"))
-    kernels = kernels.with_attention(_or(request.attention, "eager") if paper else request.attention)
+    kernels = kernels_for(model, given_or(request.kernels, "megatron" if paper else "pytorch"))
+    kernels = kernels.with_attention(given_or(request.attention, "eager") if paper else request.attention)
     if request.dispatcher is not None:
-        kernels = replace(kernels, dispatcher=_word(Dispatcher, request.dispatcher, "dispatcher"))
+        kernels = replace(kernels, dispatcher=word(Dispatcher, request.dispatcher, "dispatcher"))
     for name in ("sequential_experts", "deterministic"):
         if getattr(request, name) is not None:
             kernels = replace(kernels, **{name: getattr(request, name)})
     if request.context_exchange is not None:
-        exchange = _word(ContextExchange, request.context_exchange, "context-exchange")
+        exchange = word(ContextExchange, request.context_exchange, "context-exchange")
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
-    return replace(kernels, loss=_word(Loss, request.loss, "loss"))
+    return replace(kernels, loss=word(Loss, request.loss, "loss"))
 
 
-def _tuning(request: RunRequest) -> Tuning | None:
-    """Adapters, where they are asked for."""
-    if request.lora is None:
-        for name in ("base", "input_gradients"):
-            if getattr(request, name) is not None:
-                raise UsageError(
-                    f"got {flag_of(name)} without adapters, where nothing is frozen; give --lora r=16 as well"
-                )
-        return None
-    again = _or(request.recompute, "none") != "none"
-    return Tuning.parse(
-        request.lora,
-        base=Base.PLAIN if request.base is None else _word(Base, request.base, "base"),
-        inputs_need_gradients=_or(request.input_gradients, again),
+def _recompute(request: RunRequest, layers: int) -> Recompute:
+    """A mode, or Megatron's lists of modules, for which its granularity is "selective"."""
+    flag, mode = "--recompute-modules", request.recompute
+    again = () if request.recompute_modules is None else listed(request.recompute_modules, flag)
+    sent = () if request.offload_modules is None else listed(request.offload_modules, "--offload-modules")
+    if again and mode not in (None, "selective"):
+        raise UsageError(f"got --recompute {mode} and {flag}, which is a mode of its own; leave one of them away")
+    found = Recompute.parse(
+        f"{Mode.MODULES}:{'+'.join(again)}" if again else given_or(mode, "none"),
+        layers=layers,
+        offload=given_or(request.offload, False),
+        whole=_whole(given_or(request.whole_micro_batches, "0")),
     )
+    return replace(found, sent=sent) if sent else found
 
 
 def _whole(text: str) -> int:
@@ -386,17 +409,3 @@ def _gradients(text: str) -> Gradients:
     if text not in words:
         raise UsageError(f"got --gradients {text!r}; expected one of {', '.join(words)}")
     return words[text]
-
-
-_T = TypeVar("_T")
-_Word = TypeVar("_Word", bound=StrEnum)
-
-
-def _or(value: _T | None, default: _T) -> _T:
-    return default if value is None else value
-
-
-def _word(kind: type[_Word], text: str, name: str) -> _Word:
-    if text not in set(kind):
-        raise UsageError(f"got --{name} {text!r}; expected one of {', '.join(kind)}")
-    return kind(text)

@@ -9,9 +9,9 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import HEAD
 from jettison.formula.tape import Weight
 from jettison.predict.stages import Chunk, StageRegion
-from jettison.spec.kernels import AttentionKernel, Dispatcher
+from jettison.spec.kernels import AttentionKernel, Dispatcher, Documents
 from jettison.spec.precision import Adding
-from jettison.spec.run import Run
+from jettison.spec.run import Mode, Run
 
 
 def set_aside(run: Run, chunks: Sequence[Chunk]) -> tuple[int, int]:
@@ -54,6 +54,34 @@ def loader_mask(run: Run) -> int:
     ``get_batch_on_this_tp_rank`` has it on the device on the first and the last stage, while the batch is at work.
     """
     return run.micro_batch * run.seq * run.seq // run.layout.cp if run.loader_masks else 0
+
+
+BLOCK = 128
+"""Of FlexAttention's masks: torch, ``flex_attention.py``, ``_DEFAULT_SPARSE_BLOCK_SIZE``."""
+
+
+def packed_batch(run: Run) -> int:
+    """What comes with packed documents while a micro-batch is at work: positions, and where documents end.
+
+    Masks of s × s are one for all layers, b × 1 × s × s (``transformers/masking_utils.py``): booleans, and numbers for
+    eager attention; the forward lets go of them, unless layers that are computed again hold them. FlexAttention's
+    ``BlockMask`` has two int32 for each pair of blocks and each row of them, for whole and for partial blocks, by
+    queries and by keys.
+    """
+    if not run.packed:
+        return 0
+    batch, seq = run.micro_batch, run.seq
+    positions = 0 if run.model.learned_positions else 8 * batch * seq
+    match run.kernels.documents:
+        case Documents.MASK:
+            eager = run.kernels.attention is AttentionKernel.EAGER
+            each = DTYPE_BYTES[run.precision.compute] if eager else 1
+            return positions + (0 if run.recompute.mode is Mode.NONE else each * batch * seq * seq)
+        case Documents.BLOCKS:
+            blocks = -(-seq // BLOCK)
+            return positions + 4 * 4 * batch * (blocks + blocks * blocks)
+        case _:
+            return positions + 4 * (batch * -(-seq // run.packed) + 1)
 
 
 def dummy_gradients(run: Run, parts: Sequence[StageRegion]) -> int:

@@ -18,14 +18,18 @@ from jettison.cost.matmul import memory_seconds
 from jettison.cost.recompute import everything, repeated, to_the_end
 from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
-from jettison.formula.static import state_bytes
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.formula.static import Static, state_bytes, static
+from jettison.predict.frozen_models import frozen_groups, frozen_run
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
+from jettison.predict.states_on_host import host_states
 from jettison.predict.timeline_units import moved_bytes
 from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Documents
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Recompute, Run
+from jettison.spec.states_on_host import StatesOnHost
 
 GRADIENT_PASSES = 3
 """Over gradients before the optimizer: read for their norm, read and written to be clipped."""
@@ -130,7 +134,7 @@ class Timing:
     def prices(self, layer: AnyLayer | None = None) -> PriceModel:
         """Of a layer's kernels, or of the embedding's and the head's."""
         run = self.run
-        visible = 1.0 if layer is None else computed_share(layer, run.seq, run.kernels.tensor_masks)
+        visible = 1.0 if layer is None else _computed_share(run, layer)
         return _prices(self.hardware, self.execution, run.precision, run.layout.within_stage, visible)
 
     # regions ----------------------------------------------------------------------------------------------------------
@@ -176,6 +180,9 @@ class Timing:
             return frozenset()
         if part.policy == FULL and self.execution.repeats_all:
             return everything(part.region)
+        parts = again_by(part.region, part.policy)
+        if parts is not None:
+            return parts.ops
         kept = kept_by(part.region, part.policy)
         if part.policy == Mode.SELECTIVE and self.execution.repeats_all:
             return to_the_end(part.region, kept)
@@ -198,7 +205,7 @@ class Timing:
             alike = id(items), share
             if alike not in known:
                 each = total_of([item.seconds * item.count for item in items] or [NOTHING])
-                known[alike] = replace(each, again=each.again * share) + self._beside(items)
+                known[alike] = replace(each, again=each.again * share) + self._beside(items) + self._frozen
             seconds.append(known[alike])
         sends = self.sending()
         last = layout.pp * layout.virtual_stages - 1
@@ -214,6 +221,16 @@ class Timing:
             optimizer=self.optimizer(every),
             recomputed_flops=share * sum(item.count * item.recomputed_flops for item in every),
         )
+
+    @property
+    def _frozen(self) -> RegionSeconds:
+        """The forwards of frozen models, in a micro-batch of the one stage that there is."""
+        total = NOTHING
+        for beside in self.run.frozen:
+            own = Timing(run=frozen_run(self.run, beside), hardware=self.hardware, execution=self.execution)
+            items = own.items(frozen_groups(self.run, beside))
+            total = total + replace(NOTHING, forward=own.stage(0, [items], 1.0, {}).total.forward)
+        return total
 
     def sending(self) -> float:
         """Of a stage's output to the next one, or of its gradient back: of one residual stream."""
@@ -239,7 +256,7 @@ class Timing:
                 forward += items[0].gathered + self._covered(items, gathers=True, reduces=False, forward=True)
             reduces = self.execution.reduces_each
             backward += self._covered(items[::-1], gathers=gathers, reduces=reduces, forward=False)
-        if self.run.recompute.offload:
+        if self.run.recompute.to_host:
             pairs = [(item.count - 1, item, item.seconds.backward_seconds, item) for item in items]
             for at, (item, other) in enumerate(pairwise(items), 1):
                 if other.in_layer:  # the last layer's stay
@@ -332,14 +349,43 @@ class Timing:
         return _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
     def optimizer(self, items: Sequence[Item]) -> float:
-        """Bytes of gradients, parameters and state, over the memory bandwidth."""
+        """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies."""
         precision = self.run.precision
+        if self.run.states_on_host.steps_there:
+            return self._host_copies(items)
         nbytes = sum(item.count * item.optimizer_bytes for item in items)
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
         again = 0
         if self.execution.delayed_scaling:
             again = sum(item.count * _quantised_bytes(item.region, precision) for item in items if item.in_layer)
-        return memory_seconds(nbytes * passes + again, self.hardware)
+        return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
+
+    def _host_copies(self, items: Sequence[Item]) -> float:
+        """What states on the host make a step wait: gradients go beside backwards, the rest does not.
+
+        The arithmetic of a step on the host is not in it: hardware files know no host's.
+        """
+        run = self.run
+        if run.states_on_host is StatesOnHost.NONE:
+            return 0.0
+        total = sum((self._static(item).times(item.count) for item in items), Static())
+        moved = host_states(run, total)
+        sent, fetched = (host_seconds(n, self.hardware) for n in (moved.to_host_bytes, moved.to_device_bytes))
+        if not run.states_on_host.steps_there:
+            return sent + fetched
+        beside = run.micro_batches * sum(item.count * item.seconds.backward_seconds for item in items)
+        return max(0.0, sent - beside) + fetched
+
+    def _static(self, item: Item) -> Static:
+        run = self.run
+        return static(
+            [w for w in item.region.weights if not w.tied],
+            precision=run.precision,
+            optimizer=run.optimizer,
+            layout=run.layout.sharding,
+            in_layer=item.in_layer,
+            on_host=run.states_on_host,
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -398,6 +444,12 @@ def _one(
         in_layer=in_layer,
         prices=prices,
     )
+
+
+def _computed_share(run: Run, layer: AnyLayer) -> float:
+    if run.packed and run.kernels.documents is Documents.MASK:
+        return 1.0
+    return computed_share(layer, run.packed or run.seq, run.kernels.tensor_masks and not run.packed)
 
 
 @lru_cache(maxsize=4096)

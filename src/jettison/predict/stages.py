@@ -9,13 +9,19 @@ from itertools import accumulate, groupby
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, static
+from jettison.solve.compiled import WORD as COMPILED
+from jettison.solve.compiled import Compiled
+from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
 from jettison.solve.policy import policy_named
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Run, Scene
+from jettison.spec.states_on_host import StatesOnHost
 
 NONE, FULL, MIXED = "none", "full", "mixed"
+FURTHER = "modules:mtp"
+"""A checkpoint of a layer for further tokens."""
 _BY_POSITION = (Mode.BLOCK, Mode.INTERVAL)
 """Modes under which layers of one kind are treated differently."""
 
@@ -100,7 +106,28 @@ Chunk = tuple[RegionGroup, ...]
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
-    return policy_named(policy).kept(region.program)
+    if policy == COMPILED:
+        return Compiled().kept(region.program)
+    found = again_by(region, FURTHER if policy == FULL and predicts_further(region.program) else policy)
+    return policy_named(policy).kept(region.program) if found is None else found.kept
+
+
+@lru_cache(maxsize=4096)
+def again_by(region: Region, policy: str) -> Again | None:
+    """What a list of modules computes again; None: the policy is none."""
+    word, _, names = policy.partition(":")
+    return computed_again(region.program, tuple(names.split("+"))) if word == Mode.MODULES else None
+
+
+@lru_cache(maxsize=4096)
+def sent_by(region: Region, policy: str, modules: tuple[str, ...]) -> frozenset[int]:
+    """Of what a policy keeps, the buffers that wait on the host by a list of modules."""
+    return sent(region.program, kept_by(region, policy), modules)
+
+
+def names_of(run: Run, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Modules as `solve.modules` calls them in a run, by who has its products: NOTE [ Norms of their own ] there."""
+    return tuple(OWN.get(name, name) for name in modules) if run.workspaces.library_bytes else modules
 
 
 def walk(run: Run, chosen: Chosen | None = None) -> tuple[tuple[Chunk, ...], ...]:
@@ -227,6 +254,10 @@ def _policy(run: Run, position: int) -> str:
             return FULL if position % number == 0 else NONE
         case Mode.AUTO:
             return NONE
+        case Mode.NONE:
+            return COMPILED if run.compiled else NONE
+        case Mode.MODULES:
+            return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
         case _:
             return str(mode)
 
@@ -255,37 +286,50 @@ def _alike(run: Run, start: int, stop: int, position: int, chosen: Chosen | None
 
 def _layer(run: Run, kind: Kind) -> StageRegion:
     number, policy, picked = kind
-    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding)
+    table = run.layout.pp > 1 and not run.model.tied_embeddings  # or the stage's embedding, or its head, has it
+    named = _named_layer(run.scene, number, policy, run.optimizer, run.layout.sharding, table, run.states_on_host)
     return named if picked is None else replace(named, chosen=picked)
 
 
 @lru_cache(maxsize=65536)
-def _named_layer(scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout) -> StageRegion:
+def _named_layer(
+    scene: Scene, number: int, policy: str, optimizer: Optimizer, sharding: Layout, table: bool, on_host: StatesOnHost
+) -> StageRegion:
+    """Args: table: a layer for further tokens has a copy of the embedding's."""
     layer = scene.model.kinds[number]
     region = layer_region(scene, layer)
     return StageRegion(
         name=scene.model.layer_names[scene.model.kind_numbers.index(number)],
         region=region,
         policy=policy,
-        static=_static(region, scene.precision, optimizer, sharding, True, True),
+        static=_static(region, scene.precision, optimizer, sharding, True, table, on_host),
         layer=layer,
     )
 
 
 def _end(run: Run, name: str) -> StageRegion:
     """The embedding; or final norm, head and loss, which hold a tied weight a second time on a stage of their own."""
-    return _named_end(run.scene, name, run.optimizer, run.layout.sharding, name == EMBEDDING or run.layout.pp > 1)
+    twice = name == EMBEDDING or run.layout.pp > 1
+    return _named_end(run.scene, name, run.optimizer, run.layout.sharding, twice, run.states_on_host)
 
 
 @lru_cache(maxsize=65536)
-def _named_end(scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool) -> StageRegion:
+def _named_end(
+    scene: Scene, name: str, optimizer: Optimizer, sharding: Layout, tied: bool, on_host: StatesOnHost
+) -> StageRegion:
     region = embedding_region(scene) if name == EMBEDDING else head_region(scene)
-    held = _static(region, scene.precision, optimizer, sharding, False, tied)
+    held = _static(region, scene.precision, optimizer, sharding, False, tied, on_host)
     return StageRegion(name=name, region=region, policy=NONE, static=held)
 
 
 def _static(
-    region: Region, precision: Precision, optimizer: Optimizer, layout: Layout, in_layer: bool, tied: bool
+    region: Region,
+    precision: Precision,
+    optimizer: Optimizer,
+    layout: Layout,
+    in_layer: bool,
+    tied: bool,
+    on_host: StatesOnHost,
 ) -> Static:
     weights = [w for w in region.weights if tied or not w.tied]
-    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer)
+    return static(weights, precision=precision, optimizer=optimizer, layout=layout, in_layer=in_layer, on_host=on_host)

@@ -17,8 +17,10 @@ from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.liveness import Passes, replay
 from jettison.formula.region import EMBEDDING, HEAD, Region
 from jettison.ledger.timeline import Unit
+from jettison.predict.frozen_models import highest_forward
 from jettison.predict.stage_buffers import with_ends
-from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by
+from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
+from jettison.spec.frozen_models import When
 from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients, Mode, Run
 
@@ -27,8 +29,10 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
-    made = _made(run, groups)
-    return tuple(_with_transients(run, groups, list(with_ends(run, groups, list(made))) if run.layout.pp > 1 else made))
+    plain = _made(run, groups)
+    cut = list(with_ends(run, groups, list(plain))) if run.layout.pp > 1 else plain
+    made = _with_transients(run, groups, cut)
+    return tuple(map(_with_frozen, made) if run.frozen else made)
 
 
 def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[Unit]:
@@ -42,8 +46,8 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
     part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
     passes, adding = passes_of(part, rule), passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
-    if run.gradients is Gradients.IN_BACKWARD:  # it goes as one that is added to others does
-        gradient, backward = 0, adding.backward_peak
+    if run.frees_gradients:  # it goes as one that is added to others does
+        gradient, backward = _left(run, [part]), adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
             pending = sum(w.numel for w in part.region.weights if w.tied and not w.frozen) * DTYPE_BYTES[dtype]
@@ -60,7 +64,29 @@ def _unit(run: Run, group: RegionGroup) -> Unit:
         gradient=gradient,
         pending=pending,
         is_loss=part.name == HEAD,
+        frozen=_frozen(run, part.name) if run.frozen else 0,
     )
+
+
+def _left(run: Run, parts: Sequence[StageRegion]) -> int:
+    """Gradients that a backward leaves behind; of those that go to the host, `formula.static` has none."""
+    return 0 if run.gradients is Gradients.IN_BACKWARD else sum(part.static.gradients for part in parts)
+
+
+def _frozen(run: Run, name: str) -> int:
+    """Of frozen models, what runs before the first region's forward, or before the last one's backward."""
+    when = {EMBEDDING: When.BEFORE, HEAD: When.AFTER}.get(name)
+    return 0 if when is None else highest_forward(run, when)
+
+
+def _with_frozen(unit: Unit) -> Unit:
+    """With its peaks no lower than the forward of a frozen model that stands beside it."""
+    if not unit.frozen:
+        return unit
+    if not unit.is_loss:
+        return replace(unit, forward_peak=max(unit.forward_peak, unit.frozen))
+    peaks = max(unit.backward_peak, unit.frozen), max(unit.adding_peak, unit.frozen)
+    return replace(unit, backward_peak=peaks[0], adding_peak=peaks[1])
 
 
 def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Unit]:
@@ -69,8 +95,8 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
     Args:
         size: of every segment; 1: as a planner has cut them, and layers that it has left alone are units of their own.
     """
-    for is_layer, run_of_groups in groupby(groups, lambda group: group.part.is_layer):
-        if not is_layer:
+    for is_own, run_of_groups in groupby(groups, lambda group: _is_own_layer(group.part)):
+        if not is_own:
             yield from (_unit(run, group) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
@@ -82,6 +108,11 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
                 yield _unit(run, RegionGroup(part=first, names=names))
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)
+
+
+def _is_own_layer(part: StageRegion) -> bool:
+    """Is it one of the model's own layers? Those for further tokens are checkpoints of their own."""
+    return part.layer is not None and not part.layer.ahead
 
 
 _Named = tuple[StageRegion, str]
@@ -103,14 +134,14 @@ def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> 
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
-    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.gradients is Gradients.IN_BACKWARD
+    passing, freed = _segment_backward(adding, [0] * len(parts), shared), run.frees_gradients
     return Unit(
         names=names,
         resident=held,
         forward_peak=max(p.forward_peak + (held if i else 0) for i, p in enumerate(full)),
         backward_peak=passing if freed else _segment_backward(plain, [p.static.gradients for p in parts], shared),
         adding_peak=passing,
-        gradient=0 if freed else sum(part.static.gradients for part in parts),
+        gradient=_left(run, parts),
     )
 
 
@@ -132,7 +163,7 @@ def _segment_backward(plain: Sequence[Passes], gradients: Sequence[int], shared:
 
 def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
     """Bytes that units of a chunk send to the host in a forward, by their names; those that send none are left out."""
-    if not (groups and run.recompute.offload):
+    if not (groups and run.recompute.to_host):
         return {}
     made = list(_made(run, groups))
     return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
@@ -147,7 +178,7 @@ def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Uni
     `solve.problem`.
     """
     gathered, reduced = _moving(run, groups)
-    if not (gathered or reduced or run.recompute.offload):
+    if not (gathered or reduced or run.recompute.to_host):
         yield from made
         return
     made = list(made)
@@ -177,23 +208,30 @@ def unit_within(run: Run, groups: Sequence[RegionGroup], chunk: Sequence[RegionG
     (unit,) = _made(run, groups)
     gathered, reduced = _moving(run, chunk)
     beside = gathered + (0 if last else reduced)
-    return replace(
+    there = replace(
         unit,
         forward_peak=unit.forward_peak + gathered,
         backward_peak=unit.backward_peak + beside,
         adding_peak=unit.adding_peak + beside,
     )
+    return _with_frozen(there)
 
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
-    """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last."""
-    if not run.recompute.offload:
+    """Units, the bytes that each sends, and those of the one before; only layers send, and of a chunk not the last.
+
+    Under lists of modules the last layer of other chunks than the model's last sends as well: Megatron keeps what the
+    backward that comes next would fetch at once (``fine_grained_activation_offload.py``, ``should_bulk_offload``).
+    """
+    if not run.recompute.to_host:
         yield from ((unit, 0, 0) for unit in made)
         return
     parts = {name: group.part for group in groups for name in group.names}
     each = [(unit, name, _moved(run, parts, unit, name)) for unit in made for name in unit.names]
     layers = [i for i, (_, name, _) in enumerate(each) if name not in parts or parts[name].is_layer]
     last = max(layers, default=-1)  # a stage may have no layers
+    if run.recompute.sent and HEAD not in groups[-1].names:
+        last = -1
     each = [(unit, name, 0 if i == last else moved) for i, (unit, name, moved) in enumerate(each)]
     before = [0, *(moved for _, _, moved in each)]
     alike = groupby(zip(each, before, strict=False), lambda pair: (id(pair[0][0]), pair[0][2], pair[1]))
@@ -211,8 +249,10 @@ def _moved(run: Run, parts: Mapping[str, StageRegion], unit: Unit, name: str) ->
 
 def moved_bytes(run: Run, part: StageRegion) -> int:
     """What a region sends to the host, of what stays of it."""
-    if not (run.recompute.offload and part.is_layer and part.first):
+    if not (run.recompute.to_host and part.is_layer and part.first):
         return 0
+    if run.recompute.sent:
+        return part.region.program.kept_bytes(sent_by(part.region, part.policy, names_of(run, run.recompute.sent)))
     moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
     return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
 

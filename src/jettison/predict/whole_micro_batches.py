@@ -34,7 +34,7 @@ def most_whole(run: Run, limit_bytes: int) -> Run:
 
     A run that does not fit as it is, has no pipeline, or keeps everything anyway keeps none of them whole.
     """
-    if run.layout.pp == 1 or run.recompute.mode is Mode.NONE or run.recompute.offload:
+    if run.layout.pp == 1 or run.recompute.mode is Mode.NONE or run.recompute.to_host:
         return with_whole(run, 0)
     low, high = 0, largest_window(run) + 1
     while high - low > 1:

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from jettison.cost.flops import Counting, tokens
 from jettison.predict.forecast import Forecast
+from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.residuals import Sureness, sure_of
 from jettison.predict.run_request import Resolved
 from jettison.predict.stage_time import StageSeconds
 from jettison.predict.time import Estimate
 from jettison.predict.training_cost import NOTHING_WANTED, TrainingCost, Wanted, training_cost
 from jettison.report.fitted import FittedTable
-from jettison.report.ledger_table import MOST_STAGES, batch_text, layout_text, tuning_text
+from jettison.report.ledger_table import MOST_STAGES, batch_text, frozen_text, host_text, layout_text, tuning_text
 from jettison.report.parts import exact, facts_table, stack_note, titled
 from jettison.report.schemas import shaped
 from jettison.report.summary import request_document
@@ -107,10 +108,12 @@ class EstimateReport:
             "busiest_stage": found.busiest,
             "stages": [_stage(found, index) for index in range(len(found.stages))],
             "peak_bytes": self.memory.peak_bytes,
+            "host_states": None if self.memory.host_states is None else asdict(self.memory.host_states),
             "available_bytes": self.available_bytes,
             "fits": self.fits,
             "reached": {name: share for name, share in asdict(device.reached).items() if share is not None},
             "reached_source": device.reached_source,
+            "warnings": list(self.warnings),
         }
         if self.trilemma is not None:
             document |= _explanation(self.trilemma)
@@ -174,6 +177,10 @@ def _facts(report: EstimateReport) -> Iterator[tuple[str, str]]:
     yield "batch", batch_text(report.asked)
     if run.tuning is not None:
         yield "trained", tuning_text(run)
+    for beside in frozen_bytes(run):
+        yield str(beside.beside.role), frozen_text(beside)
+    if (text := host_text(run, report.memory.host_states)) is not None:
+        yield "on the host", text
     yield ("recompute", f"{run.recompute.words}; fusion {found.execution.fusion}")
     yield "step", format_seconds(found.step_seconds)
     yield "range", report.sure.words(found.step_seconds)

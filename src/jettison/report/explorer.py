@@ -15,6 +15,7 @@ from jettison.report.explorer_builders import Builder, asked, built
 from jettison.report.explorer_closed_form import closed_form_data
 from jettison.report.explorer_fit import fit_data
 from jettison.report.explorer_front import front_data
+from jettison.report.explorer_models import subjects
 from jettison.report.explorer_offload import offload_data
 from jettison.report.explorer_segments import segments_data
 from jettison.report.explorer_step import step_data
@@ -78,8 +79,13 @@ def explorer_page(
     builders = {name: builder for panel in panels for name, builder in panel.data.items()}
     return page(
         "Activation memory, explored",
-        intro=INTRO.rstrip() + (SERVED if served else ALONE),
+        intro=INTRO.rstrip() + (SERVED if served else ALONE) + _left_out(models),
         scripts=scripts,
         data=built(builders, models, jobs=jobs),
         served=served,
     )
+
+
+def _left_out(models: Sequence[str]) -> str:
+    """What models have that none of the figures has, a paragraph each."""
+    return "".join(f"\n\n{one.label}: {text}." for one in subjects(models) for text in one.model.left_out)

@@ -22,6 +22,7 @@ def export_table(found: Exported) -> RenderableType:
     facts = [
         ("target", f"{found.target}{f', checked with {found.checked_with}' if found.checked_with else ''}"),
         ("model", found.subject.model),
+        *(("left out", text) for text in found.subject.left_out),
         ("budget", exact(found.subject.budget_bytes)),
         ("exact", "yes" if found.exact else "no: see what is lost"),
     ]

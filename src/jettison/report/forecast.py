@@ -48,6 +48,7 @@ def forecast_report(
         mesh_sizes=found.run.layout.mesh_sizes,
         asked=asked,
         allowance=allowance(found.run, found.peak_bytes),
+        host_states=found.host_states,
         limit=limit,
         choice=choice,
         fit=fit,

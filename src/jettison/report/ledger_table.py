@@ -10,7 +10,9 @@ from rich.console import Group, RenderableType
 
 from jettison.formula.parameters import parameter_count, trained_parameter_count
 from jettison.ledger.compare import describe
+from jettison.predict.frozen_models import FrozenBytes, frozen_bytes
 from jettison.predict.run_request import Resolved
+from jettison.predict.states_on_host import HostStates
 from jettison.report.answers import explanation_table, fit_table
 from jettison.report.fitted import FittedTable
 from jettison.report.parts import exact, facts_table, span, titled
@@ -25,6 +27,7 @@ MOST_DIFFERENCES = 20
 PLACES = {
     "before forward": "before the forward",
     "loss": "in the loss",
+    "frozen model": "in a frozen model's forward",
     "optimizer": "in the optimizer step",
     "after the step": "after the step",
 }
@@ -86,6 +89,10 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
         yield "training", _training(asked)
         if asked.run.tuning is not None:
             yield "trained", tuning_text(asked.run)
+        for found in frozen_bytes(asked.run):
+            yield str(found.beside.role), frozen_text(found)
+        if (text := host_text(asked.run, report.host_states)) is not None:
+            yield "on the host", text
         if asked.like:
             yield "like", asked.like
         yield "recompute", _recompute(report, asked)
@@ -107,7 +114,9 @@ def _facts(report: LedgerReport) -> Iterator[tuple[str, str]]:
 
 def _recompute(report: LedgerReport, asked: Resolved) -> str:
     recompute = asked.run.recompute
-    text = report.recompute + (", what stays is offloaded" if recompute.offload else "")
+    text = report.recompute + (", layers compiled" if asked.run.compiled else "")
+    text += ", what stays is offloaded" if recompute.offload else ""
+    text += f", {', '.join(recompute.sent)} on the host" if recompute.sent else ""
     text += f", {recompute.whole} micro-batches of each window kept whole" if recompute.whole else ""
     if report.choice is None:
         return text
@@ -147,7 +156,7 @@ def batch_text(asked: Resolved) -> str:
         return f"{text} (default)" if name in asked.assumed else text
 
     parts = (
-        stated("seq", f"{run.seq} tokens"),
+        stated("seq", f"{run.seq} tokens" + (f" in documents of {run.packed}" if run.packed else "")),
         stated("micro_batch", f"{run.micro_batch} a micro-batch"),
         stated("micro_batches", f"{run.micro_batches} of these a step"),
     )
@@ -170,6 +179,22 @@ def tuning_text(run: Run) -> str:
     share = 100 * trained / parameter_count(run.model)
     experts = "; experts have none" if any(layer.experts for layer in run.model.layers) else ""
     return f"{tuning}: {trained:,} parameters, {share:.2g} % of the model's{experts}"
+
+
+def host_text(run: Run, host: HostStates | None) -> str | None:
+    """What the host has of the optimizer, and what goes over the link."""
+    if host is None:
+        return None
+    sent, fetched = format_bytes(host.to_host_bytes), format_bytes(host.to_device_bytes)
+    there = f"{format_bytes(host.host_bytes)} a rank, as {run.states_on_host} has it"
+    unknown = "; the host's own time is not counted" if run.states_on_host.steps_there else ", if all pages move"
+    return f"{there}; a step sends {sent} and fetches {fetched}{unknown}"
+
+
+def frozen_text(found: FrozenBytes) -> str:
+    """Which model, what its weights take, and how high its forward rises."""
+    words = str(found.beside).partition(": ")[2]
+    return f"{words}: {format_bytes(found.parameters)} of weights, a forward of {format_bytes(found.forward)}"
 
 
 def _layers_table(report: LedgerReport) -> FittedTable:

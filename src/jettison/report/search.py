@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -311,7 +311,7 @@ _AXES: Final[tuple[tuple[str, Callable[[Layout], str]], ...]] = (
 
 def _plan(found: Found) -> str:
     recompute = found.candidate.recompute
-    text = f"{recompute}, offloaded" if recompute.offload else str(recompute)
+    text = replace(recompute, whole=0).words
     return f"{text}, {found.figures.whole} whole" if found.figures.whole else text
 
 
@@ -350,6 +350,7 @@ def _candidate(found: Found, sure: Sureness | None) -> dict[str, Any]:
     plan: dict[str, Any] = {
         "recompute": str(recompute),
         "offload": recompute.offload,
+        "offload_modules": list(recompute.sent),
         "whole_micro_batches": figures.whole if recompute.whole else None,
         "budget_bytes": found.candidate.budget_bytes if chosen else None,
         "stages": list(figures.policies) if chosen else None,
@@ -364,7 +365,7 @@ def _candidate(found: Found, sure: Sureness | None) -> dict[str, Any]:
         "available_bytes": found.limit_bytes,
         "fits": found.fits,
         "flags": found.candidate.flags,
-        "host_bytes": figures.host_bytes if recompute.offload else None,
+        "host_bytes": figures.host_bytes if recompute.to_host else None,
         "step_seconds": None if seconds is None else seconds.step,
         "step_range_seconds": None if seconds is None or sure is None else list(sure.seconds(seconds.step)),
         "mfu": None if seconds is None else seconds.mfu,

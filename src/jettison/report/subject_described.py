@@ -57,6 +57,7 @@ class DescribedPlan:
     hardware: str = ""
     hash: str = ""
     reasons: tuple[_DescribedReason, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @cache
@@ -71,6 +72,7 @@ def described_subject(plan: DescribedPlan, name: str) -> Subject:
     named = [layer for layer in plan.layers if layer.layer in reasons]
     facts = [
         ("model", plan.model),
+        *(("left out", text) for text in plan.warnings),
         ("hardware", plan.hardware),
         ("recompute", f"{format_percent(plan.predicted.overhead_fraction)} of a step's time, predicted"),
         ("step", format_seconds(plan.predicted.step_seconds)),

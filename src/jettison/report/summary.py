@@ -12,8 +12,10 @@ from jettison.ledger.compare import Difference
 from jettison.ledger.ledger import Ledger
 from jettison.ledger.record import ENTRY_FIELDS, Placement, SavedTensor
 from jettison.predict.allowance import Allowance
+from jettison.predict.frozen_models import frozen_bytes
 from jettison.predict.limit import Limit
 from jettison.predict.run_request import Resolved
+from jettison.predict.states_on_host import HostStates
 from jettison.report.schemas import shaped
 
 if TYPE_CHECKING:
@@ -100,6 +102,7 @@ class LedgerReport:
         asked: the run that a forecast is of.
         phases: of the worst stage.
         allowance: what the worst rank's device holds beside the peak's tensors.
+        host_states: what the worst rank's host has for the optimizer.
         limit: what the peak is held against.
         choice: a planner's, where recompute was left to it.
         comparison: with another ledger's document.
@@ -119,6 +122,7 @@ class LedgerReport:
     mesh_sizes: Mapping[str, int] = field(default_factory=dict)
     asked: Resolved | None = None
     allowance: Allowance | None = None
+    host_states: HostStates | None = None
     limit: Limit | None = None
     choice: AutoForecast | None = None
     fit: FitAnswer | None = None
@@ -185,6 +189,7 @@ class LedgerReport:
             **self._first_step(),
             "phases": [_stated(phase) for phase in self.phases],
             **({"allowance": _allowance(self.allowance)} if self.allowance else {}),
+            "host_states": None if self.host_states is None else asdict(self.host_states),
             **self._limit(),
             **self._choice(),
             **({"fit": self.fit.document()} if self.fit else {}),
@@ -247,15 +252,29 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "dropout": run.dropout,
         "recompute": str(run.recompute),
         "offload": run.recompute.offload,
+        "offload_modules": list(run.recompute.sent),
         "whole_micro_batches": run.recompute.whole,
+        "compiled": run.compiled,
         "gradients": str(run.gradients),
+        "states_on_host": str(run.states_on_host),
         "capacity_factor": run.capacity_factor,
         "tp_comm_overlap": run.tp_comm_overlap,
         "accumulation": str(run.adding),
         "workspaces": run.workspaces.name,
         "loader_masks": run.loader_masks,
+        "packed": run.packed or None,
         "context_exchange": str(run.kernels.context_exchange),
         "trained": None if run.tuning is None else str(run.tuning),
+        "frozen_models": [
+            {
+                "role": str(found.beside.role),
+                "model": None if found.beside.model is None else found.beside.model.name,
+                "when": str(found.beside.when),
+                "parameter_bytes": found.parameters,
+                "forward_bytes": found.forward,
+            }
+            for found in frozen_bytes(run)
+        ],
         "like": asked.like,
         "assumed": sorted(asked.assumed),
     }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
-from jettison.capture.tensor_subclasses import arrived, plain, storage_of, version_of, wrapping
+from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import WrongValue
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group, stale
@@ -109,6 +109,14 @@ class Handle:
         self.boxes = boxes
         self.witness = witness
         self.index = index
+
+
+class NarrowHandle(Handle):
+    """Of narrow numbers, with the factor that they had in this forward."""
+
+    __slots__ = ("wrap",)
+
+    wrap: Any  # a `Narrow`
 
 
 class Frame:
@@ -229,7 +237,11 @@ class Frame:
                 and (self.share == 1 or (self.salt + index) % self.share == 0)
             ):
                 witness = self.witness(slot, inner if inner is tensor else arrived(tensor), index)
-            return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+            if type(slot.ref.wrap) is not Narrow:
+                return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+            narrow = NarrowHandle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
+            narrow.wrap = wrapping(tensor)
+            return narrow
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
             if table[leaf] is not tensor and storage_of(table[leaf]) != inner.untyped_storage()._cdata:
@@ -276,6 +288,8 @@ class Frame:
             if not is_asked_again():
                 self._release(buffer)
             tensor = tensor if slot.view is None else view_of(tensor, slot.view)
+            if type(handle) is NarrowHandle:
+                tensor = handle.wrap.wrap(plain(tensor))
             if handle.witness is not None:
                 rounded = None if self.how is Check.EXACT else self.rounded
                 compare(handle.witness, plain(tensor), rounded, lambda: self.wrong(handle))

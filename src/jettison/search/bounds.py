@@ -185,7 +185,7 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
-    there = upfront or run.micro_batches > 1
+    there = upfront or run.micro_batches > 1 or run.frees_gradients
     execution = execution_of(run)
     return Bounds(
         plans={mode: _plan_bound(inner, mode, there, hardware) for mode in modes},

@@ -25,9 +25,10 @@ from jettison.predict.auto_recompute import (
     layer_policies,
     solve_stage,
 )
-from jettison.predict.forecast import Forecast, forecast_sizes
+from jettison.predict.forecast import Forecast, Stage, forecast_sizes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.time import Estimate, estimate
+from jettison.predict.timeline_units import sent_to_host
 from jettison.predict.whole_micro_batches import settled
 from jettison.search.bounds import Bounds, bound, least_seconds, static_bytes, whole_seconds, whole_static_bytes
 from jettison.search.figures import Figures, Seconds
@@ -324,10 +325,19 @@ def _policies(choice: AutoForecast) -> Iterator[str]:
 
 def _host_bytes(run: Run) -> int:
     """What offloading puts on one rank's share of the host, at most."""
+    if run.recompute.sent:
+        return max(_sent_bytes(run, stage) for stage in forecast_sizes(run).stages)
     if not run.recompute.offload:
         return 0
     stays: Forecast = forecast_sizes(replace(run, recompute=replace(run.recompute, offload=False)))
     return max(stage.activation_bytes for stage in stays.stages)
+
+
+def _sent_bytes(run: Run, stage: Stage) -> int:
+    """By lists of modules, of all micro-batches in flight on a stage."""
+    sent = [sum(sent_to_host(run, chunk).values()) for chunk in stage.groups]
+    alive = ((f + w for f, w in zip(o.forward, o.weight, strict=True)) for o in stage.load.occupancies)
+    return max(sum(n * nbytes for n, nbytes in zip(counts, sent, strict=True)) for counts in alive)
 
 
 def _seconds(found: Estimate) -> Seconds:

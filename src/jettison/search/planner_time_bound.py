@@ -146,7 +146,7 @@ def _recompute(
         known: `_above` of chunks, by the objects that they are.
     """
     load = stage.load
-    there = load.gradients is Gradients.UPFRONT or load.micro_batches > 1
+    there = load.gradients is Gradients.UPFRONT or load.micro_batches > 1 or timing.run.frees_gradients
     base = load.fixed + load.state + (load.gradient_bytes if there else 0) - limit_bytes
     held = [load.held(chunk) + load.sent for chunk in range(len(load.chunks))]
     for groups, chunk_units in zip(stage.groups, load.chunks, strict=True):

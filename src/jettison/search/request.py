@@ -5,16 +5,20 @@ See NOTE [ Defaults ] in `predict.run_request` for what is no axis.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
-from jettison.search.space import PLANS, SCHEDULES, Axes, Space
+from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
 from jettison.spec.hardware import Hardware
+from jettison.spec.kernels import Loss
+from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
-from jettison.spec.run import Gradients
+from jettison.spec.run import Gradients, Recompute
+from jettison.spec.states_on_host import StatesOnHost
+from jettison.spec.tuning import Base
 
 MARGIN: Final = 0.25
 """Of the way from what is expected beside the tensors to the most that is: as much again as predicted peaks are off in
@@ -67,14 +71,31 @@ class SearchRequest(CommonRequest):
             UsageError: a word or a number that makes no sense.
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
-        template = resolve(model, RunRequest(**common)).run
+        kept = _zero_of(self.states_on_host)
+        template = resolve(model, RunRequest(**common, zero=kept[0] if self.states_on_host else None)).run
+        lists = (template.recompute,) if template.recompute != Recompute() else ()
+        template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
             raise UsageError("a search tries micro-batches and replicas; --gradients in-backward goes with neither")
+        if template.tuning is not None and template.tuning.base is Base.INT8 and self.recompute != "none":
+            raise UsageError("got --base int8, under which nothing can be computed again; give --recompute none")
         numbers = {name: _numbers(name, getattr(self, name), least=int(name != "zero")) for name in _LISTS}
         ruled = template.layout.zero if self.like else 0  # what a framework's rule says, where it says any
-        zero = numbers.pop("zero") or ((ruled,) if ruled else (0, 1, 2, 3))
+        zero = numbers.pop("zero") or ((ruled,) if ruled else kept)
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
+        if not set(zero) <= set(kept):
+            raise UsageError(f"got --zero {self.zero}; --states-on-host {self.states_on_host} is described for {kept}")
+        alone = [f"--{beside.role}" for beside in template.frozen]
+        alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
+        if alone:  # what no stage of a pipeline is described with
+            numbers["pp"] = numbers["pp"] or (1,)
+            if numbers["pp"] != (1,):
+                raise UsageError(f"got --pp {self.pp} with {alone[0]}, which goes with --pp 1 alone")
+        if template.packed:  # ranks share no documents
+            numbers["cp"] = numbers["cp"] or (1,)
+            if numbers["cp"] != (1,):
+                raise UsageError(f"got --cp {self.cp} with --packed; documents that ranks share are not described")
         if model.recorder is not None:  # its blocks cannot be cut
             numbers.update({name: numbers[name] or (1,) for name in ("tp", "cp", "ep")})
         axes = Axes(
@@ -82,12 +103,40 @@ class SearchRequest(CommonRequest):
             zero=zero,
             sp=(True, False) if self.sp is None else (self.sp,),
             schedules=_words(self.schedule) or SCHEDULES,
-            plans=_words(self.recompute) or PLANS,
+            plans=_words(self.recompute) or (() if lists else PLANS),
+            lists=lists,
             offload=(False, True) if self.offload else (False,),
             whole=(False, True) if self.whole_micro_batches else (False,),
             uneven=bool(self.uneven),
         )
-        return Space(template=template, gpus=gpus, global_batch=global_batch, node=hardware.node, axes=axes)
+        return Space(
+            template=template,
+            gpus=gpus,
+            global_batch=global_batch,
+            node=hardware.node,
+            axes=axes,
+            over_tensor_ranks=self._over_tensor_ranks(),
+        )
+
+    def _over_tensor_ranks(self) -> OverTensorRanks:
+        """What a framework's rule says otherwise over several ranks, where no flag goes before it."""
+        if self.like is None:
+            return OverTensorRanks()
+        alone, over = rule(self.like, tp=1), rule(self.like, tp=2)
+        said = {name for name in over if alone.get(name) != over[name] and getattr(self, name) is None}
+        return OverTensorRanks(
+            loss=Loss(over["loss"]) if "loss" in said else None,
+            gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
+        )
+
+
+def _zero_of(states_on_host: str | None) -> tuple[int, ...]:
+    """Stages of ZeRO under which a framework keeps states on the host."""
+    if states_on_host == StatesOnHost.DEEPSPEED:
+        return (2, 3)
+    if states_on_host == StatesOnHost.TORCHAO_GRADIENTS:
+        raise UsageError("a search tries micro-batches; --states-on-host torchao-gradients goes with one: say torchao")
+    return (0, 3) if states_on_host == StatesOnHost.TORCHAO else (0, 1, 2, 3)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.spec.kernels import Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.run import MOST, Mode, Recompute, Run
 from jettison.spec.stage_layers import uneven_cuts
@@ -38,6 +39,7 @@ class Axes:
         sp: with it and without; a tp of 1 has none.
         schedules: gpipe, 1f1b, interleaved, zero-bubble; a pipeline of one stage has none.
         plans: recompute modes; `every` and `auto` among them.
+        lists: plans beside these, by lists of modules.
         offload: False: what stays is on the device; True: on the host.
         whole: True: pipelines keep as many micro-batches of each window whole as fit.
         uneven: also pipelines whose ends have a layer less, or more, than other stages.
@@ -57,6 +59,7 @@ class Axes:
     zero: tuple[int, ...] = (0, 1, 2, 3)
     micro_batch: tuple[int, ...] | None = None
     plans: tuple[str, ...] = PLANS
+    lists: tuple[Recompute, ...] = ()
     offload: tuple[bool, ...] = (False,)
     whole: tuple[bool, ...] = (False,)
     uneven: bool = False
@@ -69,12 +72,25 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OverTensorRanks:
+    """What a framework's rule says where tp is above 1, and otherwise not; None: as the template."""
+
+    loss: Loss | None = None
+    gathered_inputs: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A layout, and the batch as it is cut for one data-parallel rank."""
+    """A layout, and the batch as it is cut for one data-parallel rank.
+
+    Args:
+        loss: that goes with this layout; None: the template's.
+    """
 
     layout: Layout
     micro_batch: int
     micro_batches: int
+    loss: Loss | None = None
 
     @property
     def flags(self) -> str:
@@ -105,13 +121,15 @@ class Candidate:
     @property
     def flags(self) -> str:
         """What to give `ledger` and `estimate` for it."""
-        more = " --offload" if self.recompute.offload else " --whole-micro-batches most" if self.recompute.whole else ""
+        plan = self.recompute
+        more = " --offload" if plan.offload else " --whole-micro-batches most" if plan.whole else ""
+        more += f" --offload-modules {','.join(plan.sent)}" if plan.sent else ""
         return f"{self.setup.flags} --recompute {self.recompute}{more}"
 
     @property
     def text(self) -> str:
         """All that tells it from others of its question."""
-        return f"{self.flags} {self.setup.layout} {self.budget_bytes}"
+        return f"{self.flags} {self.setup.layout} {self.setup.loss} {self.budget_bytes}"
 
     def run(self, template: Run) -> Run:
         """The run that it is."""
@@ -122,11 +140,18 @@ def setup_run(setup: Setup, template: Run, recompute: Recompute | None = None) -
     """A setup's run: everything else is as in the template. Without a mode, nothing is computed again."""
     return replace(
         template,
+        kernels=template.kernels if setup.loss is None else _with_loss(template.kernels, setup.loss),
         layout=setup.layout,
         micro_batch=setup.micro_batch,
         micro_batches=setup.micro_batches,
         recompute=recompute or Recompute(),
     )
+
+
+@cache
+def _with_loss(kernels: Kernels, loss: Loss) -> Kernels:
+    """One object of each: runs that share it share their regions."""
+    return replace(kernels, loss=loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +161,7 @@ class Space:
     Args:
         template: the run's model, sequence, precision, kernels and so on; its layout's flags that are no axes hold.
         node: devices of a node.
+        over_tensor_ranks: what layouts with tp above 1 have instead of what the template has.
 
     Raises:
         UsageError: a number below one.
@@ -146,6 +172,7 @@ class Space:
     global_batch: int
     node: int
     axes: Axes = field(default_factory=Axes)
+    over_tensor_ranks: OverTensorRanks = OverTensorRanks()
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -207,7 +234,7 @@ class Space:
         found = {}
         for layers in range(1, self.template.model.depth + 1):
             modes = tuple(self._modes(layers))
-            whole = (replace(m, whole=MOST) for m in modes if m.mode is not Mode.NONE and not m.offload)
+            whole = (replace(m, whole=MOST) for m in modes if m.mode is not Mode.NONE and not m.to_host)
             found[layers, False] = modes
             found[layers, True] = (*modes, *whole) if True in self.axes.whole else modes
         return found
@@ -227,6 +254,7 @@ class Space:
                     if mode.mode is not Mode.AUTO and mode not in known:
                         known.add(mode)
                         yield mode
+        yield from (mode for mode in self.axes.lists if mode not in known)
 
     def _setups(self, refused: Counter[str]) -> Iterator[Setup]:
         for layout in self._layouts(refused):
@@ -239,15 +267,17 @@ class Space:
                 if layout.virtual_stages > 1 and count % layout.pp:
                     refused[f"interleaving takes a multiple of {layout.pp} micro-batches, not {count}"] += 1
                     continue
-                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count)
+                loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
+                yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
-        flags: dict[str, Any] = {"gathered_inputs": template.layout.gathered_inputs}
-        flags |= {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
-        flags |= {"keeps_received": template.layout.keeps_received, "stage_buffers": template.layout.stage_buffers}
+        flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
+        flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
+        flags |= {"stage_buffers": template.layout.stage_buffers}
+        alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
                 for sp, (virtual, schedule, cut) in product(axes.sp if tp > 1 else (False,), self._orders(pp)):
@@ -264,6 +294,7 @@ class Space:
                                 virtual_stages=virtual,
                                 stage_layers=cut,
                                 schedule=schedule,
+                                gathered_inputs=alone if tp == 1 or over is None else over,
                                 **flags,
                             )
                             layout.check(template.model, seq=template.seq)
@@ -294,7 +325,8 @@ class Space:
 
     def _orders(self, pp: int) -> Iterator[tuple[int, Schedule, tuple[int, ...]]]:
         """Virtual stages, the schedule that goes with them, and layers of each stage where they are uneven."""
-        wanted, depth = self.axes.virtual_stages, self.template.model.depth
+        model = self.template.model
+        wanted, depth = self.axes.virtual_stages, model.depth - model.further
         if pp == 1:
             if wanted is None or 1 in wanted:
                 yield 1, Schedule.ONE_F_ONE_B, ()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.spec.kernels import HUGGINGFACE, Kernels, kernels
+from jettison.spec.kernels import HUGGINGFACE, AttentionKernel, Kernels, kernels
 from jettison.spec.model import ModelSpec
 
 
@@ -17,6 +17,15 @@ def _bert(k: Kernels) -> Kernels:
 
 def _roberta(k: Kernels) -> Kernels:
     return replace(_bert(k), stored_positions=False, batched_positions=True)
+
+
+def _eager(k: Kernels) -> Kernels:
+    """Its code knows no other."""
+    return replace(k, attention=AttentionKernel.EAGER)
+
+
+def _gptj(k: Kernels) -> Kernels:
+    return replace(_eager(k), wide_scores=True, spread_rotary=True, rotary_apiece=True)
 
 
 _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyType(
@@ -54,6 +63,11 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
         "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
+        "bloom": _eager,
+        "codegen": lambda k: replace(_gptj(k), wide_rotary=True),
+        "gpt_neo": lambda k: replace(_eager(k), wide_scores=True),
+        "gptj": _gptj,
+        "mpt": lambda k: replace(_eager(k), filled_masks=True),
         "bert": _bert,
         "camembert": _roberta,
         "roberta": _roberta,

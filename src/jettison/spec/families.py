@@ -73,6 +73,8 @@ class Family:
     rotary_key: str | None = None
     latent: bool = False
     sinks: bool = False
+    alibi: bool = False
+    start_norm: bool = False  # the embedding ends with a norm
     plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None
     embedding_scale: bool = False

@@ -17,6 +17,7 @@ from typing import Any, Final
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
 from jettison.spec.families import ACTIVATIONS, Family
+from jettison.spec.further import FURTHER_LEFT_OUT
 from jettison.spec.model import (
     Activation,
     Arrangement,
@@ -30,6 +31,7 @@ from jettison.spec.model import (
     Moe,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
+from jettison.spec.own_words import in_usual_words
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
@@ -81,7 +83,8 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
     outer = values
     kind, values = _language_model(values, name)
-    fields = _Fields(name=name, family=EVERY_FAMILY[kind], values=values)
+    family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
+    fields = _Fields(name=name, family=family, values=values)
     fields.check_complete()
     return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values)))
 
@@ -94,7 +97,8 @@ def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
             about = _tower_parameters(tower)
             size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
             yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
-    yield from not_built(outer, inner)
+    for remark in not_built(outer, inner):
+        yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
 
 
 def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
@@ -102,7 +106,7 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
     further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
-        yield f"{count} further tokens left out, as in the code of transformers"
+        yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
     quantised = outer.get("quantization_config") or inner.get("quantization_config")
     if isinstance(quantised, Mapping) and quantised:
         method = quantised.get("quant_method", "a method that it does not name")
@@ -247,10 +251,10 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         layers=layers,
         final_norm=None if masked else family.norm,
         max_positions=positions,
-        learned_positions=not family.rotary,
+        learned_positions=not family.rotary and not family.alibi,
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if masked else 0,
-        embedding_norm=family.norm if masked else None,
+        embedding_norm=family.norm if masked or family.start_norm else None,
         embedding_scale=family.embedding_scale,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
@@ -352,9 +356,11 @@ def _attention(fields: _Fields) -> Attention:
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,
-        rotary_dim=int(head_dim * _rotated_share(fields, head_dim)) if family.rotary else 0,
+        rotary_dim=int(head_dim * _rotated_share(fields, head_dim)) if family.rotary and not family.alibi else 0,
         softcap=bool(fields.number("attn_logit_softcapping")),
         sinks=family.sinks,
+        alibi=family.alibi,
+        clipped=bool(fields.number("clip_qkv")),
         causal=_causal(fields),
     )
 

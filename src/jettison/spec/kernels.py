@@ -35,6 +35,14 @@ class Loss(StrEnum):
     LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
 
 
+class Documents(StrEnum):
+    """How attention stays within documents that are packed into one sequence."""
+
+    MASK = "mask"  # scores of other documents are masked: a mask of s × s for each sequence
+    VARLEN = "varlen"  # the kernel is told where each begins, and computes nothing else: flash-attn, thd, varlen_attn
+    BLOCKS = "blocks"  # FlexAttention: blocks of 128 × 128 that nothing needs are left out
+
+
 class ContextExchange(StrEnum):
     """How attention over a sharded sequence gets to see all of it (context parallelism)."""
 
@@ -72,12 +80,15 @@ class Kernels:
 
     Args:
         scores_float32: the softmax of eager attention runs on an fp32 copy and its result is cast back.
+        wide_scores: eager attention casts query and key to fp32 before their product.
         fused_softmax: scale, mask and softmax of eager attention are one kernel.
+        filled_masks: eager attention fills scores where a boolean mask says so, which stays; otherwise a mask is added.
         copied_attention: a fused kernel takes b × s and is given copies of query, key and value; its output is copied
             back. TransformerEngine with flash-attn (``backends.py``, ``FlashAttention.forward``), which it prefers
             before Hopper, and later where a run has to be deterministic, but for Hopper itself (``utils.py``,
             ``get_attention_backend``); cuDNN's kernel takes s × b as it is.
         context_exchange: how attention sees a sequence that cp shards.
+        documents: how attention stays within documents.
         tensor_masks: a fused attention kernel knows causality and nothing else: a window or padding reaches it as a
             mask, which each layer makes and keeps, as scaled_dot_product_attention does.
         bidirectional_masks: it is given one where attention looks both ways, too.
@@ -93,6 +104,7 @@ class Kernels:
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
         batched_rotary: the tables are made for each sequence of a batch.
         spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
+        rotary_apiece: and does so for queries and keys apart, once each.
         rotary_by_window: layers with a window have rotary tables of their own.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
@@ -119,9 +131,12 @@ class Kernels:
     loss: Loss = Loss.UPCAST
     loss_chunks: int = 8
     scores_float32: bool = True
+    wide_scores: bool = False
+    filled_masks: bool = False
     fused_softmax: bool = False
     copied_attention: bool = False
     context_exchange: ContextExchange = ContextExchange.RING
+    documents: Documents = Documents.VARLEN
     tensor_masks: bool = False
     bidirectional_masks: bool = False
     fused_norm: bool = True
@@ -135,6 +150,7 @@ class Kernels:
     complex_rotary: bool = False
     batched_rotary: bool = False
     spread_rotary: bool = False
+    rotary_apiece: bool = False
     rotary_by_window: bool = False
     joined_rotary: bool = False
     fused_gate: bool = False
@@ -155,7 +171,8 @@ class Kernels:
     device: Device = Device.CUDA
 
     def with_attention(self, word: str | None) -> Kernels:
-        """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies.
+        """The same with another attention; None leaves it. "flash-attn" is the library, with what it copies; "flex" is
+        torch's, which differs where documents are packed.
 
         Raises:
             UsageError: no such kernel.
@@ -163,16 +180,24 @@ class Kernels:
         if word is None:
             return self
         copied = word == "flash-attn"
-        word = {"sdpa": "flash", "flash-attn": "flash"}.get(word, word)
+        documents = _DOCUMENTS.get(word, self.documents)
+        word = {"sdpa": "flash", "flash-attn": "flash", "flex": "flash"}.get(word, word)
         if word not in set(AttentionKernel):
-            raise UsageError(f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, flash-attn")
-        return replace(self, attention=AttentionKernel(word), copied_attention=copied and not self.batch_first)
+            raise UsageError(
+                f"got the attention {word!r}; expected one of {', '.join(AttentionKernel)}, flash-attn, flex"
+            )
+        return replace(
+            self, attention=AttentionKernel(word), copied_attention=copied and not self.batch_first, documents=documents
+        )
 
     def on_cpu(self) -> Kernels:
         """The same on PyTorch's CPU kernels."""
         return replace(self, device=Device.CPU, byte_masks=False)
 
 
+_DOCUMENTS: Final = MappingProxyType(
+    {"eager": Documents.MASK, "sdpa": Documents.MASK, "flash-attn": Documents.VARLEN, "flex": Documents.BLOCKS}
+)
 MEGATRON: Final = Kernels(
     name="megatron",
     attention=AttentionKernel.FLASH,
@@ -192,6 +217,7 @@ PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)
 HUGGINGFACE: Final = Kernels(
     name="huggingface",
     attention=AttentionKernel.FLASH,
+    documents=Documents.MASK,
     tensor_masks=True,
     fused_norm=False,
     repeat_kv=True,

@@ -41,6 +41,7 @@ class Layout:
         stage_buffers: stages have buffers for all that they are sent in a step, and hold what they send:
             ``torch.distributed.pipelining``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
+        further: layers that predict further tokens, all of them on the last stage beside its own.
         resharded: with zero 3, parameters are sharded again after each layer's forward.
 
     Raises:
@@ -64,6 +65,7 @@ class Layout:
     stage_buffers: bool = False
     resharded: bool = True
     stage_layers: tuple[int, ...] = ()
+    further: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "pp", "virtual_stages", "dp", "zero_replicas"):
@@ -176,6 +178,10 @@ class Layout:
                 raise UsageError(f"--ep {self.ep} does not divide the {layer.mlp.experts} experts")
         if self.ep > 1 and not any(layer.experts for layer in model.kinds):
             raise UsageError(f"--ep {self.ep}: {model.name} has no experts")
+        if self.pp > 1 and self.further != model.further:
+            raise UsageError(
+                f"got a layout with {self.further} layers for further tokens, and {model.name} has {model.further}"
+            )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
         if seq % ways:
@@ -184,12 +190,18 @@ class Layout:
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.
 
-        As `stage_layers` says, or evenly. Where the layers alone do not divide, the embedding and the head count as a
-        layer each, as the 126 layers of Llama 3 405B were spread over 16 stages (arXiv 2407.21783 §3.3.2).
+        As `stage_layers` says, or evenly; those for further tokens are the last stage's. Where the layers alone do not
+        divide, the embedding and the head count as a layer each, as the 126 layers of Llama 3 405B were spread over 16
+        stages (arXiv 2407.21783 §3.3.2).
 
         Raises:
             UsageError: they do not divide in either way.
         """
+        *others, last = self._own_layers_per_chunk(layers - self.further)
+        return (*others, last + self.further)
+
+    def _own_layers_per_chunk(self, layers: int) -> tuple[int, ...]:
+        """Without those for further tokens."""
         chunks = self.pp * self.virtual_stages
         if self.stage_layers:
             check_stage_layers(self.stage_layers, layers=layers, chunks=chunks)

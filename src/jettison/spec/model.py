@@ -91,6 +91,8 @@ class Attention:
     window: int | None = None  # tokens that a query sees; None: all before it
     softcap: bool = False  # scores pass c * tanh(score / c)
     sinks: bool = False  # a learned logit a head takes part in the softmax: gpt-oss
+    alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
+    clipped: bool = False  # what the projections give is clamped
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -179,6 +181,7 @@ class Layer:
     """One transformer layer. Equal layers are equal objects: they are worked out once.
 
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
+    ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     """
 
     attention: Attention | LatentAttention
@@ -186,6 +189,7 @@ class Layer:
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
+    ahead: int = 0
 
     @property
     def experts(self) -> Moe | None:
@@ -242,6 +246,11 @@ class RecordedLayer:
     attended_width: int = 0
     fused: bool = True
     chained: bool = True
+
+    @property
+    def ahead(self) -> int:
+        """Where layers that predict further tokens come from is not recorded."""
+        return 0
 
     @property
     def experts(self) -> None:
@@ -343,7 +352,13 @@ class ModelSpec:
     @cached_property
     def layer_names(self) -> tuple[str, ...]:
         """What ledgers call the layers."""
-        return tuple(f"layers.{index}" for index in range(self.depth))
+        own = self.depth - self.further
+        return (*(f"layers.{index}" for index in range(own)), *(f"mtp.{index}" for index in range(self.further)))
+
+    @cached_property
+    def further(self) -> int:
+        """Layers at the end that predict further tokens."""
+        return sum(layer.ahead > 0 for layer in self.layers)
 
     @cached_property
     def recorder(self) -> Recorder | None:
@@ -358,7 +373,7 @@ class ModelSpec:
 
     @property
     def depth(self) -> int:
-        """L."""
+        """L, with what predicts further tokens."""
         return len(self.layers)
 
 

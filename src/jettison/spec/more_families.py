@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.decoder_families import DECODERS
 from jettison.spec.families import FAMILIES, SIZES, WRAPPERS, DropoutKeys, Experts, Family
 from jettison.spec.further_families import FURTHER
 from jettison.spec.model import Arrangement, Norm, NormKind, QkNorm, Router
@@ -102,7 +103,7 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
     }
 )
 """By ``model_type``."""
-EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER})
+EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **DECODERS})
 EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
     {
         **WRAPPERS,

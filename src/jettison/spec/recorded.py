@@ -26,6 +26,12 @@ AS_BUILT: Final = frozenset(
         "lora",
         "base",
         "input_gradients",
+        "packed",
+        "reference",
+        "reward",
+        "mtp_num_layers",
+        "recompute_modules",
+        "offload_modules",
     }
 )
 """What a described model is told, and a recorded one has as it is built."""

@@ -9,11 +9,15 @@ from math import isqrt
 from typing import Final
 
 from jettison.errors import UsageError
-from jettison.spec.kernels import PYTORCH, Device, Kernels
+from jettison.spec.compiled import check_compiled
+from jettison.spec.frozen_models import FrozenModel
+from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec
+from jettison.spec.modules import check_lists, check_parts, listed
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
-from jettison.spec.tuning import Tuning
+from jettison.spec.states_on_host import StatesOnHost
+from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
 
 
@@ -28,6 +32,7 @@ class Mode(StrEnum):
     EVERY = "every"  # segments of K layers: the segment's input stays (arXiv 1604.06174)
     BLOCK = "block"  # the first N layers of a stage are full, the rest is none (Megatron's block method)
     INTERVAL = "interval"  # one layer in K is full, the rest is none (torchtitan's selective layer)
+    MODULES = "modules"  # parts of a layer by Megatron's names: `spec.modules`
     AUTO = "auto"  # as a planner decides for a budget
 
 
@@ -54,17 +59,25 @@ class Recompute:
     number on every stage (arXiv 2205.05198 Appendix C; Megatron's
     ``num_microbatches_with_partial_activation_checkpoints``).
 
+    ``modules``: parts of a layer that are computed again; ``sent``: those of which everything large waits on the host.
+
     Raises:
         UsageError: a mode that needs a number has none, or one below 1; micro-batches kept whole where all are, or
-            beside offloading.
+            beside offloading; lists of modules that do not go together, or beside another mode.
     """
 
     mode: Mode = Mode.NONE
     number: int = 1
     offload: bool = False
     whole: int = 0
+    modules: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_lists(self.modules, self.sent)
+        if self.sent and (self.offload or self.mode not in (Mode.NONE, Mode.MODULES)):
+            other = "--offload" if self.offload else f"--recompute {self.mode}"
+            raise UsageError(f"--offload-modules does not go with {other}; leave one of them away")
         if self.number < 1:
             raise UsageError(f"got --recompute {self.mode}:{self.number}; expected a number of 1 or more")
         if self.whole < MOST:
@@ -74,34 +87,51 @@ class Recompute:
                 "got --whole-micro-batches and --recompute none, which keeps all of them whole; give another mode for "
                 "the others"
             )
-        if self.whole and self.offload:
-            raise UsageError("--whole-micro-batches does not go with --offload; leave one of them away")
+        if self.whole and self.to_host:
+            flag = "--offload" if self.offload else "--offload-modules"
+            raise UsageError(f"--whole-micro-batches does not go with {flag}; leave one of them away")
 
     @classmethod
     def parse(cls, text: str, *, layers: int, offload: bool = False, whole: int = 0) -> Recompute:
         """Read ``none``, ``selective``, ``selective-op``, ``selective-op-alternate``, ``full``, ``every:K``,
-        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers) or ``auto``.
+        ``block:N``, ``interval:K``, ``sqrt`` (segments of √L layers), ``modules:core_attn+mlp`` or ``auto``.
 
         Raises:
             UsageError: none of these.
         """
         word, colon, number = text.partition(":")
+        if word == Mode.MODULES and colon:
+            modules = listed(number, "--recompute-modules")
+            return cls(mode=Mode.MODULES, modules=modules, offload=offload, whole=whole)
         if word == "sqrt" and not colon:
             return cls(mode=Mode.EVERY, number=max(1, round_sqrt(layers)), offload=offload, whole=whole)
         known = {str(mode) for mode in Mode}
         with_number = {str(mode) for mode in _WITH_NUMBER}
-        if word not in known or bool(colon) != (word in with_number) or (colon and not number.isdecimal()):
-            words = [f"{m}:{_WITH_NUMBER[m]}" if m in _WITH_NUMBER else str(m) for m in Mode]
+        if (
+            word not in known - {Mode.MODULES}
+            or bool(colon) != (word in with_number)
+            or (colon and not number.isdecimal())
+        ):
+            names = {**_WITH_NUMBER, Mode.MODULES: "core_attn+mlp"}
+            words = [f"{m}:{names[m]}" if m in names else str(m) for m in Mode]
             raise UsageError(f"got --recompute {text!r}; expected one of {', '.join([*words, 'sqrt'])}")
         return cls(mode=Mode(word), number=int(number) if colon else 1, offload=offload, whole=whole)
 
     def __str__(self) -> str:
+        if self.mode is Mode.MODULES:
+            return f"{self.mode}:{'+'.join(self.modules)}"
         return f"{self.mode}:{self.number}" if self.mode in _WITH_NUMBER else str(self.mode)
+
+    @property
+    def to_host(self) -> bool:
+        """Does anything wait there?"""
+        return self.offload or bool(self.sent)
 
     @property
     def words(self) -> str:
         """With what is offloaded, and what is kept whole."""
         text = f"{self}, offloaded" if self.offload else str(self)
+        text += f", {'+'.join(self.sent)} on the host" if self.sent else ""
         return f"{text}, {self.whole} of each window whole" if self.whole > 0 else text
 
 
@@ -135,6 +165,7 @@ class Scene:
     padding: bool
     imbalance: float
     tuning: Tuning | None = None
+    packed: int = 0
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -159,7 +190,11 @@ class Run:
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
+        frozen: models beside it of which a step runs the forward.
+        states_on_host: whose way of keeping the optimizer's states in the host's memory.
+        compiled: each layer is compiled by itself, and keeps what torch's partitioner leaves it.
 
     Raises:
         UsageError: a size below one, a sequence longer than the model's positions, a layout that does not divide.
@@ -186,7 +221,11 @@ class Run:
     adding: Adding = Adding.WHOLE
     workspaces: Workspaces = WORKSPACES["none"]
     loader_masks: bool = False
+    packed: int = 0
     tuning: Tuning | None = None
+    frozen: tuple[FrozenModel, ...] = ()
+    states_on_host: StatesOnHost = StatesOnHost.NONE
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seq", "micro_batch", "micro_batches"):
@@ -202,7 +241,9 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
-        if self.model.learned_positions and self.seq > self.model.max_positions:
+        if self.packed:
+            self._check_packed()
+        if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
         if self.recompute.whole and self.layout.pp == 1:
             raise UsageError(
@@ -211,9 +252,84 @@ class Run:
             )
         if self.tuning is not None and self.precision.product is not None:
             raise UsageError(f"got --lora with --precision {self.precision.name}; no description has both")
+        names = (*self.recompute.modules, *self.recompute.sent)
+        if names:
+            check_parts(self.model, self.kernels, names, own_norms=bool(self.workspaces.library_bytes))
+        if self.tuning is not None and self.tuning.base is Base.INT8 and self.recompute.mode is not Mode.NONE:
+            raise UsageError(
+                f"got --base int8 with --recompute {self.recompute}; bitsandbytes holds what its products read where "
+                "no checkpoint lets go of them: give --recompute none, or --base nf4"
+            )
+        if self.compiled:
+            check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
+        if self.states_on_host is not StatesOnHost.NONE:
+            self._check_states_on_host()
         self.layout.check(self.model, seq=self.seq)
+        for beside in self.frozen:
+            self._check_beside(beside)
+
+    def _check_packed(self) -> None:
+        """Are documents packed in a way that somebody's code has?
+
+        Raises:
+            UsageError: no.
+        """
+        if not 1 <= self.packed <= self.seq:
+            raise UsageError(f"got --packed {self.packed}; expected tokens of a document, 1 to --seq {self.seq}")
+        if self.layout.cp > 1:
+            raise UsageError(f"got --packed with --cp {self.layout.cp}; documents that ranks share are not described")
+        rows = self.kernels.name == "huggingface" and self.kernels.documents is Documents.VARLEN
+        if rows and self.micro_batch > 1:
+            raise UsageError(
+                f"got --packed with --micro-batch {self.micro_batch}; with flash-attn transformers packs one row alone "
+                "(modeling_flash_attention_utils.py, _is_packed_sequence): --micro-batch 1 and a longer --seq"
+            )
+
+    def _check_states_on_host(self) -> None:
+        """Does the framework whose way it is do this?
+
+        Raises:
+            UsageError: no.
+        """
+        rule, why = self.states_on_host, ""
+        own = self.precision.master is None
+        kinds = (Optimizer.ADAMW,) if rule.steps_there else (Optimizer.ADAMW, Optimizer.ADAM8BIT)
+        if rule.moves_masters and own:
+            why = f"--precision {self.precision.name}; DeepSpeed updates fp32 copies: --precision bf16"
+        elif not rule.moves_masters and not own:
+            why = (
+                f"--precision {self.precision.name}; it updates parameters themselves: bf16-pure, bf16-autocast or fp32"
+            )
+        elif self.optimizer not in kinds:
+            why = f"--optimizer {self.optimizer}; expected {' or '.join(kinds)}"
+        elif rule is StatesOnHost.TORCHAO_GRADIENTS and self.micro_batches > 1:
+            why = f"--micro-batches {self.micro_batches}; each gradient goes as it is made: 1, or torchao"
+        elif rule.steps_there and self.gradients is not Gradients.ONE_BY_ONE:
+            why = f"gradients {self.gradients}; give --gradients one-by-one"
+        if why:
+            raise UsageError(f"got --states-on-host {rule} with {why}")
+
+    def _check_beside(self, beside: FrozenModel) -> None:
+        """Can this frozen model stand beside it?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.layout.pp > 1:
+            raise UsageError(
+                f"got --{beside.role} with --pp {self.layout.pp}; no rule says which stage would run its forward when: "
+                "give --pp 1, and --zero 3 or --tp instead"
+            )
+        if beside.model is None:
+            return
+        if beside.model.learned_positions and self.seq > beside.model.max_positions:
+            raise UsageError(
+                f"got --seq {self.seq}; the {beside.role} {beside.model.name} has {beside.model.max_positions} "
+                "positions"
+            )
+        self.layout.check(beside.model, seq=self.seq)
 
     def _check_in_backward(self) -> None:
         """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.
@@ -242,6 +358,11 @@ class Run:
         return gradient_rule(self.precision, self.adding, updates)
 
     @property
+    def frees_gradients(self) -> bool:
+        """Do gradients go as backward makes them?"""
+        return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
+
+    @property
     def updates_on_cpu(self) -> bool:
         """Does an update make tensors of a parameter's size? PyTorch's do, on a CPU; fused kernels do not."""
         return self.kernels.device is Device.CPU and self.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
@@ -262,4 +383,5 @@ class Run:
             padding=self.padding,
             imbalance=self.imbalance,
             tuning=self.tuning,
+            packed=self.packed,
         )

@@ -17,8 +17,8 @@ def stage_layers(text: str, *, layers: int, chunks: int) -> tuple[int, ...]:
     Args:
         text: ``5,4,4,3``; ``first:3``, ``last:5`` or both, what is left being spread evenly (Megatron's
             ``--decoder-first-pipeline-num-layers`` and its like); or a string as of Megatron's
-            ``--pipeline-model-parallel-layout``: E embeds, t is a layer, L the head, ``|`` ends a stage, ``(t|)*3``
-            repeats.
+            ``--pipeline-model-parallel-layout``: E embeds, t is a layer, m one for further tokens, L the head, ``|``
+            ends a stage, ``(t|)*3`` repeats.
         layers: of the model.
         chunks: pp x virtual stages.
 
@@ -98,14 +98,10 @@ def _megatron(text: str) -> tuple[int, ...]:
         before = flat
         flat = re.sub(rf"(?:\(([{_LETTERS}|]*)\)|([{_LETTERS}|]))\*(\d+)", _repeated, flat)
         flat = re.sub(rf"\(([{_LETTERS}|]*)\)(?!\*)", r"\1", flat)
-    if "m" in flat:
+    if not re.fullmatch(r"E?[t|]*m*L?", flat):
         raise UsageError(
-            f"--stage-layers {text}: layers that predict further tokens (m) are not described; leave them out"
-        )
-    if not re.fullmatch(r"E?[t|]*L?", flat):
-        raise UsageError(
-            f"--stage-layers {text} means {flat}; expected the embedding E first, then layers t and stages |, then the "
-            "head L"
+            f"--stage-layers {text} means {flat}; expected the embedding E first, then layers t and stages |, then "
+            "layers m for further tokens, with the head L on the last stage"
         )
     return tuple(stage.count("t") for stage in flat.split("|"))
 

@@ -16,6 +16,13 @@ of 16 fp32; doubly quantised (arXiv 2305.14314 §3), a byte for each 64, an fp32
 offset. ``autograd/_functions.py``, ``MatMul4Bit``: each pass makes the 16-bit matrix again for its product, and keeps
 neither it nor the input. What transformers packs are its ``nn.Linear`` but for the head: embeddings, norms, routers and
 experts, which are one tensor, keep 16 bits.
+
+NOTE [ Eight bits ]
+bitsandbytes (LLM.int8, arXiv 2208.07339): ``functional.py``, ``int8_vectorwise_quant``: a byte a number and an fp32
+scale a row. ``autograd/_functions.py``, ``MatMul8bitLt`` (0.50): forward quantises its input, multiplies bytes, and
+holds the 16-bit input where it needs a gradient, although backward does not read it; backward makes the 16-bit matrix
+again (``state.CB.to(ctx.dtype_A, copy=True)``). It holds the input as an attribute, of which checkpoints know nothing.
+Columns of outliers, which are few, are not counted, nor what forward makes to quantise.
 """
 
 from __future__ import annotations
@@ -39,14 +46,17 @@ class Base(StrEnum):
     FP32 = "fp32"
     NF4 = "nf4"
     NF4_DOUBLE = "nf4-double"
+    INT8 = "int8"
 
     @property
     def packed(self) -> bool:
         """In fewer bits than products read."""
-        return self in (Base.NF4, Base.NF4_DOUBLE)
+        return self in (Base.NF4, Base.NF4_DOUBLE, Base.INT8)
 
-    def packed_bytes(self, elements: int) -> int:
-        """Of one matrix. See NOTE [ Four bits ]."""
+    def packed_bytes(self, elements: int, rows: int) -> int:
+        """Of one matrix. See NOTE [ Four bits ] and NOTE [ Eight bits ]."""
+        if self is Base.INT8:
+            return elements + 4 * rows
         blocks = -(-elements // PACKED_BLOCK)
         scales = 4 * blocks if self is Base.NF4 else blocks + 4 * -(-blocks // SCALES_BLOCK) + 4
         return -(-elements // 2) + scales + TABLE_BYTES

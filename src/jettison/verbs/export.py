@@ -17,6 +17,7 @@ from jettison.report.plan import DESCRIBED, SCHEMA
 from jettison.report.untrusted import parse_json, read_text
 from jettison.solve.plan import Plan
 from jettison.spec.run import Gradients, Run
+from jettison.spec.states_on_host import StatesOnHost
 
 
 def export_plan(
@@ -88,6 +89,10 @@ def _of_the_loop(run: Run) -> Iterator[str]:
     """What a plan was made for, and is set up beside what settings of recomputation can say."""
     if run.tuning is not None:
         yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
+    if run.states_on_host is not StatesOnHost.NONE:
+        yield f"optimizer states on the host, as {run.states_on_host} has them: set them up with the optimizer"
+    for beside in run.frozen:
+        yield f"a frozen model ({beside}): give it to the trainer"
     if run.gradients is Gradients.IN_BACKWARD:
         yield "an optimizer that steps within backward: hook it to the parameters yourself"
 

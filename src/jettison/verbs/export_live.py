@@ -101,7 +101,7 @@ class LivePricer:
 
     def plan(self) -> Cost:
         """As its document has it."""
-        again = [(d.program, o) for d in self._subject.decisions for o in d.program.recompute_set(d.kept)]
+        again = [(d.program, o) for d in self._subject.decisions for o in d.again]
         return Cost(
             layer_bytes=sum(decision.kept_bytes for decision in self._subject.decisions),
             peak_bytes=self._plan.predicted.peak_bytes,

@@ -36,6 +36,7 @@ def ledger(
     gpu: str | None = None,
     fit: bool = False,
     explain: bool = False,
+    compiled: bool = False,
     against: Path | None = None,
     progress: Progress = silent,
 ) -> LedgerReport:
@@ -46,6 +47,7 @@ def ledger(
         budget, gpu: hold the peak against these.
         fit: answer, too, what would fit them.
         explain: answer, too, where the peak comes from.
+        compiled: each layer is compiled by itself.
         against: another ledger's document, to be compared with this one.
 
     Raises:
@@ -54,14 +56,16 @@ def ledger(
         Infeasible: recompute was left to a planner, and no plan fits.
     """
     other = None if against is None else _read(against)
-    beyond = fit or explain or any(name not in TRACED for name in request.given())
+    beyond = fit or explain or compiled or any(name not in TRACED for name in request.given())
     if is_live(model) or (trace and (model in PRESETS or not beyond)):
-        also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain)) if given)
+        also = tuple(flag for flag, given in (("--fit", fit), ("--explain", explain), ("--compile", compiled)) if given)
         refuse_for_trace(model, request, asked=trace, also=also)
         limit = limit_of(budget=budget, gpu=gpu)
         report = replace(_live(model, request, progress), limit=limit)
     else:
-        report = _described(model, request, budget=budget, gpu=gpu, fit=fit, explain=explain, trace=trace)
+        report = _described(
+            model, request, budget=budget, gpu=gpu, fit=fit, explain=explain, compiled=compiled, trace=trace
+        )
     if other is None:
         return report
     own = report.ledger.on_rank(report.mesh_sizes)
@@ -76,7 +80,15 @@ def _live(model: str, request: RunRequest, progress: Progress) -> LedgerReport:
 
 
 def _described(
-    model: str, request: RunRequest, *, budget: str | None, gpu: str | None, fit: bool, explain: bool, trace: bool
+    model: str,
+    request: RunRequest,
+    *,
+    budget: str | None,
+    gpu: str | None,
+    fit: bool,
+    explain: bool,
+    compiled: bool,
+    trace: bool,
 ) -> LedgerReport:
     """What `jettison ledger` says of a preset or of a config.json.
 
@@ -84,6 +96,7 @@ def _described(
         budget, gpu: hold the peak against these.
         fit: answer, too, what would fit them.
         explain: answer, too, where the peak comes from.
+        compiled: each layer is compiled by itself.
         trace: its blocks are recorded even if it has a closed form.
 
     Raises:
@@ -91,6 +104,7 @@ def _described(
         Infeasible: recompute was left to a planner, and no plan fits.
     """
     asked = resolve(described_model(model, request, live=True, trace=trace), request)
+    asked = replace(asked, run=replace(asked.run, compiled=True)) if compiled else asked
     limit = limit_of(budget=budget, gpu=gpu, run=asked.run)
     budget_bytes = None if limit is None else limit.nbytes
     auto = asked.run.recompute.mode is Mode.AUTO

@@ -22,6 +22,7 @@ POLICIES: Final = {
     "every:K": "segments of K layers, of which the segment's input stays (arXiv 1604.06174)",
     "block:N": "the first N layers of a stage are full, the others none (Megatron's block method)",
     "interval:K": "one layer in K is full, the others none (torchtitan's selective layers)",
+    "modules:A+B": "parts of a layer by Megatron-Core's names, as in --recompute-modules A,B",
     "sqrt": "every:K, K being the square root of the number of layers",
     "auto": "what the planner chooses for a budget",
 }

@@ -13,7 +13,7 @@ from jettison.errors import UsageError
 from jettison.models.described import described_model
 from jettison.parse_units import parse_bytes
 from jettison.predict.limit import Limit, limit_of
-from jettison.predict.run_request import TRACED, RunRequest, is_live, refuse_for_trace, resolve
+from jettison.predict.run_request import TRACED, RunRequest, flag_of, is_live, refuse_for_trace, resolve
 from jettison.progress import Progress, silent
 from jettison.report.plan import ForecastPlan, LayerChoice
 from jettison.spec.hardware import Hardware, hardware, usual_hardware
@@ -101,6 +101,12 @@ def _described(
     """
     if request.recompute not in (None, "auto"):
         raise UsageError(f"got --recompute {request.recompute} and --budget: plan decides what is computed again")
+    for name in ("recompute_modules", "offload_modules"):
+        if getattr(request, name) is not None:
+            raise UsageError(
+                f"got {flag_of(name)}: plan decides what is computed again and what goes to the host. `jettison export "
+                "--to megatron` says a plan in such lists; `jettison ledger` and `estimate` say what a list takes"
+            )
     from jettison.explain.layer_reasons import layer_reasons
     from jettison.explain.what_if import what_if as next_gib
     from jettison.predict.whole_plan import choose_with_whole

@@ -49,7 +49,8 @@ def _as_planned(decision: Decision) -> LayerPolicy:
         action=policy.action,
         kept=decision.kept,
         moved=decision.moved,
-        again=decision.program.recompute_set(decision.kept),
+        again=decision.again,
+        shared_bytes=decision.shared_bytes,
         words=decision.policy,
     )
 
@@ -83,6 +84,7 @@ def _model(subject: Subject) -> list[str]:
     else:
         kinds = dict.fromkeys(decision.module.partition(":")[2] for decision in subject.decisions)
         lines.append(f"- {len(subject.decisions)} layers: {', '.join(kinds)}")
+    lines += [f"- not in these figures: {_plain(text)}" for text in subject.left_out]
     asked = [f"{key} {value}" for key, value in subject.asked.items() if key != "model"]
     lines.append(f"- asked for: {', '.join(asked) or 'nothing beside the model'}")
     return [*lines, ""]
@@ -147,8 +149,7 @@ def _table(subject: Subject) -> list[str]:
 
 
 def _row(decision: Decision) -> tuple[str, int, int, int]:
-    again = decision.program.recompute_set(decision.kept)
-    flops = sum(decision.program.ops[o].flops for o in again)
+    flops = sum(decision.program.ops[o].flops for o in decision.again)
     return decision.policy, decision.kept_bytes, decision.program.kept_bytes(decision.moved), flops
 
 

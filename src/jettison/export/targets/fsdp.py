@@ -134,7 +134,7 @@ def _all_or_none(
     cost = pricer.cost(full, plain_torch.code(subject, full, states=states))
     if cost.peak_bytes > subject.budget_bytes and subject.live and any(d.moved for d in subject.decisions):
         full = tuple(map(checkpointed_on_host, subject.decisions))
-        cost = pricer.cost(full, plain_torch.code(subject, full, states=states) + _ELSEWHERE)
+        cost = pricer.cost(full, plain_torch.priced_code(subject, full, states=states))
     return full, require_fit(cost, subject, target, ALL)
 
 
@@ -194,30 +194,6 @@ def _deepspeed_settings(subject: Subject, layers: int, *, on: bool, on_host: boo
     return found
 
 
-# Follows what is run on fake tensors: what checkpoints are given is held nowhere that counts, and has no values.
-_ELSEWHERE = """
-
-import torch
-from torch.autograd.graph import saved_tensors_hooks
-
-
-def _wrap(model, name, **how):
-    parent, _, child = name.rpartition(".")
-    wrapped = checkpoint_wrapper(model.get_submodule(name), preserve_rng_state=PRESERVE_RNG_STATE, **how)
-    inside = wrapped.forward
-
-    def forward(*args, **kwargs):
-        with saved_tensors_hooks(lambda t: (t.size(), t.stride(), t.dtype, t.device), _fetched):
-            return inside(*args, **kwargs)
-
-    wrapped.forward = forward
-    setattr(model.get_submodule(parent), child, wrapped)
-
-
-def _fetched(packed):
-    size, stride, dtype, device = packed
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-"""
 _LIGHTNING = '''
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn

@@ -12,27 +12,19 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from jettison.export.described import DescribedPricer
-from jettison.export.modules import (
-    CORE_ATTENTION,
-    MODULES,
-    OFFLOADED,
-    SMALLEST_OFFLOADED,
-    by_modules,
-    is_fused,
-    offloading,
-    parts_of,
-    saved_by,
-)
-from jettison.export.policy import LayerPolicy, checkpointed, kept_whole
+from jettison.export.megatron_text import Value, flags_text, layout_settings, overrides_text
+from jettison.export.modules import by_modules, offloading
+from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_together, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Decision, Subject
-from jettison.spec.layout import Layout, Schedule
+from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, saved_by
+from jettison.spec.layout import Schedule
+from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
 from jettison.spec.run import Mode, Recompute, Run
 
 MEGATRON, BRIDGE = "megatron", "megatron-bridge"
 COULD = "the same modules in all layers, computed again or offloaded, or the same number of layers on every stage"
-CHECKED = "megatron-core 0.19.2"
-Value = str | int | bool | list[str]
+CHECKED = {MEGATRON: "megatron-core 0.19.2", BRIDGE: "megatron-bridge 0.6.2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +75,7 @@ def _exported(
         cost=best.cost,
         lost=(*losses(subject, best.policies, target), *_layout_losses(run)),
         notes=_notes(best, run, _has_biases(best)),
-        checked_with=CHECKED if target == MEGATRON else "",
+        checked_with=CHECKED[target],
     )
 
 
@@ -118,8 +110,8 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate
     """All that is worth saying."""
     for modules in _module_sets(subject):
         yield from (_by_modules(subject, pricer, modules, sent) for sent in _offloaded_sets(subject, modules))
-    sizes = _chunk_sizes(subject)
-    low, high = 0, max(sizes)
+    longest = max(map(len, _chunks(subject)))
+    low, high = 0, longest
     while high - low > 1:  # the fewest layers of a stage that fit; fewer take more bytes
         middle = (low + high) // 2
         tried = _block(subject, pricer, middle)
@@ -129,17 +121,13 @@ def _candidates(subject: Subject, pricer: DescribedPricer) -> Iterator[Candidate
         else:
             low = middle
     yield _block(subject, pricer, high)
-    yield from (_uniform(subject, pricer, size) for size in range(1, max(sizes) + 1) if _divides(size, sizes))
-
-
-def _divides(size: int, sizes: list[int]) -> bool:
-    return all(layers % size == 0 for layers in sizes)
+    yield from (_uniform(subject, pricer, size) for size in range(1, longest + 1))
 
 
 def _module_sets(subject: Subject) -> Iterator[tuple[str, ...]]:
     """Sets of modules that the model has; an experts' layer as a whole goes with no part of it."""
     programs = {id(d.program): d.program for d in subject.decisions}.values()
-    there = [module for module in MODULES if any(parts_of(program, module) for program in programs)]
+    there = [module for module in RECOMPUTED if any(parts_of(program, module) for program in programs)]
     if all(map(is_fused, programs)):
         there.remove(CORE_ATTENTION)
     for count in range(len(there) + 1):
@@ -185,12 +173,7 @@ def _by_modules(
 
 def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
     """The first layers of each stage are checkpoints, each of its own."""
-    position: dict[str, int] = {}
-    assert subject.described is not None
-    for stage in subject.described.forecast.stages:
-        for chunk in stage.parts:
-            names = [part.name for part in chunk if part.is_layer]
-            position.update((name, i) for i, name in enumerate(names))
+    position = {decision.layer: i for chunk in _chunks(subject) for i, decision in enumerate(chunk)}
     policies = tuple(checkpointed(d) if position[d.layer] < number else kept_whole(d) for d in subject.decisions)
     return Candidate(
         settings={"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": number},
@@ -200,8 +183,15 @@ def _block(subject: Subject, pricer: DescribedPricer, number: int) -> Candidate:
 
 
 def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
-    """All layers, so many to a checkpoint."""
-    policies = tuple(checkpointed(decision) for decision in subject.decisions)
+    """All layers, so many to a checkpoint; the last of a chunk may have fewer."""
+    together = [
+        policy
+        for chunk in _chunks(subject)
+        for start in range(0, len(chunk), size)
+        for policy in checkpointed_together(chunk[start : start + size])
+    ]
+    by_name = {policy.layer: policy for policy in together}
+    policies = tuple(by_name[decision.layer] for decision in subject.decisions)
     mode = Recompute(mode=Mode.EVERY, number=size) if size > 1 else Recompute(mode=Mode.FULL)
     return Candidate(
         settings={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": size},
@@ -210,68 +200,13 @@ def _uniform(subject: Subject, pricer: DescribedPricer, size: int) -> Candidate:
     )
 
 
-def _chunk_sizes(subject: Subject) -> list[int]:
-    """Layers of each chunk of each stage."""
+def _chunks(subject: Subject) -> list[list[Decision]]:
+    """Layers of each chunk of each stage, where it has some."""
     assert subject.described is not None
-    sizes = [
-        sum(part.is_layer for part in chunk) for stage in subject.described.forecast.stages for chunk in stage.parts
-    ]
-    return [size for size in sizes if size]
-
-
-def layout_settings(run: Run) -> dict[str, Value]:
-    """The run's layout and batch, by name of Megatron's flags."""
-    layout = run.layout
-    found: dict[str, Value] = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "sequence_parallel": layout.sp and layout.tp > 1,
-        "micro_batch_size": run.micro_batch,
-        "global_batch_size": run.micro_batch * run.micro_batches * layout.dp,
-        "seq_length": run.seq,
-        "use_distributed_optimizer": layout.zero > 0,
-        "num_layers": run.model.depth,
-    }
-    if layout.stage_layers:
-        found["pipeline_model_parallel_layout"] = layout_string(layout)
-    elif layout.virtual_stages > 1:
-        found["num_virtual_stages_per_pipeline_rank"] = layout.virtual_stages
-    return found
-
-
-def layout_string(layout: Layout) -> str:
-    """Stages as Megatron has them, with the embedding on the first and the loss on the last."""
-    stages = [f"t*{count}" if count > 1 else "t" * count for count in layout.stage_layers]
-    return f"E{'|'.join(stages)}L"
-
-
-def flags_text(settings: Mapping[str, Value]) -> str:
-    """One flag a line, for ``$(cat FILE)``; nothing in it needs quotes but a layout, which has none of the shell's."""
-    lines = []
-    for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            lines.append(flag)
-        elif isinstance(value, list):
-            lines.append(" ".join([flag, *value]))
-        elif value is not False:
-            lines.append(f"{flag} {value}")
-    return "\n".join(lines) + "\n"
-
-
-def overrides_text(run: Run, settings: Mapping[str, Value]) -> str:
-    """Overrides of a recipe's configuration."""
-    layout = layout_settings(run)
-    where = {"micro_batch_size": "train", "global_batch_size": "train", "use_distributed_optimizer": "ddp"}
-    lines = []
-    for name, value in {**layout, **settings}.items():
-        if name == "num_virtual_stages_per_pipeline_rank":
-            name = "virtual_pipeline_model_parallel_size"
-        text = f"[{','.join(value)}]" if isinstance(value, list) else json.dumps(value)
-        lines.append(f"{where.get(name, 'model')}.{name}={text}")
-    return "\n".join(lines) + "\n"
+    by_name = {decision.layer: decision for decision in subject.decisions}
+    chunks = (chunk for stage in subject.described.forecast.stages for chunk in stage.parts)
+    layers = ([by_name[part.name] for part in chunk if part.is_layer] for chunk in chunks)
+    return [chunk for chunk in layers if chunk]
 
 
 def _layout_losses(run: Run) -> tuple[str, ...]:
@@ -309,6 +244,14 @@ def _notes(best: Candidate, run: Run, biases: bool) -> tuple[str, ...]:
             "Of each stage the last layer keeps its own, as in the plan. A tensor that two modules save is counted and "
             "sent once here; Megatron may send it twice. Under Transformer Engine norms that are part of a product's "
             "kernel send nothing"
+        )
+        found.append(
+            "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
+            "NVTE_CPU_OFFLOAD_V1=1 in the environment"
+        )
+        found.append(
+            "offloading wants --transformer-impl transformer_engine and, with Transformer Engine 2.10 or later, "
+            "NVTE_CPU_OFFLOAD_V1=1 in the environment"
         )
     if run.kernels.name != "megatron":
         found.append(

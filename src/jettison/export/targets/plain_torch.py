@@ -8,11 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jettison.export.nearest import Priced, between, fewest_checkpoints
-from jettison.export.policy import Action, LayerPolicy, OpCall, by_ops, draws_again
+from jettison.export.host_text import CODE, IMPORTS, STAND_IN, moves_table
+from jettison.export.nearest import Checkpoint, Priced, between, fewest_checkpoints, with_host
+from jettison.export.policy import (
+    Action,
+    LayerPolicy,
+    OpCall,
+    by_ops_and_host,
+    checkpointed,
+    checkpointed_on_host,
+    draws_again,
+)
 from jettison.export.python_text import header, names, saves_table
 from jettison.export.result import CannotSay, Exported, Pricer, losses
-from jettison.export.subject import Subject
+from jettison.export.subject import Decision, Subject
 
 TARGET = "torch"
 USE = """\
@@ -41,19 +50,43 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
         plan_cost=pricer.plan(),
         cost=cost,
         lost=losses(subject, policies, TARGET),
-        notes=(DISPATCHED,) if selective else (),
+        notes=(*((DISPATCHED,) if selective else ()), *copied(policies)),
         checked_with="torch 2.13",
     )
 
 
+def copied(policies: Sequence[LayerPolicy]) -> tuple[str, ...]:
+    """A note on what copies cost."""
+    if not any(policy.moved for policy in policies):
+        return ()
+    return ("copies to the host and back run while nothing is computed; a live plan's seconds are without them",)
+
+
 def _chosen(subject: Subject, pricer: Pricer) -> Priced:
     def write(policies: Sequence[LayerPolicy]) -> str:
-        return code(subject, policies)
+        return priced_code(subject, policies)
+
+    def choose(ours: Pricer, checkpoint: Checkpoint) -> Priced:
+        could = "which layers are checkpoints"
+        return fewest_checkpoints(subject, ours, write, target=TARGET, could=could, checkpoint=checkpoint)
 
     if not subject.live:  # a description names no ops of a module
-        return fewest_checkpoints(subject, pricer, write, target=TARGET, could="which layers are checkpoints")
-    wished = tuple(map(by_ops, subject.decisions))
-    return between(wished, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=True)
+        return with_host(subject, pricer, choose)
+    wished = tuple(map(by_ops_and_host, subject.decisions))
+    return between(
+        wished, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=True, checkpoint=as_the_plan_moves
+    )
+
+
+def as_the_plan_moves(decision: Decision) -> LayerPolicy:
+    """A checkpoint, with what it is given on the host where the plan moves something of the layer."""
+    return checkpointed_on_host(decision) if decision.moved else checkpointed(decision)
+
+
+def priced_code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
+    """The file as it is run for its price: what waits on the host has no bytes."""
+    text = code(subject, policies, states=states)
+    return text + (STAND_IN if any(policy.moved for policy in policies) else "")
 
 
 def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | None = None) -> str:
@@ -70,7 +103,8 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
     selective = {_name(subject, p, i): kinds[p.saves] for i, p in enumerate(policies) if p.action is Action.SELECT}
     keep_states = any(map(draws_again, policies)) if states is None else states
     text = header(subject, "plain torch", USE)
-    text += _IMPORTS_SELECTIVE if kinds else _IMPORTS
+    moves = moves_table([(_name(subject, policy, i), policy) for i, policy in enumerate(policies)])
+    text += (_IMPORTS_SELECTIVE if kinds else _IMPORTS) + (IMPORTS if moves else "")
     text += f"\nFULL = {names(full)}\n"
     if kinds:
         rows = "".join(f"    {name!r}: {kind!r},\n" for name, kind in selective.items())
@@ -80,18 +114,20 @@ def code(subject: Subject, policies: Sequence[LayerPolicy], *, states: bool | No
     text += f"PRESERVE_RNG_STATE = {keep_states}  # whether what runs again draws random numbers\n"
     if not subject.live:
         text += f"LAYERS = {len(policies)}\n"
-    return text + _body(bool(kinds), subject.live)
+    return text + moves + _body(bool(kinds), subject.live, bool(moves))
 
 
 def _name(subject: Subject, policy: LayerPolicy, index: int) -> object:
     return policy.layer if subject.live else index
 
 
-def _body(selective: bool, live: bool) -> str:
+def _body(selective: bool, live: bool, moves: bool) -> str:
     text = _APPLY if live else _APPLY_BY_NUMBER
-    if selective:
-        text = text.replace("    return model\n", _APPLY_SELECTIVE + "    return model\n", 1)
-    return text + (_CONTEXTS if selective else "")
+    beside = (_APPLY_SELECTIVE if selective else "") + (_APPLY_HOST if moves and live else "")
+    text = text.replace("    return model\n", f"{beside}    return model\n", 1)
+    if moves and not live:
+        text = text.replace("    return model\n", f"{_HOST_BY_NUMBER}    return model\n", 1)
+    return text + (_CONTEXTS if selective else "") + (CODE if moves else "")
 
 
 def refuse_described(subject: Subject, target: str) -> None:
@@ -135,6 +171,14 @@ def _wrap(model: nn.Module, name: str, **how) -> None:
 '''
 _APPLY_SELECTIVE = """    for name, kind in SELECTIVE.items():
         _wrap(model, name, context_fn=partial(_contexts, SAVES[kind]))
+"""
+_APPLY_HOST = """    for name, numbers in ON_HOST.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _Waiting(model.get_submodule(name), numbers))
+"""
+_HOST_BY_NUMBER = """    for number, (name, layer) in enumerate(list(lists[0].named_children())):
+        if number in ON_HOST:
+            lists[0].register_module(name, _Waiting(layer, ON_HOST[number]))
 """
 _APPLY_BY_NUMBER = '''
 

@@ -11,12 +11,14 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from jettison.export.nearest import Priced, between, fewest_checkpoints
+from jettison.errors import DoesNotFit
+from jettison.export.host_text import CODE, IMPORTS, moves_table
+from jettison.export.nearest import Checkpoint, Priced, between, fewest_checkpoints, with_host
 from jettison.export.policy import (
     Action,
     LayerPolicy,
     OpCall,
-    by_ops,
+    by_ops_and_host,
     checkpointed,
     draws_again,
     kept_whole,
@@ -62,6 +64,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     """
     _refuse(subject)
     policies, cost = _chosen(subject, pricer)
+    selective = any(policy.action is Action.SELECT for policy in policies)
     return Exported(
         target=TARGET,
         subject=subject,
@@ -70,7 +73,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
         plan_cost=pricer.plan(),
         cost=cost,
         lost=losses(subject, policies, TARGET),
-        notes=(plain_torch.DISPATCHED,) if any(p.action is Action.SELECT for p in policies) else (),
+        notes=(*((plain_torch.DISPATCHED,) if selective else ()), *plain_torch.copied(policies)),
         alternatives=_alternatives(subject, pricer),
         checked_with="torchtitan 0.3.0",
     )
@@ -94,17 +97,26 @@ def _refuse(subject: Subject) -> None:
 
 def _chosen(subject: Subject, pricer: Pricer) -> Priced:
     def write(policies: Sequence[LayerPolicy]) -> str:
-        return plain_torch.code(subject, policies)  # the same calls, without torchtitan
+        return plain_torch.priced_code(subject, policies)  # the same calls, without torchtitan
+
+    def by_layer(ours: Pricer, checkpoint: Checkpoint) -> Priced:
+        return fewest_checkpoints(subject, ours, write, target=TARGET, could=COULD, checkpoint=checkpoint)
 
     if all(decision.plain or decision.whole for decision in subject.decisions):
-        return fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
+        return by_layer(pricer, checkpointed)
     if subject.live:
-        wished = tuple(map(by_ops, subject.decisions))
-        return between(wished, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=True)
+        wished = tuple(map(by_ops_and_host, subject.decisions))
+        checkpoint = plain_torch.as_the_plan_moves
+        return between(
+            wished, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=True, checkpoint=checkpoint
+        )
+    layers = with_host(subject, pricer, by_layer)
     products = tuple(map(_by_products, subject.decisions))
-    by_layer = fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
-    by_product = between(products, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=False)
-    return min(by_product, by_layer, key=lambda priced: priced[1].step_seconds or 0.0)
+    try:
+        found = between(products, subject, pricer, write, target=TARGET, could=COULD, as_it_stands=False)
+    except DoesNotFit:  # nothing does but inputs that wait on the host
+        return layers
+    return min(found, layers, key=lambda priced: priced[1].step_seconds or 0.0)
 
 
 def _by_products(decision: Decision) -> LayerPolicy:
@@ -170,12 +182,14 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
         if policy.action is Action.SELECT
     )
     states = any(map(draws_again, policies))
-    text = header(subject, "torchtitan", USE) + _IMPORTS
+    moves = moves_table([(policy.layer, policy) for policy in policies])
+    text = header(subject, "torchtitan", USE) + _IMPORTS + (IMPORTS if moves else "")
     text += f"FULL = {names(full)}\nSELECTIVE = {{\n{rows}}}\n" if rows else f"FULL = {names(full)}\nSELECTIVE = {{}}\n"
     text += "# by kind of layer and op: whose outputs stay, as numbers of its calls in the layer's forward\n"
     text += f"SAVES = {saves_table({kind: saves for saves, kind in kinds.items()})}\n"
-    text += _CLASS.format(states=states, depth=len(policies))
-    return text + (_BY_CALLS if subject.live else _BY_PRODUCTS)
+    text += moves or "ON_HOST = {}\n"
+    text += _CLASS.format(states=states, depth=len(policies), waiting=_WAITING if moves else "")
+    return text + (_BY_CALLS if subject.live else _BY_PRODUCTS) + (CODE if moves else "")
 
 
 def _translated(policy: LayerPolicy, *, live: bool) -> tuple[OpCall, ...]:
@@ -210,12 +224,16 @@ class PlannedAC(SelectiveAC):
 
     def apply(self, model: nn.Module) -> None:
         found = {{f"layers.{{name}}" for name, _ in model.get_submodule("layers").named_children()}}
-        missing = sorted({{*FULL, *SELECTIVE}} - found)
+        missing = sorted({{*FULL, *SELECTIVE, *ON_HOST}} - found)
         if missing or len(found) > LAYERS:
             raise ValueError(f"planned for {{LAYERS}} layers, not in this model: {{missing}}; it has {{len(found)}}")
         super().apply(model)
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        wrapped = self._wrap_planned(module, base_fqn)
+{waiting}        return wrapped
+
+    def _wrap_planned(self, module: nn.Module, base_fqn: str | None) -> nn.Module:
         config = self.config
         how = {{"preserve_rng_state": config.preserve_rng_state, "determinism_check": config.determinism_check}}
         if base_fqn in FULL:
@@ -224,6 +242,9 @@ class PlannedAC(SelectiveAC):
             return checkpoint_wrapper(module, context_fn=_contexts(module, SAVES[SELECTIVE[base_fqn]]), **how)
         return module
 '''
+_WAITING = """        if base_fqn in ON_HOST:
+            return _Waiting(wrapped, ON_HOST[base_fqn])
+"""
 _BY_CALLS = '''
 
 def _contexts(module, saves):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jettison.errors import DoesNotFit
 from jettison.export.nearest import Checkpoint, Priced, fewest_checkpoints, least, with_host
-from jettison.export.policy import Action, LayerPolicy, checkpointed, draws_again, kept_whole
+from jettison.export.policy import Action, LayerPolicy, checkpointed, checkpointed_on_host, draws_again, kept_whole
 from jettison.export.python_text import header, names
 from jettison.export.result import Alternative, CannotSay, Exported, Pricer, losses
 from jettison.export.subject import Subject
+from jettison.export.targets import plain_torch
 
 TARGET = "transformers"
 LAYER = "transformers.modeling_layers:GradientCheckpointingLayer"
@@ -31,12 +32,14 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     _refuse_others(subject)
 
     def write(policies: Sequence[LayerPolicy]) -> str:
+        if subject.live and offloads(policies):  # its own copies hold a CPU's bytes, on fake tensors as well
+            return plain_torch.priced_code(subject, policies)
         return code(subject, policies)
 
     def choose(ours: Pricer, checkpoint: Checkpoint) -> Priced:
         return fewest_checkpoints(subject, ours, write, target=TARGET, could=COULD, checkpoint=checkpoint)
 
-    policies, cost = with_host(subject, pricer, choose)
+    policies, cost = _with_host(subject, pricer, choose)
     step = step_of(policies)
     spaced = None if step is not None or not _checkpoints(policies) else _spaced(subject, pricer)
     alternatives, notes = [], []
@@ -61,6 +64,16 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
         alternatives=tuple(alternatives),
         checked_with="transformers 5.23",
     )
+
+
+def _with_host(subject: Subject, pricer: Pricer, choose: Callable[[Pricer, Checkpoint], Priced]) -> Priced:
+    """Of a live plan that moves something what checkpoints are given waits on the host where nothing else fits."""
+    if not subject.live or not any(decision.moved for decision in subject.decisions):
+        return with_host(subject, pricer, choose)
+    try:
+        return choose(pricer, checkpointed)
+    except DoesNotFit:
+        return choose(pricer, checkpointed_on_host)
 
 
 def _refuse_others(subject: Subject) -> None:

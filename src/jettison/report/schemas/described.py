@@ -21,6 +21,14 @@ class Difference(TypedDict):
     text: str
 
 
+class HostStates(TypedDict):
+    """Of the worst rank: the optimizer's bytes in the host's memory, and those of a step over the link."""
+
+    host_bytes: int
+    to_host_bytes: int
+    to_device_bytes: int
+
+
 class LedgerLayer(TypedDict):
     """What one layer saves for backward, in one micro-batch on one rank; ``policy`` is null where nobody says."""
 
@@ -195,6 +203,7 @@ class LedgerDocument(TypedDict):
     worst_stage: int | None
     phases: list[LedgerPhase]
     allowance: Allowance | None
+    host_states: HostStates | None
     budget_bytes: int | None
     fits: bool | None
     gpu: str | None
@@ -333,10 +342,12 @@ class EstimateDocument(TypedDict):
     busiest_stage: int
     stages: list[EstimateStage]
     peak_bytes: int
+    host_states: HostStates | None
     available_bytes: int
     fits: bool
     reached: dict[str, float]
     reached_source: str
+    warnings: list[str]
     kinds: list[KindSeconds] | None
     options: list[Option] | None
     links: list[HostLink] | None
@@ -350,6 +361,7 @@ class CandidatePlan(TypedDict):
 
     recompute: str
     offload: bool
+    offload_modules: list[str]
     whole_micro_batches: int | None
     budget_bytes: int | None
     stages: list[str] | None

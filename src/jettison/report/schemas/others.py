@@ -173,6 +173,7 @@ class ExportDocument(TypedDict):
     exact: bool
     lost: list[str]
     notes: list[str]
+    warnings: list[str]
     cost: Costs
     alternatives: list[Alternative]
     hardware: str

@@ -132,7 +132,7 @@
       const content = await response.text();
       if (!response.ok) throw new Error(problem(response, content));
       [text, shown] = [content, JSON.parse(content)];
-      answer.replaceChildren(...TABLES[asked](shown));
+      answer.replaceChildren(...notes(shown), ...TABLES[asked](shown));
       save.hidden = false;
       status.textContent = "answered";
     } catch (error) {
@@ -193,6 +193,8 @@
 
   const range = ([low, high], sure) => `${seconds(low)} to ${seconds(high)}: ` +
     (sure.of_this_kind ? `${sure.runs < 10 ? "all of" : "eight in ten of"} ${sure.runs} runs of this kind (${sure.kind})` : `no run of this kind compared: range from all ${sure.runs}`);
+
+  const notes = ({ warnings }) => (warnings ?? []).map((words) => J.el("p", { class: "caption" }, `Note: ${words}`));
 
   const asBytes = (label) => ({ label, format: bytes }), asSeconds = (label) => ({ label, format: seconds });
 

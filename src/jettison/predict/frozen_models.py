@@ -1,0 +1,150 @@
+"""What models beside the trained one take: their weights, and the height of a forward that keeps nothing.
+
+See NOTE [ When a frozen model runs ] in `spec.frozen_models`. Such a model is walked as any other is, with weights that
+are all frozen, no dropout (TRL's ``disable_dropout_in_model``) and the policy's layout and kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from jettison.formula.region import Region, score_region
+from jettison.formula.static import Static, static
+from jettison.formula.without_gradients import forward_height
+from jettison.ledger.program import Source
+from jettison.predict.stages import RegionGroup, outline
+from jettison.spec.conventions import kernels_for
+from jettison.spec.frozen_models import FrozenModel, Role, When
+from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.precision import Optimizer, Precision
+from jettison.spec.run import Gradients, Recompute, Run
+from jettison.spec.tuning import Base, Tuning
+from jettison.spec.workspaces import WORKSPACES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenBytes:
+    """Of one frozen model on one rank.
+
+    Args:
+        parameters: there all the time; with them what ZeRO 3 gathers and does not shard again.
+        forward: its forward's height above what is there before it.
+    """
+
+    beside: FrozenModel
+    parameters: int
+    forward: int
+
+
+def frozen_bytes(run: Run) -> tuple[FrozenBytes, ...]:
+    """Of all frozen models of a run, in the order in which they were given."""
+    return tuple(_bytes(run, beside) for beside in run.frozen)
+
+
+def highest_forward(run: Run, when: When) -> int:
+    """The highest forward of those that run then."""
+    return max((found.forward for found in frozen_bytes(run) if found.beside.when is when), default=0)
+
+
+def frozen_run(run: Run, beside: FrozenModel) -> Run:
+    """The run whose forward it is."""
+    return _frozen_run(replace(run, recompute=Recompute(), gradients=Gradients.ONE_BY_ONE), beside)
+
+
+@lru_cache(maxsize=256)
+def _frozen_run(run: Run, beside: FrozenModel) -> Run:
+    model = run.model if beside.model is None else beside.model
+    layout = run.layout
+    if not (beside.sharded and layout.zero == 3):
+        layout = replace(layout, zero=0, zero_replicas=1, resharded=True)
+    compute, base = _held(run, beside)
+    return replace(
+        run,
+        model=model,
+        layout=layout,
+        precision=Precision(name="frozen", compute=compute, parameter=compute, gradient=compute),
+        optimizer=Optimizer.NONE,
+        kernels=_kernels(run, beside),
+        dropout=0.0,
+        workspaces=WORKSPACES["none"],
+        tuning=Tuning(rank=1, targets=frozenset(), base=base),  # all is frozen, and nothing adapted
+        frozen=(),
+    )
+
+
+def _held(run: Run, beside: FrozenModel) -> tuple[str, Base]:
+    """Dtype of its products, and how its matrices lie."""
+    precision = run.precision
+    if not beside.dtype and run.tuning is not None:
+        return precision.compute, run.tuning.base
+    dtype = beside.dtype or precision.parameter
+    autocast = precision.parameter == "float32" and precision.compute != "float32"
+    compute = precision.compute if autocast else dtype
+    return compute, Base.FP32 if dtype == "float32" != compute else Base.PLAIN
+
+
+def _kernels(run: Run, beside: FrozenModel) -> Kernels:
+    """The policy's; a loss that makes gradients with its logits makes none here."""
+    own = run.kernels
+    loss = Loss.CHUNKED if own.loss is Loss.FUSED else own.loss
+    if beside.model is None or beside.model.family == run.model.family:
+        return replace(own, loss=loss)
+    found = replace(kernels_for(beside.model, own.name), attention=own.attention, loss=loss)
+    return replace(found, device=own.device, byte_masks=own.byte_masks, loss_chunks=own.loss_chunks)
+
+
+def frozen_groups(run: Run, beside: FrozenModel) -> tuple[RegionGroup, ...]:
+    """Its regions in order; a reward model has a column of scores in the place of logits."""
+    own = frozen_run(run, beside)
+    ((groups,),) = outline(own)
+    if beside.role is not Role.REWARD:
+        return groups
+    region, last = score_region(own.scene), groups[-1]
+    held = static(
+        region.weights, precision=own.precision, optimizer=own.optimizer, layout=own.layout.sharding, in_layer=False
+    )
+    return (*groups[:-1], replace(last, part=replace(last.part, region=region, static=held)))
+
+
+def _bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
+    return _known_bytes(replace(run, recompute=Recompute(), gradients=Gradients.ONE_BY_ONE), beside)
+
+
+@lru_cache(maxsize=256)
+def _known_bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
+    groups = frozen_groups(run, beside)
+    own = frozen_run(run, beside)
+    total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
+    resharded = own.layout.resharded
+    beside_it = 2 * max(group.part.static.gathered for group in groups) if resharded else 0
+    tables = sum(_held_over(groups[0].part.region))
+    if own.kernels.name == "huggingface":  # its ``inputs_embeds``
+        tables += groups[0].part.region.output.nbytes
+    named = own.kernels.name == "huggingface" and own.model.family == "gpt2"
+    heights = [_height(group.part.region, named) + (tables if group.part.is_layer else 0) for group in groups]
+    own_bytes = 0 if beside.model is None else total.parameters + (0 if resharded else total.gathered)
+    return FrozenBytes(beside=beside, parameters=own_bytes, forward=max(heights) + beside_it)
+
+
+def _held_over(embedding: Region) -> Iterator[int]:
+    """What the embedding makes for all layers, such as rotary tables."""
+    for step in embedding.tape.steps:
+        if step.name == "hold":
+            yield from (embedding.tape.sizes[s.value.storage] for s in step.saved)
+
+
+def _height(region: Region, named: bool) -> int:
+    """Of a forward after which nothing stays but its output. What the batch brings is the policy's as well."""
+    program = region.program
+    batch = sum(
+        b.nbytes for b in program.buffers if b.source is Source.INPUT and b.name in _OF_THE_BATCH and not b.free
+    )
+    working = max((step.workspace for step in region.tape.steps if step.name in _IN_CHUNKS), default=0)
+    return forward_height(region, names_outputs=named) + working - batch
+
+
+_OF_THE_BATCH = ("labels", "token ids", "segment ids")
+_IN_CHUNKS = ("chunked_cross_entropy", "listed_cross_entropy")
+"""Losses whose forward has a chunk's logits at a time, as its backward has."""

@@ -1,0 +1,33 @@
+"""Which described runs can be asked about compiled layers."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from jettison.errors import UsageError
+from jettison.spec.kernels import Kernels
+from jettison.spec.model import ModelSpec
+
+WHOLE_MODES: Final = ("none", "full", "every", "block", "interval")
+"""Recompute modes that say nothing about single tensors of a layer."""
+
+
+def check_compiled(model: ModelSpec, kernels: Kernels, *, mode: str, tuned: bool) -> None:
+    """Is it known what a compiled layer keeps? See NOTE [ What torch's partitioner keeps ] in `solve.compiled`.
+
+    Raises:
+        UsageError: no.
+    """
+    why = ""
+    if kernels.name == "megatron":
+        why = "with --kernels megatron, whose layers nobody compiles; give --kernels pytorch or huggingface"
+    elif model.recorder is not None:
+        why = f"and {model.name}, whose blocks are recorded as they are built"
+    elif any(layer.experts for layer in model.kinds):
+        why = f"and {model.name}, whose experts' layers are more than one graph"
+    elif tuned:
+        why = "with --lora; no compiled adapters were looked at"
+    elif mode not in WHOLE_MODES:
+        why = f"with --recompute {mode}, which decides within a layer as the compiler does; give one of them"
+    if why:
+        raise UsageError(f"got --compile {why}")

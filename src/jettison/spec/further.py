@@ -1,0 +1,41 @@
+"""Layers that predict further tokens beside a model's own: what they are made of, and who builds them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from jettison.errors import UsageError
+from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.model import Arrangement, Layer, ModelSpec
+
+FURTHER_LEFT_OUT: Final = "further tokens left out"
+_WITHOUT_LOGITS: Final = (Loss.FUSED, Loss.CHUNKED, Loss.LISTED)
+
+
+def with_further(model: ModelSpec, depths: int, kernels: Kernels) -> ModelSpec:
+    """The same with so many of them, each like the model's last layer (``get_gpt_mtp_block_spec``).
+
+    Raises:
+        UsageError: nobody builds them so.
+    """
+    if depths < 0:
+        raise UsageError(f"got --mtp-num-layers {depths}; expected a whole number of 0 or more")
+    if not depths:
+        return model
+    last = model.layers[-1]
+    why = ""
+    if kernels.name != "megatron":
+        why = f"with --kernels {kernels.name}; Megatron-Core alone builds them: give --kernels megatron"
+    elif kernels.loss in _WITHOUT_LOGITS:
+        why = f"with --loss {kernels.loss}, which Megatron-Core has not; give vocab-parallel, native or te"
+    elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
+        why = f"and {model.name}, whose layers do not end in a sum and a norm behind all of them"
+    elif model.learned_positions:
+        why = f"and {model.name}, which has learned positions"
+    if why:
+        raise UsageError(f"got --mtp-num-layers {depths} {why}")
+    assert isinstance(last, Layer)
+    further = tuple(replace(last, ahead=ahead) for ahead in range(1, depths + 1))
+    stays = tuple(remark for remark in model.left_out if FURTHER_LEFT_OUT not in remark)
+    return replace(model, layers=(*model.layers, *further), left_out=stays)

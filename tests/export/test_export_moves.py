@@ -1,0 +1,198 @@
+"""Plans of modules that move tensors to the host: the written file moves them, holds what was said, and is exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import jettison
+from jettison.export.policy import Action, checkpointed_on_host
+from jettison.export.result import Exported, Pricer
+from jettison.export.subject import Decision, Subject
+from jettison.export.targets import plain_torch, transformers
+from jettison.measure import compare_gradients, independent_copy
+from jettison.models.request import ModelRequest, load
+from jettison.planner.planner import make_planner
+from jettison.solve.plan import Plan
+from jettison.solve.policy import Full
+from jettison.units import Bytes
+from jettison.verbs.export_live import live_export
+from jettison.verbs.live_model import PlanReport
+from support.export_cases import applied, held_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 200,
+    "hidden_size": 32,
+    "intermediate_size": 88,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+
+
+def request(factory: str) -> ModelRequest:
+    if factory.endswith(".json"):
+        return ModelRequest(model=factory, seq=64, micro_batch=32, precision="fp32", optimizer="none")
+    return ModelRequest(model=f"support.export_cases:{factory}", optimizer="none")
+
+
+@cache
+def document(factory: str) -> dict[str, Any]:
+    asked = request(factory)
+    made = make_planner(load(asked, fake=True).trace(), measure=False)
+    plan = jettison.plan(made.trace, Bytes(made.plain_budget_bytes), measure=False)
+    return PlanReport(plan=plan, request=asked).document()
+
+
+def everything(decision: Decision) -> Decision:
+    """What autograd saves waits on the host."""
+    saved = decision.program.saved_buffers()
+    moved = frozenset(b for b in saved if not decision.program.buffers[b].free)
+    return replace(decision, kept=saved, moved=moved, policy="offload")
+
+
+def largest(decision: Decision) -> Decision:
+    """The three largest do."""
+    there = everything(decision)
+    order = sorted(there.moved, key=lambda b: (-decision.program.buffers[b].nbytes, b))
+    return replace(there, moved=frozenset(order[:3]), policy="mixed")
+
+
+def given(decision: Decision) -> Decision:
+    """A checkpoint whose input does."""
+    policy = checkpointed_on_host(decision)
+    return replace(decision, kept=policy.kept, moved=policy.moved, policy="mixed")
+
+
+def unmoved(decision: Decision) -> Decision:
+    """The same, and it stays."""
+    return replace(given(decision), moved=frozenset(), policy="full")
+
+
+def given_of_selective(decision: Decision) -> Decision:
+    """The same, with two more tensors kept here."""
+    there = given(decision)
+    beside = sorted(decision.program.saved_buffers() - Full().kept(decision.program))[:2]
+    return replace(there, kept=there.kept | frozenset(beside))
+
+
+def written(
+    to: Callable[[Subject, Pricer], Exported], factory: str, *ways: Callable[[Decision], Decision], budget: int = 10**9
+) -> Exported:
+    """By a target, for a plan whose layers are treated so, one after the other."""
+
+    def write(subject: Subject, pricer: Pricer) -> Exported:
+        decisions = tuple(way(decision) for way, decision in zip(ways, subject.decisions, strict=True))
+        return to(replace(subject, decisions=decisions, budget_bytes=budget), pricer)
+
+    made = document(factory)
+    plan = Plan.from_json(json.dumps(made))
+    return live_export(plan, made, write=write, gpu=None, model=None, progress=lambda _: None)
+
+
+def run(found: Exported, factory: str, *, away: bool) -> int:
+    """A real step under the file, gradients compared with a plain copy's; bytes held.
+
+    Args:
+        away: what waits on the host is held by NumPy there, so that a CPU's own memory is not the device's.
+    """
+    defined: dict[str, Any] = {"__name__": "exported"}
+    exec(compile(found.files["checkpointing.py"], "checkpointing.py", "exec"), defined)
+    if away:
+
+        class OnHost(defined["_Away"]):  # type: ignore[misc]
+            def send(self, tensor: torch.Tensor) -> None:
+                self.there = numpy.array(tensor.numpy())
+
+            def fetch(self, here: torch.Tensor) -> None:
+                here.copy_(torch.from_numpy(self.there))
+
+        defined["_OnHost"] = OnHost
+    loaded = load(request(factory), fake=False)
+    plain = independent_copy(loaded.model)
+    torch.manual_seed(1)
+    plain(*loaded.batch).backward()
+    names = list(loaded.model.state_dict())
+    model = defined["apply"](loaded.model)
+    assert list(model.state_dict()) == names
+    torch.manual_seed(1)
+    held, loss = held_bytes(model, loaded.batch)
+    loss.backward()
+    theirs = [p.grad for p in model.parameters()]
+    assert all(torch.equal(p.grad, other) for p, other in zip(plain.parameters(), theirs, strict=True))
+    return held
+
+
+def unchanged(decision: Decision) -> Decision:
+    return replace(decision, kept=decision.program.saved_buffers(), moved=frozenset(), policy="none")
+
+
+CASES = {  # the last has all of it; the others are slow tests
+    "everything": ("many_rows", (everything,) * 4),
+    "some": ("many_rows", (largest, unchanged, largest, everything)),
+    "inputs": ("many_rows", (given, given_of_selective, given, unchanged)),
+    "dropout": ("noisy", (everything, given, given_of_selective, largest)),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][:-1]), [*CASES][-1]]
+)
+def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
+    factory, ways = CASES[case]
+    found = written(plain_torch.export, factory, *ways)
+    there = run(found, factory, away=True)
+    here = run(found, factory, away=False)
+    assert there == found.cost.held_bytes < here  # on a CPU the file's own host is the device
+    assert [policy.action for policy in found.policies] == [expected(way) for way in ways]
+    moved = sum(policy.program.kept_bytes(policy.moved) for policy in found.policies)
+    assert found.cost.host_bytes == moved > 0
+    assert any("copies to the host" in note for note in found.notes)
+
+
+def expected(way: Callable[[Decision], Decision]) -> Action:
+    return {given: Action.CHECKPOINT, given_of_selective: Action.SELECT}.get(way, Action.KEEP)
+
+
+@pytest.mark.slow
+def test_transformers_moves_what_checkpoints_are_given_where_nothing_else_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA), encoding="utf-8")
+    ways = (given,) * 4
+    assert "offload" not in written(transformers.export, str(file), *ways).files["checkpointing.py"]
+    full = written(transformers.export, str(file), *(unmoved,) * 4)
+    found = written(transformers.export, str(file), *ways, budget=full.cost.peak_bytes - 1)
+    hidden = 32 * 64 * 32 * 4
+    assert full.cost.held_bytes is not None
+    assert found.cost.held_bytes == full.cost.held_bytes - 4 * hidden and found.cost.host_bytes >= 4 * hidden
+
+    def save_on_cpu(*, pin_memory: bool, device_type: str) -> Any:
+        def fetched(array: Any) -> torch.Tensor:
+            there = torch.from_numpy(array)
+            return torch.empty(there.size(), dtype=there.dtype).copy_(there)
+
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: numpy.array(tensor.detach().numpy()), fetched)
+
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", save_on_cpu)
+    loaded = load(request(str(file)), fake=False)
+    plain = independent_copy(loaded.model)
+    plain(**loaded.batch).loss.backward()
+    held, output = held_bytes(applied(found, loaded.model), loaded.batch)
+    output.loss.backward()
+    assert held == found.cost.held_bytes
+    assert compare_gradients(plain, loaded.model).identical

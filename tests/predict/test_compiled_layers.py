@@ -1,0 +1,94 @@
+"""What a compiled layer keeps, by the description, beside what Inductor's partitioner keeps of the same layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jettison.errors import UsageError
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.spec.huggingface_config import parse_config
+from support.compiled_blocks import QUIET
+from support.compiled_families import Loss, blocks_of, language_model
+
+pytestmark = [*QUIET]
+
+B, S = 8, 64
+
+
+def described(values: dict[str, Any], **given: object) -> Forecast:
+    model = parse_config(values, name="small")
+    request = RunRequest(seq=S, micro_batch=B, precision="fp32", **({"kernels": "huggingface"} | given))
+    run = resolve(model, request).run
+    return forecast(replace(run, compiled=True))
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize("kernels", ["huggingface", "pytorch"])
+def test_a_llama_keeps_what_products_read_and_return(kernels: str) -> None:
+    """Eight of b s h, three of the feed-forward width, a log-sum-exp, and of norms a number a row: nothing of SiLU."""
+    rows = B * S
+    found = dict(described(LLAMA, kernels=kernels).layer_bytes())["layers.1"]
+    assert found == 4 * rows * (8 * 64 + 3 * 176 + 4 + 2)
+
+
+def test_other_modes_are_as_without_it() -> None:
+    full = described(LLAMA, recompute="full")
+    assert full.peak_bytes == forecast(replace(full.run, compiled=False)).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kernels": "megatron"}, "whose layers nobody compiles"),
+        ({"recompute": "selective-op"}, "decides within a layer as the compiler does"),
+        ({"lora": "8"}, "no compiled adapters"),
+    ],
+)
+def test_what_is_not_known_is_refused(given: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        described(LLAMA, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_it_is_inductors_choice_to_the_byte(kind: str) -> None:
+    """All but tables that every layer is given: two of fp32 for each place, of a head's width."""
+    import torch
+    from torch._inductor.compile_fx import compile_fx
+
+    from jettison.runtime.compiled import one_graph
+    from jettison.runtime.partition import Partition, watching_splits
+    from jettison.solve.policy import KeepAll
+
+    model = Loss(language_model(kind))
+    block = blocks_of(model)[0]
+
+    def split_only(graph: Any, inputs: Any) -> Any:
+        told = {"custom_partitioner_fn": Partition(KeepAll())}
+        return compile_fx(graph, inputs, inner_compile=_as_it_is, config_patches=told)
+
+    def _as_it_is(graph: Any, *_: Any, **__: Any) -> Any:
+        return graph
+
+    with watching_splits() as seen, torch._functorch.config.patch(enable_autograd_cache=False):
+        block.forward = one_graph(block.forward, backend=split_only)
+        model(torch.zeros(B, S, dtype=torch.int64))
+    (split,) = seen
+    tables = 0 if kind == "gpt2" else 2 * 4 * S * 16
+    theirs = split.program.kept_bytes(split.kept) - tables
+    values = model.model.config.to_dict()
+    found = described(values, dropout=0.1 if kind == "gpt2" else None, attention="eager" if kind == "gpt2" else None)
+    assert dict(found.layer_bytes())["layers.1"] == theirs

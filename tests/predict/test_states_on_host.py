@@ -1,0 +1,150 @@
+"""Optimizer states on the host: whole numbers of each framework's rule, and steps on real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jettison.errors import UsageError
+from jettison.measure.memory import AllocationCounter
+from jettison.measure.tensors import static_tensors
+from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.predict.time import estimate
+from jettison.search.request import SearchRequest
+from jettison.spec.hardware import hardware
+from jettison.spec.presets import preset
+from jettison.spec.states_on_host import StatesOnHost
+from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of
+
+N = 8_030_261_248
+NORMS = 65 * 4096
+
+
+def forecast_of(**asked: object) -> Forecast:
+    return forecast(resolve(preset("llama3-8b"), RunRequest(recompute="full", **asked)).run)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "host", "sent", "fetched"),
+    [
+        # fp32 copies, moments and gradients, and 16-bit parameters that wait to go back; gradients in fp32
+        ({"states_on_host": "deepspeed", "dp": 8, "zero": 2}, 18 * N // 8, 4 * N // 8, 2 * N // 8),
+        # with a second micro-batch also 16-bit gradients, to and fro
+        ({"states_on_host": "deepspeed", "dp": 8, "zero": 2, "micro_batches": 2}, 20 * N // 8, 8 * N // 8, 6 * N // 8),
+        # gradients in 16 bits there and back, and in fp32
+        ({"states_on_host": "deepspeed", "dp": 8, "zero": 3}, 18 * N // 8, 6 * N // 8, 4 * N // 8),
+        # parameters, gradients, moments, all in bf16
+        ({"states_on_host": "torchao", "precision": "bf16-pure"}, 8 * N, 2 * N, 2 * N),
+        ({"states_on_host": "torchao", "precision": "fp32", "micro_batches": 2}, 16 * N, 8 * N, 4 * N),
+        # moments of one byte, but for those of norms
+        (
+            {"states_on_host": "bitsandbytes", "precision": "bf16-pure", "optimizer": "adam8bit"},
+            *(2 * (N - NORMS),) * 3,
+        ),
+        ({"states_on_host": "bitsandbytes", "precision": "bf16-pure"}, *(8 * (N - NORMS),) * 3),
+    ],
+)
+def test_what_the_host_has_and_what_moves(asked: dict[str, object], host: int, sent: int, fetched: int) -> None:
+    found = forecast_of(**asked).host_states
+    assert found is not None
+    assert (found.host_bytes, found.to_host_bytes, found.to_device_bytes) == (host, sent, fetched)
+
+
+def test_the_device_has_that_much_less() -> None:
+    """Of bf16 throughout: 4 bytes of moments a parameter; gradients as well where they go as they are made."""
+    pure = {"precision": "bf16-pure"}
+    plain, kept, gone = (
+        forecast_of(**pure, **more)
+        for more in ({}, {"states_on_host": "torchao"}, {"states_on_host": "torchao-gradients"})
+    )
+    assert plain.peak_bytes - kept.peak_bytes == 4 * N
+    assert gone.stages[0].load.state == gone.stages[0].load.gradient_bytes == 0
+    assert forecast_of().host_states is None
+    offloaded = forecast_of(states_on_host="deepspeed", dp=8, zero=2).stages[0].load
+    largest = 2 * 128_256 * 4096  # of the embedding: DeepSpeed's buffer for a gradient on its way
+    assert (offloaded.state, offloaded.gradient_bytes, offloaded.fixed) == (0, 0, 2 * N + largest)
+
+
+def test_copies_take_time() -> None:
+    """Parameters come back when the step is over; gradients go beside backwards, as far as these last."""
+    asked = {"precision": "bf16-pure", "seq": 4096, "micro_batch": 4}
+    device = hardware("h100-80gb")
+    run = forecast_of(**asked, states_on_host="torchao").run
+    host, found = forecast_of(**asked, states_on_host="torchao").host_states, estimate(run, device)
+    assert host is not None and device.host_bytes_per_second is not None
+    way = 1 / (device.host_bytes_per_second * device.reached.host)
+    beside = found.stages[0].total.backward.seconds
+    waits = max(0.0, host.to_host_bytes * way - beside)
+    assert found.stages[0].optimizer == pytest.approx(waits + host.to_device_bytes * way)
+
+
+@pytest.mark.parametrize("rule", [StatesOnHost.TORCHAO, StatesOnHost.TORCHAO_GRADIENTS])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_peak_of_a_backward_whose_gradients_go(rule: StatesOnHost, family: str) -> None:
+    """Hooks as torchao has them, on real tensors: gradients are copied to buffers that count as the host's."""
+    case = FormulaCase(family=family, attention="sdpa", batch=2, sequence=16)
+    model = model_of(case)
+    ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
+    large = [p for p in model.parameters() if p.numel() >= 4096]  # the others' moments stay on the device
+    small = [torch.empty_like(p) for p in model.parameters() if p.numel() < 4096 for _ in range(2)]
+    host = {p: torch.empty_like(p) for p in large}
+
+    def moved(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        host[parameter].copy_(parameter.grad)  # type: ignore[index]
+        if rule.frees_gradients:
+            parameter.grad = None
+
+    with ExitStack() as hooks:
+        for parameter in large:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(moved).remove)
+        with AllocationCounter([*static_tensors(model, ids), *small, *host.values()]) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+    said = forecast(replace(run_of(case), states_on_host=rule))
+    assert said.stages[0].load.state == sum(moment.nbytes for moment in small)
+    assert said.peak_bytes == pytest.approx(counter.peak_bytes - sum(p.nbytes for p in large), rel=0.01)
+
+
+REFUSED = [
+    ({"states_on_host": "somewhere"}, "expected one of none, deepspeed, torchao"),
+    ({"states_on_host": "deepspeed"}, "--zero 0; ZeRO-Offload"),
+    ({"states_on_host": "deepspeed", "zero": 2, "precision": "bf16-pure"}, "DeepSpeed updates fp32 copies"),
+    ({"states_on_host": "deepspeed", "zero": 2, "optimizer": "muon"}, "--optimizer muon; expected adamw"),
+    ({"states_on_host": "deepspeed", "zero": 3, "pp": 2}, "--pp 2; no rule"),
+    ({"states_on_host": "torchao"}, "--precision bf16; it updates parameters themselves"),
+    ({"states_on_host": "torchao", "precision": "bf16-pure", "zero": 1}, "--zero 1; give --zero 3"),
+    (
+        {"states_on_host": "torchao-gradients", "precision": "fp32", "micro_batches": 2},
+        "--micro-batches 2; each gradient",
+    ),
+    ({"states_on_host": "torchao", "precision": "fp32", "gradients": "upfront"}, "gradients upfront"),
+    ({"states_on_host": "bitsandbytes", "precision": "fp32", "optimizer": "sgd"}, "expected adamw or adam8bit"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSED)
+def test_what_no_framework_does_is_refused(asked: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        forecast_of(**asked)
+
+
+def test_a_search_keeps_to_the_stages_of_zero_that_a_framework_has() -> None:
+    def space(**asked: str) -> Iterator[int]:
+        found = SearchRequest(**asked).space(preset("llama3-8b"), hardware("a100-80gb"), gpus=8, global_batch=8)  # type: ignore[arg-type]
+        return iter(found.axes.zero)
+
+    assert tuple(space(states_on_host="deepspeed")) == (2, 3)
+    assert tuple(space(states_on_host="torchao", precision="bf16-pure")) == (0, 3)
+    for asked, message in (
+        ({"states_on_host": "deepspeed", "zero": "1"}, "is described for"),
+        ({"states_on_host": "deepspeed", "pp": "2"}, "goes with --pp 1 alone"),
+        ({"states_on_host": "torchao-gradients", "precision": "fp32"}, "a search tries micro-batches"),
+        ({"reference": "same", "pp": "1,2"}, "--pp 1,2 with --reference"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            space(**asked)

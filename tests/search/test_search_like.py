@@ -1,0 +1,84 @@
+"""A framework's rule in a search: what it says of tensor-parallel ranks holds in the layouts that have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jettison.predict.forecast import forecast
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.search.request import SearchRequest
+from jettison.search.search import search
+from jettison.search.space import Candidate, Setup, setup_run
+from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
+from jettison.spec.kernels import Loss
+from jettison.spec.run import Recompute
+
+A100 = hardware("a100-80gb")
+LLAMA = parse_config(
+    {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "max_position_embeddings": 512,
+    },
+    name="wide-vocabulary",
+)
+
+
+def as_typed(setup: Setup, **common: object) -> RunRequest:
+    """What `ledger` is given for it."""
+    lay = setup.layout
+    return RunRequest(
+        tp=lay.tp, sp=lay.sp, dp=lay.dp, pp=lay.pp, zero=lay.zero, micro_batch=setup.micro_batch,
+        micro_batches=setup.micro_batches, **common,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"like": "torchtitan"},
+        {"like": "torchtitan", "loss": "compiled"},
+        {"like": "torchtitan", "gathered_inputs": False},
+        {"like": "nanotron"},
+    ],
+)
+def test_layouts_have_what_the_rule_says_of_their_tensor_ranks(given: dict[str, object]) -> None:
+    asked = SearchRequest(**given, tp="1,2,4", pp="1", cp="1", micro_batch="2")
+    whole = asked.space(LLAMA, A100, gpus=4, global_batch=8)
+    assert {setup.layout.tp for setup in whole.setups} == {1, 2, 4}
+    for setup in whole.setups:
+        ours, typed = setup_run(setup, whole.template), resolve(LLAMA, as_typed(setup, **given)).run
+        assert ours == typed
+        assert forecast(ours).peak_bytes == forecast(typed).peak_bytes
+
+
+def test_a_searched_peak_is_the_ledgers() -> None:
+    """Logits, 16 bits, and DTensor's loss beside them: with the loss of tp = 1 it would be another number."""
+    asked = SearchRequest(like="torchtitan", tp="2", sp=True, pp="1", cp="1", micro_batch="4", recompute="none")
+    whole = asked.space(LLAMA, A100, gpus=2, global_batch=4)
+    (setup,) = whole.setups
+    typed = resolve(LLAMA, as_typed(setup, like="torchtitan")).run
+    best = search(whole, A100).best
+    assert typed.kernels.loss is Loss.DTENSOR
+    assert best.figures.peak_bytes == forecast(typed).peak_bytes
+    upcast = replace(typed, kernels=replace(typed.kernels, loss=Loss.UPCAST))
+    assert best.figures.peak_bytes != forecast(upcast).peak_bytes
+
+
+def test_candidates_with_another_loss_are_not_taken_for_each_other() -> None:
+    """What a journal knows of one is not an answer to the other, although their templates are the same."""
+    one, other = (
+        SearchRequest(like="torchtitan", loss=loss, tp="2", pp="1", cp="1").space(LLAMA, A100, gpus=2, global_batch=4)
+        for loss in (None, "upcast")
+    )
+    assert one.template == other.template
+    texts = [{Candidate(setup=s, recompute=Recompute()).text for s in whole.setups} for whole in (one, other)]
+    assert not texts[0] & texts[1]
