@@ -243,8 +243,8 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
         model, way = parse_config(values, name=kind), CLOSED
-        request = replace(request, seq=SEQUENCE)
-        if any(values.get(f"{tower}_config") for tower in TOWERS):
+        request = replace(request, seq=SEQUENCE if model.patches is None else None)
+        if model.patches is None and any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
     except NotDescribed:
         from jettison.models.batches import takes_tokens

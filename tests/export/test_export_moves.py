@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import jettison
-from jettison.export.policy import Action, checkpointed_on_host
+from jettison.export.policy import Action
 from jettison.export.result import Exported, Pricer
 from jettison.export.subject import Decision, Subject
 from jettison.export.targets import plain_torch, transformers
@@ -22,11 +22,19 @@ from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
 from jettison.solve.plan import Plan
-from jettison.solve.policy import Full
 from jettison.units import Bytes
 from jettison.verbs.export_live import live_export
 from jettison.verbs.live_model import PlanReport
-from support.export_cases import applied, held_bytes
+from support.export_cases import (
+    applied,
+    everything,
+    given,
+    given_of_selective,
+    held_bytes,
+    largest,
+    numpy_host,
+    unmoved,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,38 +64,6 @@ def document(factory: str) -> dict[str, Any]:
     return PlanReport(plan=plan, request=asked).document()
 
 
-def everything(decision: Decision) -> Decision:
-    """What autograd saves waits on the host."""
-    saved = decision.program.saved_buffers()
-    moved = frozenset(b for b in saved if not decision.program.buffers[b].free)
-    return replace(decision, kept=saved, moved=moved, policy="offload")
-
-
-def largest(decision: Decision) -> Decision:
-    """The three largest do."""
-    there = everything(decision)
-    order = sorted(there.moved, key=lambda b: (-decision.program.buffers[b].nbytes, b))
-    return replace(there, moved=frozenset(order[:3]), policy="mixed")
-
-
-def given(decision: Decision) -> Decision:
-    """A checkpoint whose input does."""
-    policy = checkpointed_on_host(decision)
-    return replace(decision, kept=policy.kept, moved=policy.moved, policy="mixed")
-
-
-def unmoved(decision: Decision) -> Decision:
-    """The same, and it stays."""
-    return replace(given(decision), moved=frozenset(), policy="full")
-
-
-def given_of_selective(decision: Decision) -> Decision:
-    """The same, with two more tensors kept here."""
-    there = given(decision)
-    beside = sorted(decision.program.saved_buffers() - Full().kept(decision.program))[:2]
-    return replace(there, kept=there.kept | frozenset(beside))
-
-
 def written(
     to: Callable[[Subject, Pricer], Exported], factory: str, *ways: Callable[[Decision], Decision], budget: int = 10**9
 ) -> Exported:
@@ -111,15 +87,7 @@ def run(found: Exported, factory: str, *, away: bool) -> int:
     defined: dict[str, Any] = {"__name__": "exported"}
     exec(compile(found.files["checkpointing.py"], "checkpointing.py", "exec"), defined)
     if away:
-
-        class OnHost(defined["_Away"]):  # type: ignore[misc]
-            def send(self, tensor: torch.Tensor) -> None:
-                self.there = numpy.array(tensor.numpy())
-
-            def fetch(self, here: torch.Tensor) -> None:
-                here.copy_(torch.from_numpy(self.there))
-
-        defined["_OnHost"] = OnHost
+        defined["_OnHost"] = numpy_host(defined["_Away"])
     loaded = load(request(factory), fake=False)
     plain = independent_copy(loaded.model)
     torch.manual_seed(1)
@@ -147,9 +115,7 @@ CASES = {  # the last has all of it; the others are slow tests
 }
 
 
-@pytest.mark.parametrize(
-    "case", [*(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][:-1]), [*CASES][-1]]
-)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dropout")) for name in CASES])
 def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
     factory, ways = CASES[case]
     found = written(plain_torch.export, factory, *ways)

@@ -141,6 +141,8 @@ def test_torchtitans_own_llama_holds_the_bytes_that_were_said(tmp_path_factory: 
     live = answer["live"]
     assert live["said"] == live["held"] < live["without"]
     assert live["same"] and live["selective"] > 0
+    moving = answer["moving"]
+    assert moving["said"] == moving["held"] < live["without"] and moving["same"] and moving["host"] > 0
     assert answer["given"] == [{"wrapped": [True, True, False, False], "same": True}]
 
 

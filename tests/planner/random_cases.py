@@ -60,6 +60,7 @@ class Found:
             not to; ``unfair``, where plain PyTorch does not train it twice the same way.
         closest: the highest share of the budget that a step took.
         stated: the peak that each plan stated, beside the highest of the steps under it.
+        varies: values or chance decide what a step of it runs, so that no step need be as the one that was planned.
         moved: copies to the host and back.
     """
 
@@ -72,6 +73,7 @@ class Found:
     plain_bytes: int = 0
     closest: float = 0.0
     stated: list[Stated] = field(default_factory=list)
+    varies: bool = False
     moved: int = 0
     seconds: float = 0.0
 
@@ -117,6 +119,7 @@ def _judge(case: Case, found: Found) -> None:
     if not all(step.loss.isfinite().all() for step in plain):
         found.outcome, found.notes = "unfair", ["its loss is not finite without a plan"]
         return
+    found.varies = program.says_more
     found.plain_bytes = max(step.peak_bytes for step in plain)
     loop = loop_of(case, program)
     doing = "planning"
@@ -326,7 +329,7 @@ def run(
             if one.outcome != FINE and not quiet:
                 print(f"{one.outcome}, seed {number}: {'; '.join(one.notes)} [{one.case}]", flush=True)
             if abs(one.furthest) > WISHED and not quiet:
-                print(f"far, seed {number}: {'; '.join(_far(one)['stated'])} [{one.case}]", flush=True)
+                print(f"far, seed {number}: {_far(one)['kind']} {_far(one)['stated']} [{one.case}]", flush=True)
             if not quiet:
                 done = f"{len(found)} of {len(seeds)} in {time.perf_counter() - began:.0f} s"
                 print(f"{done}: seed {number} {one.outcome}, {one.case.source} {one.case.wrapper}", flush=True)
@@ -356,6 +359,10 @@ def summary(found: list[Found]) -> dict[str, Any]:
         "refused": dict(Counter(one.notes[0][:120] for one in found if one.outcome.startswith("refused"))),
         "cases that moved": sum(one.moved > 0 for one in found),
         "furthest from the prediction": max((one.furthest for one in found), key=abs, default=0.0),
+        "compared with what was stated": sum(any(not each.bounds for each in one.stated) for one in found),
+        "bounded by what was stated": sum(
+            bool(one.stated) and all(each.bounds for each in one.stated) for one in found
+        ),
         "far from what was stated": [_far(one) for one in found if abs(one.furthest) > WISHED],
         "highest share of a budget": max((one.closest for one in found if one.outcome == FINE), default=0.0),
         "failures": [{"case": asdict(one.case), "notes": one.notes} for one in found if one.outcome == FAILED],
@@ -366,6 +373,7 @@ def _far(one: Found) -> dict[str, Any]:
     return {
         "seed": one.case.seed,
         "outcome": one.outcome,
+        "kind": "values or chance decide what runs" if one.varies else "",
         "wrapper": one.case.wrapper,
         "source": one.case.source,
         "stated": [str(each) for each in one.stated if abs(each.off) > WISHED],

@@ -13,11 +13,13 @@ import jettison
 from planner import random_cases
 from planner.random_cases import FAILED, FINE, Found, judge, run, summary
 from support.random_programs import WRAPPERS, Case, draw
+from support.stated_peaks import WISHED, Stated
 
 HOURS = 10
 ROWS = ((6, 16),) * 3
 TINY = ((1, 4),) * 3  # gradients are larger than activations
 CHANGING = ((4, 9), (4, 9), (8, 16), (8, 16), (2, 25), (2, 25))
+FSDP2 = Case(seed=7, source="toy:words", layers=1, wrapper="fsdp2", shapes=ROWS)
 QUICK = [
     Case(seed=1, source="toy:words", dtype="bf16", tied=True, holds_output=False, check="full", budget=0.2),
     Case(seed=2, source="toy:rows", layers=1, wrapper="step", how="two forwards", gradients_held=True, budget="below"),
@@ -25,7 +27,8 @@ QUICK = [
     Case(seed=4, source="toy:rows", wrapper="shapes", shapes=((3, 9), (8, 16), (6, 25)), frozen=0.3),
     Case(seed=5, source="toy:words", wrapper="ddp", how="accumulated", shapes=ROWS, optimizer="SGD momentum"),
     Case(seed=6, source="toy:rows", wrapper="ddp", gradients_held=True, shapes=TINY, optimizer="none", budget=0.0),
-    Case(seed=7, source="toy:words", layers=1, wrapper="fsdp2", how="autocast", shapes=ROWS, dropout=0.1, budget=0.3),
+    # whole parameters stay at the root after an evaluation, and kernels of autocast take memory themselves
+    replace(FSDP2, how="autocast", dropout=0.1, budget=0.3, evaluates=True),
     Case(seed=8, source="toy:words", wrapper="pipeline", shapes=ROWS, optimizer="SGD", budget=0.3),
     Case(seed=9, source="toy:rows", wrapper="changing", shapes=CHANGING, dropout=0.5, evaluates=True),
     Case(seed=10, source="toy:words", layers=1, wrapper="changing step", how="clipped", shapes=CHANGING[1:4]),
@@ -48,6 +51,22 @@ def test_a_case_of_each_wrapper(case: Case) -> None:
     assert (found.outcome, found.notes) == (FINE, [])
     assert 0.5 < found.closest <= 1
     assert found.said == []
+    assert any(not one.bounds for one in found.stated), "a plan stands beside the steps that it was made for"
+    assert abs(found.furthest) <= WISHED, [str(one) for one in found.stated]
+
+
+def test_what_is_far_from_its_plan_is_named() -> None:
+    near = Stated(batch="4 x 9", steps=(0, 1), stated_bytes=1010, measured_bytes=1000, bounds=False)
+    above = replace(near, stated_bytes=600, measured_bytes=1000)
+    most = replace(near, stated_bytes=2000, bounds=True)  # a smaller batch under a larger one's plan
+    found = [Found(case=PLAIN, stated=[near, most]), Found(case=replace(PLAIN, seed=7), stated=[near, above, most])]
+    told = summary(found)
+    assert told["furthest from the prediction"] == pytest.approx(-0.4)
+    (named,) = told["far from what was stated"]
+    assert named["seed"] == 7 and named["kind"] == ""
+    assert named["stated"] == ["4 x 9: 600 bytes were stated, 1000 measured (-40.0%) in steps 0, 1"]
+    found[1].varies = True
+    assert summary(found)["far from what was stated"][0]["kind"] == "values or chance decide what runs"
 
 
 def test_no_wrapper_is_left_out() -> None:

@@ -12,19 +12,26 @@ import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from jettison.errors import UsageError
+from jettison.cost.op_kinds import TILED
+from jettison.errors import Infeasible, UsageError
+from jettison.formula.loss import TILE_WORDS
+from jettison.formula.region import head_region
 from jettison.ledger.timeline import Phase
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.predict.auto_recompute import choose, smallest_budget
 from jettison.predict.forecast import Forecast, forecast
 from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.peak import stage_peak_bytes
+from jettison.predict.played import play
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.time import estimate
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.hardware import hardware
+from jettison.spec.kernels import Loss
 from jettison.spec.presets import preset
 from jettison.spec.run import Recompute, Run
-from support.formula_cases import VOCABULARY, FormulaCase, model_of, run_of, tiny_config
+from support.formula_cases import HIDDEN, VOCABULARY, FormulaCase, model_of, run_of, tiny_config
 
 PAIRS = 2
 
@@ -89,6 +96,46 @@ def test_the_peak_of_a_step_with_two_models(family: str, attention: str, precisi
     if recompute == "none":  # what a layer takes at most without a graph is more than a backward
         assert said.worst.peak.phase is Phase.FROZEN
         assert said.peak_bytes > forecast(run).peak_bytes + frozen_bytes(with_reference(run))[0].parameters
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_trls_own_head_keeps_what_its_word_says(precision: str) -> None:
+    """``--loss dpo``: ``ChunkedLogProbFunction`` on the rows that TRL gives it, and its tile."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    case = FormulaCase(family="llama", attention="sdpa", batch=2 * PAIRS, sequence=16, precision=precision)
+    policy = model_of(case)
+    rows = case.batch * (case.sequence - 1)
+    hidden = torch.randn(rows, HIDDEN, dtype=policy.lm_head.weight.dtype, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (rows,))
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        ChunkedLogProbFunction.apply(
+            hidden, policy.lm_head.weight, None, targets, 1.0, TILE_WORDS, None, 1.0, ("entropy",)
+        )
+    del kept[policy.lm_head.weight.data_ptr()]
+    run = run_of(case)
+    region = head_region(replace(run, kernels=replace(run.kernels, loss=Loss.DPO)).scene)
+    (step,) = (step for step in region.tape.steps if step.name == TILED)
+    assert sorted(region.tape.sizes[s.value.storage] for s in step.saved) == sorted(kept.values())
+    assert step.outputs[-1].nbytes == rows * TILE_WORDS * hidden.element_size()
+
+
+def test_pairs_are_two_sequences_and_their_logits_never_whole() -> None:
+    run = resolve(preset("llama3-8b"), RunRequest(loss="dpo", reference="same")).run
+    assert run.micro_batch == 2
+    plain = replace(run, kernels=replace(run.kernels, loss=Loss.UPCAST))
+    tiled, whole = (frozen_bytes(each)[0].forward for each in (run, plain))
+    assert 2 * 4096 * 128_256 * 2 > tiled > 4096 * 32_768 * 2
+    assert whole > 2 * 4096 * 128_256 * 8
+    for asked, message in (({"micro_batch": 3}, "a pair is two sequences"), ({"tp": 2}, "--loss dpo with --tp 2")):
+        with pytest.raises(UsageError, match=message):
+            resolve(preset("llama3-8b"), RunRequest(loss="dpo", **asked))
 
 
 def test_a_reward_model_before_the_policy() -> None:
@@ -175,3 +222,32 @@ def test_a_step_takes_its_forward_as_well() -> None:
 def test_what_cannot_be_is_refused(asked: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         forecast_of(**asked)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reference": "same", "recompute": "full"},
+        {"reference": "same", "micro_batches": 3, "dp": 4, "zero": 3},
+        {"reference": "gpt2-xl,when=before", "reward": "same", "seq": 1024},
+        {"states_on_host": "deepspeed", "dp": 4, "zero": 3, "micro_batches": 2},
+        {"packed": 512, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_the_timeline_the_clock_and_the_short_way_have_one_peak(asked: dict[str, object]) -> None:
+    found = forecast_of(**asked)
+    (played,) = play(found, estimate(found.run, hardware("h100-80gb")))
+    assert stage_peak_bytes(found.worst.load) == played.peak.nbytes == found.peak_bytes
+
+
+def test_a_plan_counts_what_stands_beside_it() -> None:
+    """A budget between what a plan needs without a reference and with it has no plan with one."""
+    alone, beside = (
+        smallest_budget(forecast_of(dp=8, zero=3, **more).run, hardware("h100-80gb"))
+        for more in ({}, {"reference": "same"})
+    )
+    asked = forecast_of(dp=8, zero=3, reference="same").run
+    assert choose(asked, beside, hardware("h100-80gb")).forecast.peak_bytes <= beside
+    with pytest.raises(Infeasible):
+        choose(asked, (alone + beside) // 2, hardware("h100-80gb"))

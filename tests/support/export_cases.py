@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from jettison.capture.model_trace import as_call
-from jettison.export.policy import LayerPolicy
+from jettison.export.policy import LayerPolicy, checkpointed_on_host
 from jettison.export.result import Exported
-from jettison.export.subject import Subject
+from jettison.export.subject import Decision, Subject
 from jettison.export.targets import torch_remat
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
+from jettison.solve.policy import Full
 
 WIDTH, TOKENS, DEPTH = 32, 24, 4
 
@@ -92,3 +95,55 @@ def many_rows() -> tuple[nn.Module, Any]:
     """A batch beside which the gradients of parameters are small."""
     torch.manual_seed(0)
     return Stack(0.0), (torch.randn(64, TOKENS, WIDTH),)
+
+
+# plans that move tensors to the host ----------------------------------------------------------------------------------
+
+
+def everything(decision: Decision) -> Decision:
+    """What autograd saves waits on the host."""
+    saved = decision.program.saved_buffers()
+    moved = frozenset(b for b in saved if not decision.program.buffers[b].free)
+    return replace(decision, kept=saved, moved=moved, policy="offload")
+
+
+def largest(decision: Decision) -> Decision:
+    """The three largest do."""
+    there = everything(decision)
+    order = sorted(there.moved, key=lambda b: (-decision.program.buffers[b].nbytes, b))
+    return replace(there, moved=frozenset(order[:3]), policy="mixed")
+
+
+def given(decision: Decision) -> Decision:
+    """A checkpoint whose input does."""
+    policy = checkpointed_on_host(decision)
+    return replace(decision, kept=policy.kept, moved=policy.moved, policy="mixed")
+
+
+def unmoved(decision: Decision) -> Decision:
+    """The same, and it stays."""
+    return replace(given(decision), moved=frozenset(), policy="full")
+
+
+def given_of_selective(decision: Decision) -> Decision:
+    """The same, with two more tensors kept here."""
+    there = given(decision)
+    beside = sorted(decision.program.saved_buffers() - Full().kept(decision.program))[:2]
+    return replace(there, kept=there.kept | frozenset(beside))
+
+
+MOVING = (everything, largest, given, given_of_selective)
+"""Of four layers."""
+
+
+def numpy_host(away: type) -> type:
+    """For exported files: what waits on the host is held by NumPy, so that a CPU's own memory is not the device's."""
+
+    class OnHost(away):  # type: ignore[misc,valid-type]
+        def send(self, tensor: Tensor) -> None:
+            self.there = numpy.array(tensor.detach().numpy())
+
+        def fetch(self, here: Tensor) -> None:
+            here.copy_(torch.from_numpy(self.there))
+
+    return OnHost

@@ -39,13 +39,17 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class TinyFamily:
-    """Classes of transformers and settings that make them small. ``dropout``: the keys that hold probabilities."""
+    """Classes of transformers and settings that make them small. ``dropout``: the keys that hold probabilities.
+
+    ``part``: of the configuration, which the settings belong to.
+    """
 
     model: str
     config: str
     settings: Mapping[str, Any]
     dropout: tuple[str, ...] = ("attention_dropout",)
     attentions: tuple[str, ...] = ("eager", "sdpa")
+    part: str = ""
 
 
 def _gemma_like(**more: Any) -> dict[str, Any]:
@@ -141,6 +145,7 @@ class FormulaCase:
     dropout: float = 0.0
     batch: int = BATCH
     sequence: int = SEQUENCE
+    source: int = 0  # tokens that an encoder beside a decoder reads; 0: as many as the decoder writes
     padding: bool = False
     more: tuple[tuple[str, Any], ...] = field(default=())  # settings on top of the family's
 
@@ -163,13 +168,14 @@ def cases(family: str) -> Iterator[FormulaCase]:
 def tiny_config(case: FormulaCase) -> Any:
     """The configuration of transformers."""
     tiny = FAMILIES[case.family]
-    settings = {
-        "vocab_size": VOCABULARY,
+    settings: dict[str, Any] = {
+        **({} if "image_size" in tiny.settings else {"vocab_size": VOCABULARY}),
         **tiny.settings,
         **dict.fromkeys(tiny.dropout, case.dropout),
         **dict(case.more),
     }
-    cached = {} if tiny.model.endswith("MaskedLM") else {"use_cache": False}
+    cached = {"use_cache": False} if tiny.model.endswith(("CausalLM", "LMHeadModel", "Generation")) else {}
+    settings = {tiny.part: settings} if tiny.part else settings
     return getattr(transformers, tiny.config)(**settings, **cached, attn_implementation=case.attention)
 
 
@@ -191,6 +197,16 @@ def traced(case: FormulaCase) -> Ledger:
     """The ledger of the real model, in the layers of `written`."""
     ids = torch.randint(1, VOCABULARY, (case.batch, case.sequence))
     batch = {"input_ids": ids, "labels": ids.clone()}
+    if (patches := spec_of(tiny_config(case)).patches) is not None:
+        pixels = torch.randn(case.batch, patches.channels, patches.height, patches.width, dtype=DTYPES[case.precision])
+        batch = {"pixel_values": pixels, "labels": torch.zeros(case.batch, dtype=torch.int64)}
+    if spec_of(tiny_config(case)).source is not None:
+        batch["labels"] = batch["labels"][:, : case.sequence]
+        batch["input_ids"] = torch.randint(1, VOCABULARY, (case.batch, case.source or case.sequence))
+        if (bins := getattr(tiny_config(case), "num_mel_bins", 0)) > 0:
+            frames = 2 * tiny_config(case).max_source_positions
+            batch["input_features"] = torch.randn(case.batch, bins, frames, dtype=DTYPES[case.precision])
+            del batch["input_ids"]
     if case.padding:
         batch["attention_mask"] = (torch.arange(case.sequence) < case.sequence - 5).long().expand(ids.shape).clone()
     return traced_call(model_of(case), batch)
@@ -209,9 +225,11 @@ def run_of(case: FormulaCase) -> Run:
     """The same step as a spec, on the CPU's kernels."""
     spec = spec_of(tiny_config(case))
     kernels = kernels_for(spec, "huggingface").with_attention(case.attention).on_cpu()
+    fixed = 0 if spec.source is None else spec.source.max_positions if spec.source.sound else case.sequence
     return Run(
         model=spec,
-        seq=case.sequence,
+        source_seq=case.source or fixed,
+        seq=case.sequence if spec.patches is None else spec.patches.tokens,
         micro_batch=case.batch,
         kernels=kernels,
         precision=PRECISIONS[case.precision],

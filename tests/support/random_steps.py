@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from jettison.capture.model_trace import call_model, loss_of
+from jettison.dryrun.op_costs import MeasuredWorkspace, OpPrice, measure_ops
 from jettison.measure import measured_peak
 from jettison.measure.peak import allocation_deltas
 from jettison.measure.tensors import static_tensors, unique_bytes
@@ -64,6 +65,7 @@ class Loop:
         models: as the loop calls them; of a pipeline its schedule.
         modules: those whose parameters are there.
         step: forwards and backwards; None where the loop runs one of each.
+        kernels: what they take inside a call, where nothing else shows it.
     """
 
     models: list[Any]
@@ -71,6 +73,7 @@ class Loop:
     optimizer: torch.optim.Optimizer | None
     step: OwnStep | None
     planning: list[str] = field(default_factory=list)
+    kernels: dict[str, OpPrice] = field(default_factory=dict)
 
 
 def loop_of(case: Case, program: Program) -> Loop:
@@ -227,7 +230,7 @@ def train(
             _evaluate(loop, batch)
         tell(batch, number)
         shape = tree_map(lambda leaf: leaf.shape if isinstance(leaf, Tensor) else leaf, batch)
-        if loop.step is None and met and shape not in met:
+        if loop.step is None and case.wrapper != "shapes" and met and shape not in met:
             step(batch)  # planned in: the kernels that are tried use the profiler themselves
             peak = 0
         else:
@@ -244,11 +247,16 @@ def peak_of(case: Case, loop: Loop, batch: Any, step: Callable[[], None]) -> int
     if case.wrapper == "fsdp2":
         held = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
         optimizer = loop.optimizer or torch.optim.SGD(loop.modules[0].parameters())  # one without a state
-        meter = MemoryMeter(torch.device("cpu"), 1, lambda: [*alive(loop.modules, optimizer), *held], storages=True)
+        inside = MeasuredWorkspace(loop.kernels)
+        meter = MemoryMeter(
+            torch.device("cpu"), 1, lambda: [*alive(loop.modules, optimizer), *held], storages=True, workspace=inside
+        )
         with meter.step() as peaks, meter.phase("step"):
             step()
         found = peaks()
         assert found is not None
+        with torch.random.fork_rng(devices=[]):
+            loop.kernels.update(measure_ops(inside.unknown.values()))  # the first step runs without what it finds
         return found.peak_bytes
     static_bytes = _static_bytes(case, loop, batch)  # nothing may hold gradients in the step: buckets replace them
     return static_bytes + measured_peak(step, static_tensors=()).peak_bytes

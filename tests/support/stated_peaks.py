@@ -22,8 +22,8 @@ class Stated:
 
     Args:
         batch: whose steps these are, in words.
-        bounds: the plan was made for another batch: it states the most that these take, and no less.
-        above_bytes: what was measured lies so far above; below 0: below.
+        bounds: it states the most that these take, and no less: the plan was made for a larger batch, or the largest
+            came in the first step alone, in which the optimizer has no state yet.
     """
 
     batch: str
@@ -97,8 +97,8 @@ class Watcher:
             ]
             own = [ran for ran in under if ran.shape in ran.made_for]
             others = [ran for ran in under if ran.shape not in ran.made_for]
-            # the first step has no optimizer's state yet, and no gradients that stay
-            whole = {ran.shape for ran in own if ran.step} >= {shape for ran in own for shape in ran.made_for}
+            # what is stated is the largest batch's; the first step has no optimizer's state, and no gradients that stay
+            whole = any(ran.step and ran.shape == max(ran.made_for, key=lambda one: one.nbytes) for ran in own)
             for runs, bounds in ((own, not whole), (others, True)):
                 if runs:
                     found.append(_stated(runs, done, bounds=bounds))

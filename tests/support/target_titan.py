@@ -42,12 +42,20 @@ def loss_of(output: Any) -> Any:
     return output.square().mean()
 
 
-def applied(text: str, model: Any) -> Any:
-    """The model under torchtitan's own class."""
+def applied(text: str, model: Any, *, away: bool = False) -> Any:
+    """The model under torchtitan's own class.
+
+    Args:
+        away: what waits on the host is NumPy's, since a CPU's own memory is the device's here.
+    """
     import torch
+
+    from support.export_cases import numpy_host
 
     module = sys.modules["planned_ac"] = types.ModuleType("planned_ac")
     exec(compile(text, "planned_ac.py", "exec"), vars(module))
+    if away and "_Away" in vars(module):
+        vars(module)["_OnHost"] = numpy_host(module._Away)
     config = module.PlannedAC.Config()
     with torch.no_grad():
         config.build().apply(model)
@@ -88,6 +96,45 @@ def live() -> dict[str, Any]:
     }
 
 
+def moving() -> dict[str, Any]:
+    """A plan that moves: all that a layer saves, its three largest tensors, and what checkpoints are given."""
+    import torch
+
+    import jettison
+    from jettison.export.targets import torchtitan
+    from jettison.measure import independent_copy
+    from jettison.models.request import ModelRequest, load
+    from jettison.planner.planner import make_planner
+    from jettison.verbs.export_live import live_export
+    from jettison.verbs.live_model import PlanReport
+    from support.export_cases import MOVING, held_bytes
+
+    torch.set_num_threads(1)
+    request = ModelRequest(model="support.target_titan:llama", optimizer="none")
+    made = make_planner(load(request, fake=True).trace(), measure=False)
+    plan = jettison.plan(made.trace, jettison.Bytes(made.plain_budget_bytes), measure=False)
+
+    def write(subject: Any, pricer: Any) -> Any:
+        decisions = tuple(way(decision) for way, decision in zip(MOVING, subject.decisions, strict=True))
+        return torchtitan.export(dataclasses.replace(subject, decisions=decisions), pricer)
+
+    document = PlanReport(plan=plan, request=request).document()
+    found = live_export(plan, document, write=write, gpu=None, model=None, progress=lambda _: None)
+    loaded = load(request, fake=False)
+    plain = independent_copy(loaded.model)
+    loss_of(plain(**loaded.batch)).backward()
+    model = applied(found.files["planned_ac.py"], loaded.model, away=True)
+    held, loss = held_bytes(model, loaded.batch, loss_of)
+    loss.backward()
+    theirs = [p.grad for p in model.parameters()]
+    return {
+        "said": found.cost.held_bytes,
+        "held": held,
+        "host": found.cost.host_bytes,
+        "same": all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), theirs, strict=True)),
+    }
+
+
 def given(text: str) -> dict[str, Any]:
     """A file on the model: which layers it wrapped, and whether gradients are those of a copy."""
     import torch
@@ -109,4 +156,7 @@ def given(text: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     job = json.load(sys.stdin)
-    print(json.dumps({"live": live() if job.get("live") else None, "given": [given(text) for text in job["files"]]}))
+    answer = {"given": [given(text) for text in job["files"]]}
+    if job.get("live"):
+        answer |= {"live": live(), "moving": moving()}
+    print(json.dumps(answer))

@@ -44,6 +44,7 @@ from jettison.cost.op_kinds import (
     QUANTISE,
     REDUCTIONS,
     SCATTERS,
+    TILED,
     TRANSFER,
 )
 from jettison.dtypes import DTYPE_BYTES
@@ -259,7 +260,7 @@ class _Listing:
         logits = LOSS_PASSES * m * n * 4
         at_once = step.name == FUSED
         ahead = Product(1, m, n, k, x.dtype)
-        if not backward or step.name == CHUNKED:
+        if not backward or step.name in (CHUNKED, TILED):
             yield Kernel(steps=indices, nbytes=logits, product=ahead, half=Half.INPUTS if backward else None)
         if backward != at_once:
             back, half = Product(1, m, k, n, x.dtype), Half.INPUTS if backward else None

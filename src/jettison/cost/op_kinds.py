@@ -53,6 +53,7 @@ FLASH = "aten._scaled_dot_product_flash_attention.default"
 PICKED = "aten.nll_loss_forward.default"
 """Reads one number of each row."""
 CHUNKED, LISTED, FUSED = "chunked_cross_entropy", "listed_cross_entropy", "fused_linear_cross_entropy"
-LOSSES = frozenset((CHUNKED, LISTED, FUSED))
+TILED = "tiled_log_probabilities"
+LOSSES = frozenset((CHUNKED, LISTED, FUSED, TILED))
 ALL_TO_ALL = "c10d.all_to_all"
 TRANSFER, HOLD, QUANTISE = "c10d.", "hold", "quantise.fp8"

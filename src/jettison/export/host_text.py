@@ -4,7 +4,8 @@ a file is priced.
 NOTE [ What hooks move ]
 Around a layer that is left alone, hooks see each tensor that autograd saves, in the order in which the layer's program
 lists them: the file has the numbers of those that the plan moves. Around a checkpoint they see what it is given, and
-nothing else: what runs again is saved inside of it, and what selective contexts keep does not pass through hooks.
+nothing else: what runs again is saved inside of it, and what selective contexts keep does not pass through hooks. Of
+what it is given floating-point tensors move; a buffer's type is not known here, so that bytes on the host count all.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class _Waiting(ActivationWrapper):
         def pack(tensor):
             nonlocal count
             count += 1
-            if self.numbers is not ALL and count - 1 not in self.numbers:
+            chosen = tensor.is_floating_point() if self.numbers is ALL else count - 1 in self.numbers
+            if not chosen:  # of what a layer is given, positions and masks stay: Python may read them
                 return tensor
             spread = any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride()))
             if spread or not tensor.numel() or isinstance(tensor, torch.nn.Parameter):

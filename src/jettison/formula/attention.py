@@ -17,17 +17,25 @@ from jettison.spec.model import Attention, Norm, QkNorm
 
 HEADS, ROWS = 1, 2
 """Dims of q, k, v and of the scores."""
+READ = "encoder output"
 CORE = "arXiv 2205.05198 §4.1, attention core"
 
 
-def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm) -> Value:
-    """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
-    with w.tape.scope("attention"):
+def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bool = False) -> Value:
+    """The whole block, from the normed residual stream to what is added to it (without its dropout).
+
+    Args:
+        asks: keys and values are made of what the encoder returned, which no layer pays for.
+    """
+    with w.tape.scope("cross_attention" if asks else "attention"):
         whole, kept = enter(w, x)
-        q, k, v = _project(w, whole, kept, spec, norm_spec)
+        q, k, v = _ask(w, whole, kept, spec) if asks else _project(w, whole, kept, spec, norm_spec)
+        if w.kernels.copied_heads:
+            q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
             q, k = (rotate(w, x, spec.rotary_dim, name) for x, name in ((q, "query"), (k, "key")))
-        context = core(w, q, k, v, spec, joined=bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        joined = w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
+        context = core(w, q, k, v, spec, joined=joined)
         out = linear(
             w,
             context,
@@ -48,24 +56,41 @@ def head_places(w: Writer) -> Places:
     return tuple(sorted(places))
 
 
-def heads_of(w: Writer, x: Value, heads: int, head_dim: int) -> Value:
+def heads_of(w: Writer, x: Value, heads: int, head_dim: int, seq: int | None = None) -> Value:
     """s and the features of a projection as heads: a view."""
-    return w.tape.view(x, (w.run.micro_batch, heads, w.run.seq, head_dim), head_places(w))
+    rows = w.run.seq if seq is None else seq
+    return w.tape.view(x, (w.run.micro_batch, heads, rows, head_dim), head_places(w))
+
+
+def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Value, Value]:
+    """Queries of the decoder, keys and values of the encoder's output."""
+    length, model = w.run.source_seq, w.run.model
+    b, d = w.run.micro_batch, spec.head_dim
+    shape = (b, length, model.hidden) if w.kernels.batch_first else (length, b, model.hidden)
+    read = w.tape.source(READ, shape, w.compute, w.outside(), grad=True, free=True)
+    whole, kept_of_it = enter(w, read)
+    q = linear(w, x, spec.heads * d, "query", bias=spec.qkv_bias, split="column", keeps=kept)
+    k, v = (
+        linear(w, whole, spec.kv_heads * d, name, bias=bias, split="column", keeps=kept_of_it, role=READ)
+        for name, bias in (("key", spec.qkv_bias and spec.key_bias), ("value", spec.qkv_bias))
+    )
+    return heads_of(w, q, spec.heads, d), *(heads_of(w, y, spec.kv_heads, d, length) for y in (k, v))  # type: ignore[return-value]
 
 
 def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm) -> tuple[Value, Value, Value]:
-    d, more = spec.head_dim, {"bias": spec.qkv_bias, "split": "column", "keeps": kept}
+    d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
     widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
-        joint = linear(w, x, sum(widths), "qkv", reference=reference, **more)  # type: ignore[arg-type]
+        joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
         parts = [w.tape.view(joint, (*joint.shape[:-1], width)) for width in widths]
     else:
         names = ("query", "key", "value")
+        biases = (spec.qkv_bias, spec.qkv_bias and spec.key_bias, spec.qkv_bias)
         parts = [
-            linear(w, x, width, name, reference=reference, **more)  # type: ignore[arg-type]
-            for name, width in zip(names, widths, strict=True)
+            linear(w, x, width, name, bias=bias, reference=reference, **more)  # type: ignore[arg-type]
+            for name, width, bias in zip(names, widths, biases, strict=True)
         ]
         parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
     q, k, v = parts
@@ -89,11 +114,13 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
     if w.kernels.fused_rotary:
         return w.tape.op("rotary", [x, cosine, sine])
     part = x if dim == x.shape[-1] else w.tape.view(x, (*x.shape[:-1], dim))
+    if w.kernels.narrow_tables:
+        part, dtype = cast(w, part, "float32"), "float32"
     straight = multiply(w, part, cosine, ("", "rotary table"), dtype)
     half = w.tape.op("aten.neg.default", [part], (*part.shape[:-1], dim // 2))
     turned = w.tape.op("aten.cat.default", [half, part], part.shape)
     out = cast(w, add(w, straight, multiply(w, turned, sine, ("", "rotary table"), dtype)), x.dtype)
-    if part is x and not w.kernels.joined_rotary:
+    if dim == x.shape[-1] and not w.kernels.joined_rotary:
         return out
     return w.tape.op("aten.cat.default", [out, x], x.shape)
 
@@ -317,7 +344,8 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
 def as_batch(w: Writer, x: Value) -> Value:
     """b × heads × s × d as (b heads) × s × d: a copy, unless one stride leads from each matrix to the next."""
     batch, heads = x.local_shape[:ROWS]
-    return copy(w, x) if w.kernels.batch_first and batch > 1 and heads > 1 else x
+    apart = w.kernels.batch_first and not w.kernels.copied_heads
+    return copy(w, x) if apart and batch > 1 and heads > 1 else x
 
 
 def _mask(w: Writer, scores: Value) -> Value:

@@ -1,13 +1,24 @@
-"""What stands before the first layer: token, position and segment embeddings."""
+"""What stands before the first layer: token, position and segment embeddings; patches of images, frames of sound.
+
+NOTE [ Two stacks ]
+An encoder's layers come first in a model, then those of the decoder that asks it; each is a region as any other, at its
+own length. What is before the first layer and what is between the two stacks belongs to the region of the embedding, as
+in a recorded model: the input of the norm between them and its result are held as long as the embedding's own. Layers
+of the decoder read that result, and none pays for it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from jettison.formula.attention import READ
 from jettison.formula.basic import add, cast, dropout, scale
+from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import AttentionKernel
-from jettison.spec.model import Attention, LatentAttention
+from jettison.spec.model import Activation, Attention, LatentAttention, Patches, Source
 
 POSITIONS = "position ids"
 
@@ -17,21 +28,90 @@ def embedding(w: Writer) -> Value:
     model = w.run.model
     if not (w.kernels.fused_rotary or w.kernels.spread_rotary or w.kernels.looked_up_rotary):
         rotary_tables(w)
+    if model.patches is not None:
+        return _patched(w, model.patches)
+    if model.source is not None:
+        read_source(w, model.source)
     if w.kernels.filled_masks and w.kernels.attention is AttentionKernel.EAGER:
         _mask(w)
-    x = looked_up_tokens(w)
-    if model.embedding_scale:
-        x = scale(w, x)
+    x = _scaled_tokens(w)
     if model.token_types:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
     if model.learned_positions:
         x = add(w, x, _looked_up(w, "positions", model.position_rows or model.max_positions, POSITIONS))
-    if model.embedding_norm is not None:
-        x = norm(w, x, model.embedding_norm, "norm")
     with w.tape.scope("beside"):
         for name, shape in model.beside:
             w.parameter(name, *shape)
+    return _closed(w, x)
+
+
+def _scaled_tokens(w: Writer, *, declared: bool = True) -> Value:
+    x = looked_up_tokens(w, declared=declared)
+    return scale(w, x) if w.run.model.embedding_scale else x
+
+
+def _closed(w: Writer, x: Value) -> Value:
+    """With the embedding's norm and dropout."""
+    model = w.run.model
+    if model.embedding_norm is not None:
+        x = norm(w, x, model.embedding_norm, "norm")
     return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+
+
+def read_source(w: Writer, spec: Source) -> None:
+    """What an encoder is given, and what it returns: NOTE [ Two stacks ]."""
+    inner = replace(w, run=replace(w.run, seq=w.run.source_seq))
+    model = w.run.model
+    with w.tape.scope("encoder"):
+        x = _heard(inner, spec.sound) if spec.sound else _scaled_tokens(inner, declared=False)
+        if spec.sound:
+            table = inner.parameter("positions", spec.position_rows, model.hidden, fixed=not spec.trained_positions)
+            x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[table])
+        elif spec.position_rows:
+            x = add(inner, x, _looked_up(inner, "positions", spec.position_rows, POSITIONS, batched=True))
+        _closed(inner, x)
+        if model.final_norm is None:
+            w.tape.hold(inner.hidden(READ), READ)
+        else:
+            w.tape.hold(norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm"), READ)
+    w.follow(inner)
+
+
+def _heard(w: Writer, rows: int) -> Value:
+    """A spectrum as tokens: convolutions over three frames, the second for every other one (arXiv 2212.04356 §2.2)."""
+    b, frames, hidden = w.run.micro_batch, 2 * w.run.seq, w.run.model.hidden
+    x = w.tape.source("spectrum", (b, rows, frames), w.compute)
+    for name, width, length in (("first", rows, frames), ("second", hidden, w.run.seq)):
+        with w.tape.scope(name):
+            weights = [w.parameter("weight", hidden, width, 3), w.parameter("bias", hidden)]
+        kept = [saved(x, "convolution input")]
+        shape = (b, hidden, length)
+        x = w.tape.op("aten.convolution.default", [x], shape, saves=kept, weights=weights, contracted=3 * width)
+        x = activation(w, x, Activation.GELU)
+    return w.tape.view(x, w.shape(hidden))
+
+
+def _patched(w: Writer, spec: Patches) -> Value:
+    """An image as tokens: a convolution whose window moves by its own width, the class token, learned positions."""
+    hidden, batch = w.run.model.hidden, w.run.micro_batch
+    pixels = w.tape.source("pixels", (batch, spec.channels, spec.height, spec.width), w.compute)
+    with w.tape.scope("patches"):
+        weights = [w.parameter("weight", hidden, spec.channels, spec.patch, spec.patch)]
+        weights += [w.parameter("bias", hidden)] if spec.bias else []
+    x = w.tape.op(
+        "aten.convolution.default",
+        [pixels],
+        (batch, spec.count, hidden),
+        saves=[saved(pixels, "pixels")],
+        weights=weights,
+        contracted=spec.channels * spec.patch**2,
+    )
+    if spec.class_token:
+        first = w.parameter("class_token", hidden)
+        x = w.tape.op("aten.cat.default", [x], (batch, spec.tokens, hidden), weights=[first])
+    x = w.tape.view(x, w.shape(hidden))
+    x = w.tape.op("aten.add.Tensor", [x], passes=True, weights=[w.parameter("positions", spec.tokens, hidden)])
+    return _closed(w, x)
 
 
 def looked_up_tokens(w: Writer, *, tied: bool = False, declared: bool = True) -> Value:
@@ -97,11 +177,11 @@ def _rotation(w: Writer, attention: Attention | LatentAttention) -> tuple[int, b
     return attention.rotary_dim, w.kernels.rotary_by_window and attention.window is not None
 
 
-def _looked_up(w: Writer, name: str, rows: int, ids_name: str) -> Value:
+def _looked_up(w: Writer, name: str, rows: int, ids_name: str, *, batched: bool = False) -> Value:
     """Rows of a small table, in most code the same for every sequence of the batch."""
     weight = w.parameter(name, rows, w.run.model.hidden)
     shape = (1, w.run.seq) if w.kernels.batch_first else (w.run.seq, 1)
-    if w.kernels.batched_positions or (w.run.packed and ids_name == POSITIONS):
+    if w.kernels.batched_positions or batched or (w.run.packed and ids_name == POSITIONS):
         shape = w.shape()[0], w.shape()[1]
     stored = ids_name == POSITIONS and w.kernels.stored_positions and not w.run.packed
     ids = w.tape.source(ids_name, shape, "int64", w.outside(), free=stored)

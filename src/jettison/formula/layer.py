@@ -17,7 +17,11 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
     """The residual stream after the layer."""
     match spec.arrangement:
         case Arrangement.PRE:
-            x = add(w, x, _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec)))
+            normal = x if spec.plain_start else norm(w, x, spec.norm, "attention_norm")
+            x = add(w, x, _dropped(w, _attend(w, normal, spec)))
+            if spec.cross is not None:
+                normal = norm(w, x, spec.norm, "cross_attention_norm")
+                x = add(w, x, _dropped(w, attention(w, normal, spec.cross, spec.norm, asks=True)))
             return add(w, x, _dropped(w, _feed(w, norm(w, x, spec.norm, "mlp_norm"), spec)))
         case Arrangement.PARALLEL:
             first = _dropped(w, _attend(w, norm(w, x, spec.norm, "attention_norm"), spec))
@@ -37,6 +41,9 @@ def layer(w: Writer, x: Value, spec: Layer) -> Value:
             return add(w, x, norm(w, inner, spec.norm, "mlp_output_norm"))
         case Arrangement.OUTER:
             x = norm(w, add(w, _dropped(w, _attend(w, x, spec)), x), spec.norm, "attention_norm")
+            if spec.cross is not None:
+                inner = _dropped(w, attention(w, x, spec.cross, spec.norm, asks=True))
+                x = norm(w, add(w, inner, x), spec.norm, "cross_attention_norm")
             return norm(w, add(w, _dropped(w, _feed(w, x, spec)), x), spec.norm, "mlp_norm")
 
 

@@ -13,6 +13,7 @@ from jettison.formula.norm import norm
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Loss
+from jettison.spec.model import Pooling
 
 EXTRA = "arXiv 2205.05198 §4.3"
 
@@ -20,13 +21,17 @@ EXTRA = "arXiv 2205.05198 §4.3"
 def head(w: Writer, x: Value) -> Value:
     """From the residual stream to the loss."""
     model = w.run.model
+    if model.head.pooling is not Pooling.NONE:
+        return classify(w, x)
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
         x = norm(w, x, model.final_norm, "norm")
     if model.head.transform is not None and model.embedding_norm is not None:
-        x = linear(w, x, model.hidden, "transform", bias=True)
+        x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
+    if w.kernels.loss is Loss.DPO:
+        return _tiled(w, x)
     if w.kernels.loss in (Loss.FUSED, Loss.CHUNKED, Loss.LISTED):
         return _without_logits(w, x)
     return _from_logits(w, x)
@@ -52,6 +57,21 @@ def _from_logits(w: Writer, x: Value, weight: Weight | None = None) -> Value:
     if model.head.softcap:
         logits = _softcap(w, logits)
     return _LOSSES[w.kernels.loss](w, logits, _labels(w))
+
+
+def classify(w: Writer, x: Value) -> Value:
+    """One prediction a sequence. A norm that only another use of the model needs runs all the same."""
+    model = w.run.model
+    batch = (w.run.micro_batch, model.hidden)
+    if model.head.pooling is Pooling.FIRST:
+        x = x if model.final_norm is None else norm(w, x, model.final_norm, "norm")
+        x = w.tape.view(x, batch)
+    else:
+        if model.final_norm is not None:
+            norm(w, w.tape.view(x, batch), model.final_norm, "norm")
+        x = w.tape.op("aten.mean.dim", [x], batch, places=())
+    logits = linear(w, x, model.vocab, "logits", bias=model.head.bias, head=True)
+    return _upcast(w, logits, w.tape.source("labels", batch[:1], "int64"))
 
 
 def score(w: Writer, x: Value) -> Value:
@@ -203,6 +223,43 @@ _LOSSES: Final[Mapping[Loss, Callable[[Writer, Value, Value], Value]]] = Mapping
         Loss.DTENSOR: _dtensor,
     }
 )
+
+
+TILE_TOKENS, TILE_WORDS = 4096, 32768
+"""Of a tile. TRL: ``kernels/chunked_logprob.py``, ``TOKEN_CHUNK_SIZE``; ``trainer/utils.py``, ``add_fused_lm_head``."""
+
+
+def _tiled(w: Writer, x: Value) -> Value:
+    """Log-probabilities of tokens by tiles of logits: TRL 1.16, ``ChunkedLogProbFunction``.
+
+    ``add_fused_lm_head`` takes the rows whose next token counts (``hidden_states[mask]``), a copy: here all but the
+    last of each sequence. Kept are that copy, targets, and two numbers a row, the log of the sum and the entropy, which
+    is logged. Backward makes the tile again and adds up both gradients in fp32, the head's weight's whole.
+    """
+    model, batch, rows = w.run.model, w.run.micro_batch, w.run.seq - 1
+    with w.tape.scope("logits"):
+        weight = w.parameter("weight", model.vocab, model.hidden, tied=model.tied_embeddings, product=True, head=True)
+    scored = w.tape.op("aten.index.Tensor", [x], (batch * rows, model.hidden))
+    targets = w.tape.op("aten.index.Tensor", [_labels(w)], (batch * rows,))
+    numbers = [w.tape.empty((batch * rows,), "float32") for _ in range(2)]
+    loss = w.tape.empty((), "float32", grad=True)
+    tile = w.tape.empty((min(batch * rows, TILE_TOKENS), TILE_WORDS), w.compute)
+    wide = 4 * batch * rows * model.hidden if scored.dtype != "float32" else 0
+    wide += 4 * weight.numel if not weight.frozen and w.run.precision.parameter != "float32" else 0
+    w.tape.record(
+        "tiled_log_probabilities",
+        [scored, targets],
+        [loss, *numbers, tile],
+        saves=[
+            saved(scored, "scored rows"),
+            saved(targets, "targets"),
+            *(saved(each, name) for each, name in zip(numbers, ("log of the sum", "entropy"), strict=True)),
+        ],
+        weights=[weight],
+        flops=2 * batch * rows * weight.numel,
+        workspace=tile.nbytes + wide,
+    )
+    return loss
 
 
 def _without_logits(w: Writer, x: Value) -> Value:

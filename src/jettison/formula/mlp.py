@@ -55,6 +55,10 @@ def activation(w: Writer, x: Value, kind: Activation) -> Value:
         return _gelu_written(w, x)
     if kind is Activation.GELU_FAST:
         return _gelu_fast(w, x)
+    if kind is Activation.GELU_QUICK:
+        gate = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
+        w.tape.record("aten.sigmoid.default", [scale(w, x)], [gate], saves=[saved(gate, "activation output")])
+        return multiply(w, x, gate, ("activation input", "activation output"))
     if kind is Activation.RELU:
         out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad)
         w.tape.record("aten.relu.default", [x], [out], saves=[saved(out, "activation output")])

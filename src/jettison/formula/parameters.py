@@ -13,7 +13,7 @@ from jettison.spec.tuning import Tuning
 
 def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
     """The distinct regions of a model, and how often each occurs."""
-    scene = Run(model=model, seq=1, tuning=tuning).scene
+    scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source, tuning=tuning).scene
     yield embedding_region(scene), 1
     counts = Counter(model.layers)
     for kind in model.kinds:
@@ -33,7 +33,7 @@ def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
 
 def active_parameter_count(model: ModelSpec) -> int:
     """Parameters that one token meets: of each layer's experts those that it is sent to."""
-    scene = Run(model=model, seq=1).scene
+    scene = Run(model=model, seq=model.shortest, source_seq=model.shortest_source).scene
     idle = 0
     for kind, layers in Counter(model.layers).items():
         if (moe := kind.experts) is not None:

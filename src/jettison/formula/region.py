@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from jettison.dtypes import tensor_bytes
@@ -207,7 +207,7 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
     """One transformer layer."""
     if isinstance(layer, RecordedLayer):
         return _recorded(scene).blocks[layer.call]
-    writer = Writer.of(scene)
+    writer = Writer.of(replace(scene, seq=scene.source_seq) if layer.source else scene)
     hidden = writer.hidden(detached=layer.detached)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)

@@ -101,6 +101,10 @@ class Writer:
             self._random = self.tape.source("random state", (size,), "uint8", kind=Source.RANDOM)
         return self._random
 
+    def follow(self, other: Writer) -> None:
+        """One random state for both, who write on one tape."""
+        self._random = other._random
+
     def parameter(
         self,
         name: str,
@@ -111,18 +115,19 @@ class Writer:
         product: bool = False,
         head: bool = False,
         adapter: bool = False,
+        fixed: bool = False,
     ) -> Weight:
         """Declare a parameter; ``split`` is the dim that tp shards, ``expert``: ep shards dim 0, which counts experts.
 
         ``tied``: it is another region's, and is held once more only where a pipeline stage comes between.
         ``product``: it is the matrix of a product; ``head``: of the head's. ``adapter``: it is trained while the others
-        are frozen.
+        are frozen. ``fixed``: the model's own code never trains it.
         """
         axis = self.expert_axis if expert else "tp"
         places = [(axis, split)] if split is not None and self.tape.mesh[axis] > 1 else []
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
-        frozen = self.run.tuning is not None and not adapter
+        frozen = fixed or (self.run.tuning is not None and not adapter)
         packed = 0
         if frozen and product and not head and not expert and self.base.packed:
             local = self.tape.local_shape(shape, tuple(sorted(places)))

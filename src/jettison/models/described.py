@@ -39,7 +39,7 @@ def described_model(model: str, request: RunRequest, *, live: bool = False, trac
                     "'jettison[hf]'"
                 ) from None
         else:
-            if model in PRESETS or not found.left_out or not can_record():
+            if model in PRESETS or not found.left_out or found.patches is not None or not can_record():
                 return found
             values, _ = _values(model)
             if not any(values.get(f"{tower}_config") for tower in TOWERS):

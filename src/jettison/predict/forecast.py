@@ -249,14 +249,14 @@ def _stage(
     return Stage(index=index, groups=chunks, load=load, static=total)
 
 
-def _keeps_outputs(run: Run) -> bool:
-    """Beside buffers, which count what a stage returns as well."""
-    return run.layout.keeps_stage_outputs and not run.layout.stage_buffers
-
-
 def _frozen(run: Run) -> int:
     """Weights of models beside the trained one."""
     return sum(found.parameters for found in frozen_bytes(run))
+
+
+def _keeps_outputs(run: Run) -> bool:
+    """Beside buffers, which count what a stage returns as well."""
+    return run.layout.keeps_stage_outputs and not run.layout.stage_buffers
 
 
 def _output_bytes(run: Run, chunk: Chunk) -> int:

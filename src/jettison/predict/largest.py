@@ -85,6 +85,8 @@ def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None
     peak = _peak if peak is None else peak
     step = SEQUENCE_STEP * run.layout.cp * (run.layout.tp if run.layout.sp else 1)
     positions = run.model.max_positions if run.model.learned_positions else _MOST
+    if run.model.patches is not None:  # an image is as long as it is
+        step = positions = run.seq
 
     def with_batch(count: int) -> int:
         return peak(replace(run, micro_batch=count))

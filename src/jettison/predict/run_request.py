@@ -25,7 +25,7 @@ from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
-from jettison.spec.model import Layer, ModelSpec, RecordedLayer
+from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
 from jettison.spec.precision import Adding, optimizer, precision
 from jettison.spec.presets import PRESETS, preset, unknown_preset
@@ -47,13 +47,14 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
+        source_seq: Tokens that an encoder beside a decoder reads: as many as --seq, or as its configuration says.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
             adafactor, muon or none.
         kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
-        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked or listed.
+        loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.
         dispatcher: How tokens reach their experts: alltoall, flex (DeepEP, HybridEP) or allgather.
@@ -91,6 +92,7 @@ class CommonRequest:
     """
 
     seq: Tokens | None = None
+    source_seq: Tokens | None = None
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
@@ -137,7 +139,7 @@ class RunRequest(CommonRequest):
     """How a model is to be trained, as given.
 
     Args:
-        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1.
+        micro_batch: Sequences in a micro-batch on one data-parallel rank: 1; of --loss dpo 2, a pair.
         micro_batches: Micro-batches in a step on one data-parallel rank: one for each pipeline stage.
         tp: Ranks of tensor parallelism: 1.
         sp: Sequence parallelism beside it: on where --tp is above 1.
@@ -270,11 +272,12 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         assert isinstance(first, Layer), "recorded models are refused adapters"
         model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
-    seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, LONGEST_DEFAULT)
+    longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
+    seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
-        micro_batch=given_or(request.micro_batch, 1),
+        micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
         precision=precision(given_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
@@ -288,6 +291,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         tp_comm_overlap=given_or(request.tp_comm_overlap, False),
         ep_comm_overlap=given_or(request.ep_comm_overlap, False),
         cuda_graphs=given_or(request.cuda_graphs, False),
+        source_seq=_source_length(model, request, given_or(request.seq, seq)),
         stack=None if request.stack is None else word(Software, request.stack, "stack"),
         adding=Adding.WHOLE if request.accumulation is None else word(Adding, request.accumulation, "accumulation"),
         workspaces=workspaces(given_or(request.workspaces, "none")),
@@ -326,9 +330,17 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
 
 
+def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
+    """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
+    if model.source is None:
+        return given_or(request.source_seq, 0)
+    longest = model.source.max_positions
+    return given_or(request.source_seq, longest if model.source.sound else min(seq, longest))
+
+
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
     """The same model made for longer or shorter sequences."""
-    if not model.learned_positions:
+    if not model.learned_positions or model.patches is not None:
         raise UsageError(f"got --positions {positions}; {model.name} has no learned positions: leave it away")
     extra = model.position_rows - model.max_positions if model.position_rows else 0
     return replace(model, max_positions=positions, position_rows=positions + extra if extra else 0)
@@ -341,7 +353,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=given_or(request.sp, tp > 1),
+        sp=given_or(request.sp, tp > 1 and model.patches is None and model.source is None),
         cp=given_or(request.cp, 1),
         ep=given_or(request.ep, 1),
         expert_tp=given_or(request.expert_tp, 0),
@@ -377,6 +389,8 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
+    if model.head.pooling is not Pooling.NONE:
+        raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
     return replace(kernels, loss=word(Loss, request.loss, "loss"))
 
 

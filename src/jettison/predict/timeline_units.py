@@ -29,9 +29,8 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
-    plain = _made(run, groups)
-    cut = list(with_ends(run, groups, list(plain))) if run.layout.pp > 1 else plain
-    made = _with_transients(run, groups, cut)
+    made = _made(run, groups)
+    made = _with_transients(run, groups, list(with_ends(run, groups, list(made))) if run.layout.pp > 1 else made)
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 

@@ -26,7 +26,7 @@ _LAYOUTS: Final = ((False, False, False), (True, False, False), (True, True, Fal
 
 def closed_form_data(subjects: Sequence[Subject]) -> dict[str, Any]:
     """``{"document": the formulas, "layers": [one for each kind of layer of each model], "sequences": ...}``."""
-    kinds = [(subject, layer) for subject in subjects for layer in subject.model.described]
+    kinds = [(subject, layer) for subject in subjects for layer in subject.model.described if layer.cross is None]
     structures = list(dict.fromkeys(structure(subject.model, layer) for subject, layer in kinds))
     forms = [_form([k for k in kinds if structure(k[0].model, k[1]) == each]) for each in structures]
     return {
@@ -101,7 +101,7 @@ def _layer(subject: Subject, layer: Layer, form: int) -> dict[str, Any]:
         "form": form,
         "sizes": {name: n for name, n in sizes.items() if name not in ("s", "b", "t")},
         "ranks": ranks_of(model),
-        "seq": run.seq,
+        "seq": run.source_seq if layer.source else run.seq,
         "micro_batch": subject.micro_batch,
         "positions": model.max_positions if model.learned_positions else None,
         "kernels": run.kernels.name,

@@ -157,6 +157,7 @@ def batch_text(asked: Resolved) -> str:
 
     parts = (
         stated("seq", f"{run.seq} tokens" + (f" in documents of {run.packed}" if run.packed else "")),
+        *([stated("source_seq", f"{run.source_seq} of the encoder")] if run.source_seq else []),
         stated("micro_batch", f"{run.micro_batch} a micro-batch"),
         stated("micro_batches", f"{run.micro_batches} of these a step"),
     )

@@ -7,6 +7,8 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_unflatten
 
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
@@ -31,6 +33,7 @@ from jettison.runtime.witness import Check, Rounded, Witness, compare
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most saved tensors: nothing is inside them."""
+EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
 
@@ -374,6 +377,9 @@ class Frame:
             out = run_step(step, leaves)
             self._put(step.state_out, get_state(step.device))
             set_state(step.device, current)
+        elif step.func is EMPTY and (part := self._imagined()) is not None:
+            (size, stride), options = tree_unflatten(leaves, step.spec)
+            out = [part.new_empty_strided(size, stride, **options)]
         else:
             out = run_step(step, leaves)
         for positions, _old, new in step.written:
@@ -382,6 +388,11 @@ class Frame:
             self._put(buffer, out[position])
         for buffer in step.consumes:
             self._release(buffer)
+
+    def _imagined(self) -> Tensor | None:
+        """In a dry run, something fake to make empty memory of: a mode above takes bare `empty_strided` for real."""
+        part = next((plain(p) for p in self.model.parameters()), None)
+        return part if isinstance(part, FakeTensor) else None
 
     def _put(self, buffer: int | None, tensor: Tensor) -> None:
         if buffer is not None and self.recipe.counts.get(buffer, 0) > 0:

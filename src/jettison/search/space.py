@@ -297,7 +297,7 @@ class Space:
                                 gathered_inputs=alone if tp == 1 or over is None else over,
                                 **flags,
                             )
-                            layout.check(template.model, seq=template.seq)
+                            layout.check(template.model, seq=template.seq, source_seq=template.source_seq)
                         except UsageError as error:
                             refused[str(error)] += 1
                             break

@@ -19,6 +19,14 @@ def _roberta(k: Kernels) -> Kernels:
     return replace(_bert(k), stored_positions=False, batched_positions=True)
 
 
+def _bart(k: Kernels) -> Kernels:
+    return replace(k, shifted_labels=False, loss_float32=False, scores_float32=False)
+
+
+def _tower(k: Kernels) -> Kernels:
+    return replace(k, shifted_labels=False, loss_float32=False)
+
+
 def _eager(k: Kernels) -> Kernels:
     """Its code knows no other."""
     return replace(k, attention=AttentionKernel.EAGER)
@@ -53,6 +61,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "granitemoeshared": lambda k: replace(k, weights_float32=False, softmax_float32=True),
         "helium": lambda k: replace(k, wide_norm=True, cast_weights=True, spread_rotary=True),
         "minimax_m2": lambda k: replace(k, joined_rotary=True),
+        "modernbert": lambda k: replace(k, narrow_tables=True, rotary_by_window=True, shifted_labels=False),
         "nemotron": lambda k: replace(k, joined_rotary=True),
         "olmo": lambda k: replace(k, wide_norm=True, wide_rotary=True),
         "opt": lambda k: replace(k, batched_positions=True, scores_float32=False),
@@ -63,6 +72,13 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
         "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
+        "bart": _bart,
+        "mbart": _bart,
+        "whisper": lambda k: replace(
+            k, shifted_labels=False, loss_float32=False, scores_float32=False, batched_positions=True, copied_heads=True
+        ),
+        "vit": _tower,
+        "clip_vision_model": _tower,
         "bloom": _eager,
         "codegen": lambda k: replace(_gptj(k), wide_rotary=True),
         "gpt_neo": lambda k: replace(_eager(k), wide_scores=True),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from jettison.spec.model import Activation, Arrangement, Norm, NormKind, QkNorm, Router
+from jettison.spec.model import Activation, Arrangement, Norm, NormKind, Pooling, QkNorm, Router
 
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -52,6 +52,7 @@ class Family:
         qkv_bias: fixed in code, as are the other choices here; where the configuration decides, ``attention_bias``
             or ``mlp_bias`` is among the defaults.
         refused: keys that may not be set: what the code does then is not described.
+        patches: it reads images; ``pooling`` is what of them it classifies.
         rotary_keys: top-level keys that say which share of a head is rotated.
     """
 
@@ -80,6 +81,16 @@ class Family:
     embedding_scale: bool = False
     masked_language_model: bool = False
     head_bias: bool = False
+    source: bool = False  # an encoder beside a decoder, whose sizes have names of their own
+    sound: bool = False  # which reads a spectrum
+    key_bias: bool = True
+    patches: bool = False
+    patch_bias: bool = True
+    bidirectional: bool = False
+    full_first: bool = False  # of a period of layers the first sees all, and not the last
+    half_window: bool = False  # the configuration says how wide it is, both ways together
+    pooling: Pooling = Pooling.NONE
+    plain_first: bool = False  # and the first layer's attention therefore has none
     more_positions: int = 0  # rows of learned positions beyond the longest sequence
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
 
@@ -331,6 +342,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             mlp_bias=True,
             rotary=False,
             masked_language_model=True,
+            start_norm=True,
+            head_bias=True,
             dropout=DropoutKeys(
                 embedding="hidden_dropout_prob",
                 attention="attention_probs_dropout_prob",
@@ -349,6 +362,7 @@ ACTIVATIONS: Final[Mapping[str, Activation]] = MappingProxyType(
         "gelu": Activation.GELU,
         "gelu_new": Activation.GELU_WRITTEN,
         "gelu_fast": Activation.GELU_FAST,
+        "quick_gelu": Activation.GELU_QUICK,
         "gelu_pytorch_tanh": Activation.GELU_TANH,
         "silu": Activation.SILU,
         "swish": Activation.SILU,

@@ -29,6 +29,9 @@ from jettison.spec.model import (
     Mlp,
     ModelSpec,
     Moe,
+    Norm,
+    Patches,
+    Source,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
@@ -86,11 +89,15 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
     fields = _Fields(name=name, family=family, values=values)
     fields.check_complete()
-    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values)))
+    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values, fields.family)))
 
 
-def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
+def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
     """What a configuration has that the text model does not, one remark each."""
+    if family.patches:
+        if "text_config" in outer:
+            yield "the text tower is left out: an image is classified, and no text is held against it"
+        return
     for key in (f"{tower}_config" for tower in TOWERS):
         tower = outer.get(key)
         if isinstance(tower, Mapping) and tower:
@@ -131,8 +138,9 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in EVERY_FAMILY:
         return kind, values
-    inner = values.get("text_config")
     default = EVERY_WRAPPER.get(kind) if isinstance(kind, str) else None
+    part = "text_config" if default is None or not EVERY_FAMILY[default].patches else "vision_config"
+    inner = values.get(part)
     if isinstance(inner, Mapping):
         kind = inner.get("model_type") or default or kind
         if isinstance(kind, str) and kind in EVERY_FAMILY:
@@ -140,7 +148,7 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
     elif default is not None and inner is None and "vision_config" in values and "hidden_size" in values:
         return default, values  # as first files of Qwen2-VL have it
     elif default is not None:
-        raise UsageError(f"{name}: got text_config {short(inner)}; expected the object that {kind} keeps its text in")
+        raise UsageError(f"{name}: got {part} {short(inner)}; expected the object that {kind} keeps it in")
     got = "no model_type" if kind is None else f"the model_type {short(kind)}"
     refused = UsageError if kind is None else NotDescribed
     raise refused(
@@ -151,8 +159,9 @@ def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[
 def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The inner configuration with what counts from around it: the wrapper owns the head, so it ties the embeddings."""
     merged = dict(inner)
-    if outer.get("tie_word_embeddings") is not None:
-        merged["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    for key in ("tie_word_embeddings", "num_labels", "id2label"):
+        if outer.get(key) is not None:
+            merged[key] = outer[key]
     if all(inner.get(key) is None for key in _DTYPE_KEYS):
         merged.update({key: outer[key] for key in _DTYPE_KEYS if key in outer})
     return merged
@@ -171,7 +180,7 @@ class _Fields:
         missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
         if missing:
             raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
-        for key in (*_NOT_EXPRESSED, *self.family.refused):
+        for key in (*(() if self.family.source else _NOT_EXPRESSED), *self.family.refused):
             if self.values.get(key):
                 raise NotDescribed(
                     f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
@@ -204,6 +213,13 @@ class _Fields:
             raise self.error(key, "a number below 2^63")
         return value
 
+    def depth(self, key: str) -> int:
+        """A number of layers."""
+        found = self.size(key)
+        if found > MOST_LAYERS:
+            raise self.error(key, f"at most {MOST_LAYERS}")
+        return found
+
     def optional_size(self, key: str, *, least: int = 1) -> int | None:
         """A whole number, or None."""
         return None if self.value(key) is None else self.size(key, least=least)
@@ -225,47 +241,111 @@ class _Fields:
             raise self.error(key, "a number")
         return value
 
-    def activation(self) -> Activation:
+    def activation(self, key: str = "hidden_act") -> Activation:
         """The nonlinearity. Gemma's first files say "gelu" and mean the approximation."""
         if self.family.activation is not None:
             return self.family.activation
-        word = self.value("hidden_act")
-        word = self.family.defaults["hidden_act"] if word is None else word
+        word = self.value(key)
+        word = self.family.defaults[key] if word is None else word
         if not isinstance(word, str) or word not in ACTIVATIONS:
-            raise self.error("hidden_act", f"one of {', '.join(ACTIVATIONS)}")
+            raise self.error(key, f"one of {', '.join(ACTIVATIONS)}")
         found = ACTIVATIONS[word]
         return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
 
 
 def _model(fields: _Fields, kind: str) -> ModelSpec:
     family = fields.family
-    layers = _layers(fields)
+    norm = _norm(fields)
+    layers = _layers(fields, norm)
+    if family.source:
+        layers = _stacks(fields, layers)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
-    positions = fields.size("max_position_embeddings")
+    transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
+    patches = _patches(fields) if family.patches else None
+    positions = fields.size("max_position_embeddings") if patches is None else patches.tokens
     return ModelSpec(
         name=fields.name,
         family=kind,
         hidden=fields.size("hidden_size"),
-        vocab=fields.size("vocab_size"),
+        vocab=fields.size("vocab_size") if patches is None else _classes(fields),
+        patches=patches,
+        source=_source(fields) if family.source else None,
         layers=layers,
-        final_norm=None if masked else family.norm,
+        final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
         learned_positions=not family.rotary and not family.alibi,
         position_rows=positions + family.more_positions if family.more_positions else 0,
-        token_types=fields.size("type_vocab_size") if masked else 0,
-        embedding_norm=family.norm if masked or family.start_norm else None,
-        embedding_scale=family.embedding_scale,
+        token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
+        embedding_norm=norm if family.start_norm else None,
+        embedding_scale=family.embedding_scale or (family.source and fields.flag("scale_embedding")),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
-            bias=masked or family.head_bias,
-            transform=fields.activation() if masked else None,
+            bias=family.head_bias or fields.flag("decoder_bias"),
+            transform=fields.activation(transform) if masked else None,
+            transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
+            pooling=family.pooling,
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
         dropout_sites=sites,
         dropout=dropout,
         dtype=_dtype(fields),
     )
+
+
+def _stacks(fields: _Fields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
+    first = decoder[0]
+    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
+    heads = fields.size("encoder_attention_heads")
+    hidden = fields.size("hidden_size")
+    if hidden % heads:
+        raise fields.error("encoder_attention_heads", f"a divisor of the hidden size {hidden}")
+    both_ways = replace(first.attention, heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False)
+    encoder = replace(
+        first, attention=both_ways, mlp=replace(first.mlp, ffn=fields.size("encoder_ffn_dim")), source=True
+    )
+    asking = replace(first, cross=replace(first.attention, causal=False))
+    return (encoder,) * fields.depth("encoder_layers") + (asking,) * len(decoder)
+
+
+def _source(fields: _Fields) -> Source:
+    key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
+    longest = fields.size(key)
+    return Source(
+        max_positions=longest,
+        position_rows=longest + fields.family.more_positions,
+        trained_positions=not fields.family.sound,
+        sound=fields.size("num_mel_bins") if fields.family.sound else 0,
+    )
+
+
+def _norm(fields: _Fields) -> Norm:
+    norm = fields.family.norm
+    return replace(norm, bias=fields.flag("norm_bias")) if fields.knows("norm_bias") else norm
+
+
+def _patches(fields: _Fields) -> Patches:
+    image = fields.value("image_size")
+    sides = image if isinstance(image, list | tuple) else (image, image)
+    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
+        raise fields.error("image_size", "a number of pixels, or two: height and width")
+    return Patches(
+        height=sides[0],
+        width=sides[1],
+        patch=fields.size("patch_size"),
+        channels=fields.size("num_channels"),
+        bias=fields.family.patch_bias,
+    )
+
+
+def _classes(fields: _Fields) -> int:
+    """What an image may show: as many as are named, or two, as transformers has it."""
+    names = fields.values.get("id2label")
+    count = fields.values.get("num_labels", len(names) if isinstance(names, Mapping) and names else 2)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"{fields.name}: got num_labels {short(count)}; expected a whole number of 1 or more")
+    return count
 
 
 def _dtype(fields: _Fields) -> str:
@@ -293,12 +373,10 @@ def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
     return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most
 
 
-def _layers(fields: _Fields) -> tuple[Layer, ...]:
+def _layers(fields: _Fields, norm: Norm) -> tuple[Layer, ...]:
     """All layers, one object a kind."""
     family = fields.family
-    depth = fields.size("num_hidden_layers")
-    if depth > MOST_LAYERS:
-        raise fields.error("num_hidden_layers", f"at most {MOST_LAYERS}")
+    depth = fields.depth("num_hidden_layers")
     attention = _latent_attention(fields) if family.latent else _attention(fields)
     arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
     kinds: dict[tuple[int | None, bool, bool], Layer] = {}
@@ -308,10 +386,11 @@ def _layers(fields: _Fields) -> tuple[Layer, ...]:
         kinds[window, sparse, rotates] = Layer(
             attention=_placed(attention, window, rotates) if isinstance(attention, Attention) else attention,
             mlp=_experts(fields) if sparse else _mlp(fields),
-            norm=family.norm,
+            norm=norm,
             arrangement=arrangement,
         )
-    return tuple(kinds[kind] for kind in order)
+    layers = [kinds[kind] for kind in order]
+    return (replace(layers[0], plain_start=True), *layers[1:]) if family.plain_first else tuple(layers)
 
 
 def _placed(attention: Attention, window: int | None, rotates: bool) -> Attention:
@@ -353,6 +432,7 @@ def _attention(fields: _Fields) -> Attention:
         kv_heads=kv_heads,
         head_dim=head_dim,
         qkv_bias=family.qkv_bias or fields.flag("attention_bias"),
+        key_bias=family.key_bias,
         out_bias=family.out_bias or fields.flag(_OUT_BIAS if fields.knows(_OUT_BIAS) else "attention_bias"),
         fused_qkv=family.fused_qkv,
         qk_norm=family.qk_norm,
@@ -366,6 +446,8 @@ def _attention(fields: _Fields) -> Attention:
 
 
 def _causal(fields: _Fields) -> bool:
+    if fields.family.bidirectional:
+        return False
     if fields.knows("is_decoder"):
         return fields.flag("is_decoder")
     return not fields.flag("use_bidirectional_attention")
@@ -471,6 +553,8 @@ def _windows(fields: _Fields, depth: int) -> Iterator[int | None]:
     """How far each layer looks back; None: to the beginning."""
     off = fields.knows("use_sliding_window") and not fields.flag("use_sliding_window")
     window = None if off else fields.optional_size("sliding_window")
+    if window is not None and fields.family.half_window:
+        window = max(1, window // 2)
     if window is not None and fields.flag("use_bidirectional_attention"):
         window = 2 * (window // 2) + 1  # half of it on either side, and the token itself
     for sliding in _slides(fields, depth):
@@ -493,7 +577,8 @@ def _slides(fields: _Fields, depth: int) -> list[bool]:
         return [index >= first for index in range(depth)]
     if fields.knows("sliding_window_pattern"):
         period = fields.size("sliding_window_pattern")
-        return [(index + 1) % period > 0 for index in range(depth)]
+        shift = 0 if fields.family.full_first else 1
+        return [(index + shift) % period > 0 for index in range(depth)]
     return [True] * depth
 
 

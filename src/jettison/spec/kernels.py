@@ -33,6 +33,7 @@ class Loss(StrEnum):
     FUSED = "fused"  # head and loss together: gradients are made in the forward, logits never kept
     CHUNKED = "chunked"  # the sequence passes the head and the loss in chunks, each computed again in backward
     LISTED = "listed"  # the same, but 16-bit logits of all chunks stay: torchtune's CEWithChunkedOutputLoss
+    DPO = "dpo"  # TRL's log-probabilities of chosen and rejected, made of tiles of logits, again in backward
 
 
 class Documents(StrEnum):
@@ -100,6 +101,9 @@ class Kernels:
             model's code has.
         fused_rotary: rotation is one kernel that saves nothing but its tables.
         wide_rotary: the tables are fp32, and so is the rotation.
+        copied_heads: queries are scaled before heads are split, and each head of queries, keys and values is made
+            contiguous: Whisper.
+        narrow_tables: the rotation is fp32, and the tables are not.
         paired_rotary: the tables have one column for two elements of a head.
         complex_rotary: cosines and sines are one complex fp32 table, of one column for two elements.
         batched_rotary: the tables are made for each sequence of a batch.
@@ -149,6 +153,8 @@ class Kernels:
     fused_projections: bool = False
     fused_rotary: bool = False
     wide_rotary: bool = False
+    copied_heads: bool = False
+    narrow_tables: bool = False
     paired_rotary: bool = False
     complex_rotary: bool = False
     batched_rotary: bool = False

@@ -160,8 +160,11 @@ class Layout:
         wider = self.tp // self.expert_tp if self.splits_tp else 1
         return wider * self.dp * self.cp // self.ep // self.zero_replicas
 
-    def check(self, model: ModelSpec, *, seq: int) -> None:
+    def check(self, model: ModelSpec, *, seq: int, source_seq: int = 0) -> None:
         """Does the model divide this way?
+
+        Args:
+            source_seq: what an encoder beside a decoder reads.
 
         Raises:
             UsageError: heads, key-value heads, experts, layers or the sequence do not divide.
@@ -184,8 +187,17 @@ class Layout:
             )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
-        if seq % ways:
-            raise UsageError(f"a sequence of {seq} does not divide over {ways} ranks (cp x tp with sp)")
+        if model.patches is not None and ways > 1:
+            flag = f"--cp {self.cp}" if self.cp > 1 else "--sp"
+            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} reads images: leave it away")
+        if model.source is not None and max(self.cp, self.pp) > 1:
+            flag = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}"
+            raise UsageError(
+                f"got {flag}; {model.name} is an encoder with a decoder, for which no description has it: leave it away"
+            )
+        for length in (seq, source_seq):
+            if length % ways:
+                raise UsageError(f"a sequence of {length} does not divide over {ways} ranks (cp x tp with sp)")
 
     def layers_per_chunk(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage of each device, in the order of the model: pp x virtual stages of them.

@@ -40,6 +40,7 @@ class Activation(StrEnum):
     GELU_TANH = "gelu_tanh"  # the approximation, one kernel
     GELU_WRITTEN = "gelu_written"  # the approximation written out op by op: GPT-2's gelu_new
     GELU_FAST = "gelu_fast"  # the same with its factors in another order, which keeps more
+    GELU_QUICK = "gelu_quick"  # x * sigmoid(1.702 x), op by op: CLIP
     SILU = "silu"
     RELU = "relu"
     RELU_SQUARED = "relu2"
@@ -84,6 +85,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     qkv_bias: bool = False
+    key_bias: bool = True  # where the others have one: Whisper's keys do not
     out_bias: bool = False
     fused_qkv: bool = False  # one weight for query, key and value
     qk_norm: QkNorm = QkNorm.NONE
@@ -181,6 +183,8 @@ class Layer:
     """One transformer layer. Equal layers are equal objects: they are worked out once.
 
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
+    ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
+    ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     """
 
@@ -189,6 +193,9 @@ class Layer:
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
+    plain_start: bool = False
+    source: bool = False
+    cross: Attention | None = None
     ahead: int = 0
 
     @property
@@ -204,6 +211,8 @@ class Layer:
     @property
     def causal(self) -> bool:
         """Does a token see those before it alone?"""
+        if self.cross is not None:
+            return False  # counted in full, since most of what it asks of the encoder is seen
         return self.attention.causal if isinstance(self.attention, Attention) else True
 
     @property
@@ -280,13 +289,74 @@ class DropoutSites:
     residual: bool = False
 
 
+class Pooling(StrEnum):
+    """What of a sequence is classified."""
+
+    NONE = "none"  # each token is a prediction
+    FIRST = "first"  # its first token, after the last norm: ViT
+    PATCHES = "patches"  # the mean of all others, which no norm has seen: CLIP
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
     """From the last layer to logits. ``transform`` is BERT's dense + activation + norm before the vocabulary."""
 
     bias: bool = False
     transform: Activation | None = None
+    transform_bias: bool = True
     softcap: bool = False
+    pooling: Pooling = Pooling.NONE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patches:
+    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
+
+    Raises:
+        UsageError: a size below one, or patches that are larger than the image.
+    """
+
+    height: int
+    width: int
+    patch: int
+    channels: int
+    bias: bool = True  # of the product that makes tokens
+    class_token: bool = True
+
+    def __post_init__(self) -> None:
+        _positive("image", height=self.height, width=self.width, patch=self.patch, channels=self.channels)
+        if self.patch > min(self.height, self.width):
+            raise UsageError(f"a patch of {self.patch} pixels does not fit an image of {self.height} x {self.width}")
+
+    @property
+    def count(self) -> int:
+        """Of an image; pixels that fill none are not seen."""
+        return (self.height // self.patch) * (self.width // self.patch)
+
+    @property
+    def tokens(self) -> int:
+        """s."""
+        return self.count + self.class_token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """What an encoder reads beside a decoder. Words share the decoder's table.
+
+    Args:
+        max_positions: the longest source; with ``sound`` every one is that long.
+        position_rows: of a learned table; 0: there is none.
+        trained_positions: otherwise they are sines that were written into it.
+        sound: rows of a spectrum, which two convolutions make tokens of, the second one for each two frames.
+    """
+
+    max_positions: int
+    position_rows: int = 0
+    trained_positions: bool = True
+    sound: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("encoder", max_positions=self.max_positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,9 +364,12 @@ class ModelSpec:
     """A whole model.
 
     Args:
+        vocab: words; of what classifies, classes.
         family: which published code it follows where codes differ ("llama", "gpt2", "paper", ...).
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
+        patches: what its sequences are made of, where it reads images and no words.
+        source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
     Raises:
         UsageError: a size below one, no layers.
@@ -311,6 +384,8 @@ class ModelSpec:
     max_positions: int
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
+    patches: Patches | None = None
+    source: Source | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
@@ -370,6 +445,16 @@ class ModelSpec:
     def described(self) -> tuple[Layer, ...]:
         """Of its kinds, those that say what they are made of."""
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest sequence: an image is as long as it is."""
+        return 1 if self.patches is None else self.patches.tokens
+
+    @property
+    def shortest_source(self) -> int:
+        """The same of what an encoder reads; 0: there is none beside a decoder."""
+        return 0 if self.source is None else self.source.max_positions if self.source.sound else 1
 
     @property
     def depth(self) -> int:

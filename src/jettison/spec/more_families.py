@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.spec.decoder_families import DECODERS
+from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
 from jettison.spec.families import FAMILIES, SIZES, WRAPPERS, DropoutKeys, Experts, Family
 from jettison.spec.further_families import FURTHER
 from jettison.spec.model import Arrangement, Norm, NormKind, QkNorm, Router
@@ -103,10 +104,11 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
     }
 )
 """By ``model_type``."""
-EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **DECODERS})
+EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType({**FAMILIES, **MORE, **FURTHER, **DECODERS, **ENCODERS})
 EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
     {
         **WRAPPERS,
+        **ENCODER_WRAPPERS,
         "llava_next": "llama",
         "llava_onevision": "qwen2",
         "internvl": "qwen2",

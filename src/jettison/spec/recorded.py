@@ -22,6 +22,7 @@ AS_BUILT: Final = frozenset(
         "context_exchange",
         "expert_tp",
         "positions",
+        "source_seq",
         "like",
         "lora",
         "base",

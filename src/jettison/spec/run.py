@@ -11,9 +11,9 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.spec.compiled import check_compiled
 from jettison.spec.frozen_models import FrozenModel
-from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels
+from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec
+from jettison.spec.model import ModelSpec, Patches
 from jettison.spec.modules import check_lists, check_parts, listed
 from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.states_on_host import StatesOnHost
@@ -165,6 +165,7 @@ class Scene:
     padding: bool
     imbalance: float
     tuning: Tuning | None = None
+    source_seq: int = 0
     packed: int = 0
 
     def __hash__(self) -> int:
@@ -190,6 +191,7 @@ class Run:
         adding: how a weight's gradient gets to the one that is there.
         workspaces: what is set aside for matrix products.
         loader_masks: the batch comes with an s × s mask for each sequence, whether attention reads it or not.
+        source_seq: tokens that the encoder of an encoder with a decoder reads; 0: there is none.
         packed: tokens of a document, where sequences are several that do not see each other; 0: they are one.
         tuning: adapters are trained beside frozen weights; None: every weight is trained.
         frozen: models beside it of which a step runs the forward.
@@ -223,6 +225,7 @@ class Run:
     loader_masks: bool = False
     packed: int = 0
     tuning: Tuning | None = None
+    source_seq: int = 0
     frozen: tuple[FrozenModel, ...] = ()
     states_on_host: StatesOnHost = StatesOnHost.NONE
     compiled: bool = False
@@ -241,8 +244,13 @@ class Run:
                 f"got --expert-imbalance {self.imbalance:g}; expected 1, which is even, to the {self.layout.ep} ranks "
                 "of --ep, one of which may be sent everything"
             )
+        if self.kernels.loss is Loss.DPO:
+            self._check_pairs()
         if self.packed:
             self._check_packed()
+        self._check_source()
+        if self.model.patches is not None:
+            self._check_image(self.model.patches)
         if self.model.learned_positions and (self.packed or self.seq) > self.model.max_positions:
             raise UsageError(f"got --seq {self.seq}; {self.model.name} has {self.model.max_positions} positions")
         if self.recompute.whole and self.layout.pp == 1:
@@ -266,9 +274,24 @@ class Run:
             self._check_in_backward()
         if self.states_on_host is not StatesOnHost.NONE:
             self._check_states_on_host()
-        self.layout.check(self.model, seq=self.seq)
+        self.layout.check(self.model, seq=self.seq, source_seq=self.source_seq)
         for beside in self.frozen:
             self._check_beside(beside)
+
+    def _check_pairs(self) -> None:
+        """Is a micro-batch pairs of sequences, on ranks that do not share a head?
+
+        Raises:
+            UsageError: no.
+        """
+        if self.micro_batch % 2:
+            raise UsageError(
+                f"got --loss dpo with --micro-batch {self.micro_batch}; a pair is two sequences, the chosen and the "
+                "rejected one: give an even number"
+            )
+        if self.layout.tp * self.layout.cp > 1:
+            ways = f"--tp {self.layout.tp}" if self.layout.tp > 1 else f"--cp {self.layout.cp}"
+            raise UsageError(f"got --loss dpo with {ways}; TRL's head is whole on each rank: give another --loss")
 
     def _check_packed(self) -> None:
         """Are documents packed in a way that somebody's code has?
@@ -331,6 +354,42 @@ class Run:
             )
         self.layout.check(beside.model, seq=self.seq)
 
+    def _check_source(self) -> None:
+        """Two lengths where there are two stacks, and one where there is one.
+
+        Raises:
+            UsageError: this run says otherwise, or trains adapters beside them.
+        """
+        source, name = self.model.source, self.model.name
+        beside = [self.model, *(one.model for one in self.frozen if one.model is not None)]
+        kinds = [one.name for one in beside if one.source is not None or one.patches is not None]
+        for flag, given in (("--packed", self.packed), ("a frozen model", self.frozen), ("--mtp", self.model.further)):
+            if kinds and given:
+                raise UsageError(f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away")
+        if source is None:
+            if self.source_seq:
+                raise UsageError(f"got --source-seq {self.source_seq}; {name} has no encoder beside a decoder")
+            return
+        least = source.max_positions if source.sound else 1
+        if not least <= self.source_seq <= source.max_positions:
+            expected = f"{least} to {source.max_positions}" if least < source.max_positions else f"sound of {least}"
+            raise UsageError(f"got --source-seq {self.source_seq}; {name} reads {expected} tokens")
+        if self.tuning is not None:
+            raise UsageError(
+                f"got --lora; {name} is an encoder with a decoder, for which no description has it: leave it away"
+            )
+
+    def _check_image(self, patches: Patches) -> None:
+        """An image is as long as it is.
+
+        Raises:
+            UsageError: this run says otherwise.
+        """
+        if self.seq != patches.tokens:
+            raise UsageError(
+                f"got --seq {self.seq}; an image of {self.model.name} has {patches.tokens} tokens: leave it away"
+            )
+
     def _check_in_backward(self) -> None:
         """A step within backward sees one micro-batch's gradients, on ranks that reduce each by itself.
 
@@ -383,5 +442,6 @@ class Run:
             padding=self.padding,
             imbalance=self.imbalance,
             tuning=self.tuning,
+            source_seq=self.source_seq,
             packed=self.packed,
         )

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from jettison.capture.fakes import fake_copy, fake_mode
 from jettison.capture.model_trace import ModelTrace
+from jettison.capture.sharded import sharded_parameters
 from jettison.measure.memory import AllocationCounter
 from jettison.train.engine import Engine, MicroBatch
 from jettison.train.evaluation import undisturbed
@@ -130,6 +131,8 @@ class LoopStep:
 def alive(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What lives before a step: parameters, buffers, gradients, the optimizer's state."""
     parameters = [p for module in modules for p in module.parameters()]
+    # a forward without a backward, as an evaluation is, leaves FSDP's root with whole ones: the parts live beside them
+    parameters += [p for module in modules for p in sharded_parameters(module)]
     buffers = [b for module in modules for b in module.buffers()]
     state = [t for t in tree_leaves(list(optimizer.state.values())) if isinstance(t, Tensor)]
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from jettison.ledger.levels import StepLevels
-from jettison.measure.memory import AllocationCounter
+from jettison.measure.memory import AllocationCounter, Workspace
 from jettison.measure.peak import ALLOCATION_EVENT
 from jettison.measure.tensors import unique_bytes
 
@@ -49,13 +49,22 @@ class MemoryMeter:
     """Measures steps: `step` around each, `phase` around the parts of it."""
 
     def __init__(
-        self, device: torch.device, steps_on_cpu: int, alive: Callable[[], list[Tensor]], *, storages: bool = False
+        self,
+        device: torch.device,
+        steps_on_cpu: int,
+        alive: Callable[[], list[Tensor]],
+        *,
+        storages: bool = False,
+        workspace: Workspace | None = None,
     ) -> None:
-        """``alive``: what exists before a step. ``storages``: follow these on a CPU, and not the allocator."""
+        """``alive``: what exists before a step. ``storages``: follow these on a CPU, and not the allocator.
+        ``workspace``: what a kernel takes meanwhile, where storages are followed; left out, it is not in the figures.
+        """
         self._device = device
         self._left = steps_on_cpu
         self._alive = alive
         self._storages = storages
+        self._workspace = workspace
         self._phases: dict[str, int] | None = None
         self._counter: _Counter | None = None
         self._stretches: list[tuple[str, list[int]]] = []
@@ -113,7 +122,7 @@ class MemoryMeter:
             for name, levels in _replayed(profiler.profiler.kineto_results, static_bytes):
                 self._note(name, levels)
             return
-        self._counter = _Counter(self._alive(), record_levels=True)
+        self._counter = _Counter(self._alive(), record_levels=True, workspace=self._workspace)
         try:
             with self._counter:
                 yield

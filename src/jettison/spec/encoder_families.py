@@ -1,0 +1,155 @@
+"""Encoders: text that is read both ways, and images; what differs, one entry a ``model_type``; see `more_families`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from jettison.spec.families import SIZES, DropoutKeys, Family
+from jettison.spec.model import Arrangement, Norm, NormKind, Pooling
+
+_LAYER_NORM: Final = Norm(kind=NormKind.LAYER, bias=True)
+_IMAGES: Final[dict[str, Any]] = {
+    "required": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    "patches": True,
+    "bidirectional": True,
+    "gated": False,
+    "out_bias": True,
+    "mlp_bias": True,
+    "head_bias": True,
+    "rotary": False,
+}
+_PIXELS: Final = {"image_size": 224, "patch_size": 16, "num_channels": 3, "tie_word_embeddings": False}
+
+_TWO_STACKS: Final[dict[str, Any]] = {
+    "required": (*SIZES, "intermediate_size", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    "source": True,
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "rotary": False,
+    "refused": ("activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "add_cross_attention"),
+    "dropout": DropoutKeys(embedding="dropout", residual="dropout"),
+}
+_DECODER_SPELLING: Final = {
+    "hidden_size": ("d_model",),
+    "num_hidden_layers": ("decoder_layers",),
+    "num_attention_heads": ("decoder_attention_heads",),
+    "intermediate_size": ("decoder_ffn_dim",),
+    "hidden_act": ("activation_function",),
+}
+
+_BART: Final = {
+    "hidden_act": "gelu",
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "scale_embedding": False,
+    "dropout": 0.1,
+    "attention_dropout": 0.0,
+}
+
+ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
+    {
+        "bart": Family(
+            norm=_LAYER_NORM,
+            spelling=_DECODER_SPELLING,
+            defaults=_BART,
+            arrangement=Arrangement.OUTER,
+            start_norm=True,
+            more_positions=2,
+            **_TWO_STACKS,
+        ),
+        "clip_vision_model": Family(
+            norm=_LAYER_NORM,
+            defaults={**_PIXELS, "patch_size": 32, "hidden_act": "quick_gelu", "attention_dropout": 0.0},
+            patch_bias=False,
+            qkv_bias=True,
+            start_norm=True,
+            pooling=Pooling.PATCHES,
+            **_IMAGES,
+        ),
+        "mbart": Family(
+            norm=_LAYER_NORM,
+            spelling=_DECODER_SPELLING,
+            defaults=_BART,
+            start_norm=True,
+            more_positions=2,
+            **_TWO_STACKS,
+        ),
+        "modernbert": Family(
+            norm=Norm(kind=NormKind.LAYER),
+            required=(*SIZES, "intermediate_size"),
+            spelling={
+                "hidden_act": ("hidden_activation",),
+                "sliding_window": ("local_attention",),
+                "sliding_window_pattern": ("global_attn_every_n_layers",),
+            },
+            defaults={
+                "hidden_act": "gelu",
+                "max_position_embeddings": 8192,
+                "norm_bias": False,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "decoder_bias": True,
+                "classifier_bias": False,
+                "classifier_activation": "gelu",
+                "layer_types": None,
+                "sliding_window": 128,
+                "sliding_window_pattern": 3,
+                "tie_word_embeddings": True,
+                "embedding_dropout": 0.0,
+            },
+            bidirectional=True,
+            fused_qkv=True,
+            fused_gate_up=True,
+            full_first=True,
+            half_window=True,
+            start_norm=True,
+            plain_first=True,
+            masked_language_model=True,
+            refused=("attention_dropout", "mlp_dropout", "sparse_prediction"),
+            dropout=DropoutKeys(embedding="embedding_dropout", attention=None),
+        ),
+        "vit": Family(
+            norm=_LAYER_NORM,
+            spelling={"attention_bias": ("qkv_bias",)},
+            defaults={
+                **_PIXELS,
+                "hidden_act": "gelu",
+                "head_dim": None,
+                "attention_bias": True,
+                "hidden_dropout_prob": 0.0,
+                "attention_probs_dropout_prob": 0.0,
+            },
+            pooling=Pooling.FIRST,
+            dropout=DropoutKeys(
+                embedding="hidden_dropout_prob",
+                attention="attention_probs_dropout_prob",
+                residual="hidden_dropout_prob",
+            ),
+            **_IMAGES,
+        ),
+        "whisper": Family(
+            norm=_LAYER_NORM,
+            spelling={**_DECODER_SPELLING, "max_position_embeddings": ("max_target_positions",)},
+            defaults={
+                "hidden_act": "gelu",
+                "num_mel_bins": 80,
+                "max_source_positions": 1500,
+                "max_position_embeddings": 448,
+                "tie_word_embeddings": True,
+                "scale_embedding": False,
+                "dropout": 0.0,
+                "attention_dropout": 0.0,
+            },
+            sound=True,
+            key_bias=False,
+            **{**_TWO_STACKS, "refused": (*_TWO_STACKS["refused"], "scale_embedding", "apply_spec_augment")},
+        ),
+    }
+)
+"""By ``model_type``."""
+ENCODER_WRAPPERS: Final[Mapping[str, str]] = MappingProxyType({"clip": "clip_vision_model"})
+"""Two encoders beside each other: which one it is that a batch of images with classes runs."""

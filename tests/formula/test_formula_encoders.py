@@ -1,0 +1,178 @@
+"""Encoders of text and of images: parameters, and saved tensors beside traces of transformers' code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jettison.errors import UsageError
+from jettison.formula.parameters import parameter_count
+from jettison.formula.region import layer_region
+from jettison.predict.forecast import forecast
+from jettison.predict.largest import Edge, fit
+from jettison.predict.run_request import RunRequest, run_of
+from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
+from jettison.spec.huggingface_config import parse_config
+from support import formula_cases
+from support.formula_cases import _PLAIN, _TOKENS, FormulaCase, TinyFamily, counts, differences
+
+_IMAGE = {**_PLAIN, "image_size": 32, "patch_size": 8}
+_STACKS = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    **_TOKENS,
+    "decoder_start_token_id": 0,
+}
+_WORDS = {**_STACKS, "max_position_embeddings": 64}
+_DROPPED = ("dropout", "attention_dropout")
+TINY = {
+    "bart": TinyFamily(model="BartForConditionalGeneration", config="BartConfig", settings=_WORDS, dropout=_DROPPED),
+    "mbart": TinyFamily(model="MBartForConditionalGeneration", config="MBartConfig", settings=_WORDS, dropout=_DROPPED),
+    "whisper": TinyFamily(
+        model="WhisperForConditionalGeneration",
+        config="WhisperConfig",
+        settings={**_STACKS, "num_mel_bins": 16, "max_source_positions": 24, "max_target_positions": 64},
+        dropout=_DROPPED,
+    ),
+    "clip": TinyFamily(model="CLIPForImageClassification", config="CLIPConfig", settings=_IMAGE, part="vision_config"),
+    "modernbert": TinyFamily(
+        model="ModernBertForMaskedLM",
+        config="ModernBertConfig",
+        settings={**_PLAIN, **_TOKENS, "cls_token_id": 0, "sep_token_id": 0, "num_hidden_layers": 4},
+        dropout=("embedding_dropout",),
+    ),
+    "vit": TinyFamily(
+        model="ViTForImageClassification",
+        config="ViTConfig",
+        settings=_IMAGE,
+        dropout=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    ),
+}
+_UNEVEN = (("encoder_layers", 3), ("encoder_ffn_dim", 80), ("decoder_attention_heads", 2))
+OTHER: dict[str, tuple[tuple[str, Any], ...]] = {
+    "bart": (*_UNEVEN, ("scale_embedding", True)),
+    "mbart": (*_UNEVEN, ("activation_function", "relu")),
+    "whisper": (*_UNEVEN, ("max_source_positions", 40)),
+    "clip": (("patch_size", 16),),
+    "modernbert": (("local_attention", 16), ("norm_bias", True), ("classifier_bias", True), ("attention_bias", True)),
+    "vit": (("image_size", (16, 24)), ("qkv_bias", False), ("num_channels", 1)),
+}
+"""Another shape of each: a window that is shorter than the sequence, an image that is no square."""
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formula_cases, "FAMILIES", {**formula_cases.FAMILIES, **TINY})
+
+
+def test_every_family_is_tried() -> None:
+    assert {ENCODER_WRAPPERS.get(name, name) for name in TINY} == set(ENCODERS)
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("other", [False, True])
+def test_parameters_are_those_of_transformers(family: str, other: bool) -> None:
+    ours, theirs = counts(FormulaCase(family=family, more=OTHER[family] if other else ()))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("family", [pytest.param(n, marks=pytest.mark.slow) if n == "mbart" else n for n in TINY])
+def test_saved_tensors_are_those_of_transformers(family: str) -> None:
+    for batch, more in ((2, ()), (3, OTHER[family])):
+        source = 20 if more and TINY[family].settings is _WORDS else 0
+        case = FormulaCase(
+            family=family, attention="sdpa", precision="bf16-pure", batch=batch, source=source, more=more
+        )
+        assert [str(difference) for difference in differences(case)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY)
+def test_saved_tensors_with_dropout_are_those_of_transformers(family: str) -> None:
+    case = FormulaCase(family=family, attention="eager", precision="fp32", dropout=0.1)
+    assert [str(difference) for difference in differences(case)] == []
+
+
+_BASE = {
+    "model_type": "vit",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+}
+
+
+def test_an_image_says_how_long_it_is() -> None:
+    """ViT-B/16 (arXiv 2010.11929, table 1): 14 x 14 patches and one token more; 86 million parameters."""
+    model = parse_config({**_BASE, "num_labels": 1000}, name="vit-b")
+    assert run_of(model).seq == 197 == run_of(model, RunRequest(tp=2)).seq
+    assert fit(run_of(model), budget_bytes=2**40).seq == Edge(value=197, peak_bytes=forecast(run_of(model)).peak_bytes)
+    with pytest.raises(UsageError, match="got --seq 512; an image of vit-b has 197 tokens"):
+        run_of(model, RunRequest(seq=512))
+    with pytest.raises(UsageError, match="got --loss chunked; vit-b has one prediction a sequence"):
+        run_of(model, RunRequest(loss="chunked"))
+    with pytest.raises(UsageError, match="which cuts a sequence; vit-b reads images"):
+        run_of(model, RunRequest(cp=197))
+    with pytest.raises(UsageError, match="a patch of 16 pixels does not fit an image of 8 x 8"):
+        parse_config({**_BASE, "image_size": 8}, name="vit-b")
+    with pytest.raises(UsageError, match="got image_size 'big'; expected a number of pixels"):
+        parse_config({**_BASE, "image_size": "big"}, name="vit-b")
+    with pytest.raises(UsageError, match="got num_labels 0; expected a whole number"):
+        parse_config({**_BASE, "num_labels": 0}, name="vit-b")
+
+
+_SPEECH = {
+    "model_type": "whisper",
+    "d_model": 384,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "decoder_ffn_dim": 1536,
+    "vocab_size": 51865,
+}
+
+
+def test_two_stacks_have_two_lengths() -> None:
+    """Whisper tiny: 37,760,640 parameters with the encoder's sines, as transformers counts its published weights."""
+    model = parse_config(_SPEECH, name="whisper-tiny")
+    assert parameter_count(model) == 37_760_640
+    run = run_of(model)
+    assert (run.seq, run.source_seq) == (448, 1500)
+    assert run_of(model, RunRequest(tp=2, zero=3, dp=2)).layout.sp is False
+    words = parse_config({**_SPEECH, "model_type": "bart"}, name="small-bart")
+    assert run_of(words).source_seq == run_of(words).seq == 1024
+    assert run_of(words, RunRequest(seq=128, source_seq=512)).source_seq == 512
+    for asked, said in (
+        (RunRequest(source_seq=3000), "got --source-seq 3000; whisper-tiny reads sound of 1500 tokens"),
+        (RunRequest(pp=2), "got --pp 2; whisper-tiny is an encoder with a decoder"),
+        (RunRequest(packed=64), "got --packed with whisper-tiny, which is no decoder of words alone"),
+        (RunRequest(reference="same"), "got a frozen model with whisper-tiny"),
+        (RunRequest(lora="r=8"), "got --lora; whisper-tiny is an encoder with a decoder"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            run_of(model, asked)
+    with pytest.raises(UsageError, match="got --source-seq 8; vit-b has no encoder beside a decoder"):
+        run_of(parse_config(_BASE, name="vit-b"), RunRequest(source_seq=8))
+
+
+def test_ranks_share_both_stacks() -> None:
+    """Of each layer's weights all but norms and biases of outputs are cut in two; so are heads of what it keeps."""
+    model = parse_config({**_SPEECH, "model_type": "bart", "vocab_size": 128}, name="small-bart")
+    asked = RunRequest(seq=64, source_seq=96, precision="bf16-pure", optimizer="none")
+    whole = run_of(model, asked)
+    half = run_of(model, replace(asked, tp=2))
+    for layer in (model.layers[0], model.layers[-1]):
+        one, two = (layer_region(run.scene, layer) for run in (whole, half))
+        shared = [(a, b) for a, b in zip(one.weights, two.weights, strict=True) if a.numel != b.numel]
+        assert all(a.numel == 2 * b.numel for a, b in shared)
+        names = {a.name for a, b in zip(one.weights, two.weights, strict=True) if a.numel == b.numel}
+        assert names == {w.name for w in one.weights if "norm" in w.name or w.name.endswith(("out.bias", "down.bias"))}
