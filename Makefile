@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+PICTURES ?= 1
 
 .PHONY: setup demo test test-slow test-gpu gpu check docs format bench pictures clean browser
 
@@ -30,12 +31,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Pages of docs/ as a site; what does not lead anywhere is an error.
+# Pages of docs/ as a site; what does not lead anywhere is an error. Where there is a Chromium its pictures are drawn anew, and
+# else are those of docs/images; PICTURES=0 leaves them, as `make test` does.
 docs: setup
 	test -f $(VENV)/.docs || $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	test "$(PICTURES)" = 0 || $(BIN)/python -m benchmarks.pictures docs/_build/html/_images --quick || echo "pictures of the site are those of docs/images"
 
+test: PICTURES := 0
 test: check browser docs
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
 
@@ -56,7 +60,7 @@ format: setup
 bench: setup
 	$(BIN)/python -m benchmarks.peers
 
-# Every picture in docs/images, as commands and pages draw it now.
+# Every picture in docs/images, as commands and pages draw it now, to be committed.
 pictures: setup browser
 	$(BIN)/python -m benchmarks.pictures
 

@@ -1,13 +1,15 @@
 """Every picture in docs/images, drawn again: figures of the explorer, a report and a timeline, as a reader has them.
 
-    python -m benchmarks.pictures [FOLDER]
+    python -m benchmarks.pictures [FOLDER] [--quick]
 
-Commands make the pages, a headless Chromium takes the pictures. Exit code 2 where there is no Chromium.
+Commands make the pages, a headless Chromium takes the pictures. Exit code 2 where there is no Chromium. Nothing is
+replaced before all are drawn. The build of the docs asks for --quick, which leaves out what the demo trains for.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,8 +33,11 @@ WIDTH = 820
 STEP = "estimate gpt-22b --tp 8 --pp 4 --micro-batches 8 --gpu a100-80gb --snapshot step.pickle"
 
 
-def draw(folder: Path) -> list[Path]:
+def draw(folder: Path, *, quick: bool = False) -> list[Path]:
     """Write the pictures; their files.
+
+    Args:
+        quick: without the report, whose demo takes most of the time.
 
     Raises:
         RuntimeError: no Chromium on this machine.
@@ -42,12 +47,16 @@ def draw(folder: Path) -> list[Path]:
     program = find_chromium()
     if program is None:
         raise RuntimeError("no Chromium found on this machine: `make browser` looks for one and says what to do")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as place, sync_playwright() as playwright:
+        scratch, drawn = Path(place), Path(place) / "drawn"
+        drawn.mkdir()
         browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        written = [*_explorer(browser, Path(scratch), folder), _timeline(browser, Path(scratch), folder)]
+        written = [*_explorer(browser, scratch, drawn), _timeline(browser, scratch, drawn)]
         browser.close()
-        return [*written, _report(Path(scratch), folder)]
+        if not quick:
+            written.append(_report(scratch, drawn))
+        folder.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.copy(file, folder / file.name)) for file in written]
 
 
 def _open(browser: Browser, page: Path, width: int, height: int = 900) -> Page:
@@ -95,8 +104,10 @@ def main() -> int:
     """Draw them and name them; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "images")
+    parser.add_argument("--quick", action="store_true", help="without the report of the demo")
+    asked = parser.parse_args()
     try:
-        written = draw(parser.parse_args().folder)
+        written = draw(asked.folder, quick=asked.quick)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2

@@ -24,6 +24,15 @@ _STEP: Final = "ProfilerStep#"
 _OPTIMIZER: Final = "Optimizer.step#"
 _RUNTIME: Final = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_UNMARKED: Final = "step"
+_OLD: Final = {
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+    "Operator": "cpu_op",
+    "Runtime": "cuda_runtime",
+}
+"""What torch 1.8 to 1.11 call them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +80,11 @@ class ProfilerTrace:
     device: tuple[Slice, ...]
     memory: tuple[MemoryPoint, ...]
     devices: tuple[str, ...] = ()
+
+    @property
+    def is_one_run(self) -> bool:
+        """Nothing marks steps: what a first step has to do may be in it."""
+        return len(self.steps) == 1 and self.steps[0][1].kind == _UNMARKED
 
 
 def is_trace(path: Path) -> bool:
@@ -140,7 +154,9 @@ def _slices(events: list[Any], name: str) -> Iterator[Slice]:
             raise UsageError(
                 f"{name}: an event is {type(event).__name__}, not an object; expected torch.profiler's trace"
             )
-        if event.get("ph") != "X" or event.get("cat") not in kinds:
+        kind = event.get("cat")
+        kind = _OLD.get(kind, kind) if isinstance(kind, str) else ""
+        if event.get("ph") != "X" or kind not in kinds:
             continue
         start: Any = event.get("ts")
         length: Any = event.get("dur", 0)
@@ -152,7 +168,7 @@ def _slices(events: list[Any], name: str) -> Iterator[Slice]:
         begin = round(start * 1000)
         yield Slice(
             name=str(event.get("name", "")),
-            kind=str(event["cat"]),
+            kind=kind,
             start_ns=begin,
             end_ns=begin + round(length * 1000),
             track=f"{event.get('pid')}/{event.get('tid')}",
@@ -172,7 +188,7 @@ def _steps(annotations: tuple[Slice, ...], work: tuple[Slice, ...]) -> tuple[tup
     ends = [one.end_ns for one in annotations if one.name.startswith(_OPTIMIZER)]
     edges = [begin, *ends[:-1], end] if ends else [begin, end]
     return tuple(
-        (at, Slice(name=f"step {at}", kind="step", start_ns=a, end_ns=b, track="", args={}))
+        (at, Slice(name=f"step {at}", kind=_UNMARKED, start_ns=a, end_ns=b, track="", args={}))
         for at, (a, b) in enumerate(pairwise(edges))
     )
 

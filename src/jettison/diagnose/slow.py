@@ -103,8 +103,8 @@ def _copies(profile: StepProfile) -> Iterator[Finding]:
     if not profile.has_device or cost < LEAST_WAITED * profile.ns:
         return
     evidence = [
-        f"copies beside which nothing is computed: {_share(profile, copies.alone_ns)}; the device without work after "
-        f"the host had waited for it: {_share(profile, stopped)}",
+        f"copies beside which nothing is computed: {_share(profile, copies.alone_ns)}; the device without work while "
+        f"the host waited for it, or for as long after: {_share(profile, stopped)}",
         f"the host waits in copies and reads for {_share(profile, copies.waited_ns)}",
     ]
     changes = []
@@ -150,7 +150,7 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
     yield Finding(
         kind=Kind.SMALL_KERNELS if small else Kind.GAPS,
         claim=f"many small kernels: {claim}" if small else claim,
-        evidence=(f"{each:,} kernels a step, {median_time} in the median",),
+        evidence=(f"{each:,} kernel{'s' * (each != 1)} a step, {median_time} in the median",),
         changes=(
             Change(
                 line="for block in model.layers: block.compile()",

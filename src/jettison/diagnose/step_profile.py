@@ -270,18 +270,22 @@ def _after(exposed: list[Span], compute: list[Span], phases: Mapping[str, list[S
 def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: int, end: int) -> Waiting:
     gaps = [gap for gap in without([(start, end)], busy) if gap[1] - gap[0] >= _LEAST_GAP_NS]
     allocator = joined(_spans(one for one in trace.runtime if one.name in _ALLOCATES))
-    waits = sorted(one.end_ns for one in trace.runtime if one.name.startswith(_WAITS) and "Async" not in one.name)
+    calls = [one for one in trace.runtime if one.name.startswith(_WAITS)]
+    waits = sorted((one.end_ns, one.ns) for one in calls if "Async" not in one.name)
+    ends, waiting = [stop for stop, _ in waits], joined(_spans(calls))
     found = {"data_ns": 0, "allocator_ns": 0, "sync_ns": 0, "host_ns": 0}
     for gap in gaps:
+        inside = slice(bisect_right(ends, gap[0] - 1), bisect_right(ends, gap[1]))
         length = gap[1] - gap[0]
         if 2 * overlap([gap], data) > length:
             found["data_ns"] += length
-        elif 2 * overlap([gap], allocator) > length:
+        elif 2 * overlap([gap], allocator) > length and not trace.is_one_run:
             found["allocator_ns"] += length
-        elif bisect_right(waits, gap[1]) > bisect_right(waits, gap[0] - 1):
-            found["sync_ns"] += length
-        else:
-            found["host_ns"] += length
+        else:  # so far ahead would the host be without having waited
+            ahead = min(length, sum(waited for _, waited in waits[inside]))
+            stopped = max(ahead, overlap([gap], waiting))
+            found["sync_ns"] += stopped
+            found["host_ns"] += length - stopped
     return Waiting(**found)
 
 

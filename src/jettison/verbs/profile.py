@@ -84,7 +84,7 @@ def _rows(trace: ProfilerTrace, found: StepProfile, used: dict[str, float]) -> l
     what = "the device" if found.has_device else "the host's operators"
     rows = [
         ("trace", f"{trace.name}{''.join(f', {name}' for name in trace.devices[:1])}"),
-        ("a step", f"{format_seconds(each)}, of {found.steps} steady steps"),
+        ("a step", f"{format_seconds(each)}, of {found.steps} steady step{'s' * (found.steps != 1)}"),
         ("busy", f"{format_percent(found.busy_ns / found.ns)} of it: {what}"),
     ]
     if found.communication_ns:
