@@ -250,7 +250,7 @@ def test_every_listed_name_is_one_that_commands_take(capsys: pytest.CaptureFixtu
     assert names["precisions"] == list(PRECISIONS) and names["optimizers"] == list(Optimizer)
     assert names["targets"] == list(TARGETS)
     for name in names["policies"]:
-        Recompute.parse(name.replace(":K", ":2").replace(":N", ":2"), layers=4)
+        Recompute.parse(name.replace(":K", ":2").replace(":N", ":2").replace("A+B", "core_attn+mlp"), layers=4)
 
 
 def test_one_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,7 @@ def test_gradients_that_are_added_up_are_in_the_budget(tmp_path: Path) -> None:
 def test_under_a_budget_tensors_may_wait_on_the_host(tmp_path: Path, smallest: int, slow_memory: Path) -> None:
     plain = train(gpt(tmp_path / "plain"))
     assert plain.second_step_peaks is not None
-    middle = (smallest + plain.second_step_peaks.peak_bytes) // 2
+    middle = (9 * smallest + plain.second_step_peaks.peak_bytes) // 10
     section = PlanSection(budget=f"{middle}B", offload=True, host_budget="2MiB", gpu=str(slow_memory))
     result = train(gpt(tmp_path / "sent", plan=section))
     assert curve(tmp_path / "sent") == curve(tmp_path / "plain")

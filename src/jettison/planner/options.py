@@ -168,7 +168,7 @@ class _Builder:
             _request(call)
             for region in (*recorded, trace.root)
             for call in region.calls
-            if isinstance(call.func, torch._ops.OpOverload)
+            if isinstance(call.func, torch._ops.OpOverload) and (call.args or call.kwargs)  # what only moves statistics
         )
         points: dict[str, dict[str, FrontierPoint]] = {}
         options: dict[str, tuple[RegionOption, ...]] = {}
