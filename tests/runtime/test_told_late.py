@@ -200,3 +200,16 @@ def test_a_fake_tensor_does_not_leave_a_planned_region(how: str) -> None:
             left.append(torch.empty(64, 32, requires_grad=True))
         with pytest.raises(TraceError, match=f"{how} a fake tensor"):
             model(rows(0))
+
+
+def test_nothing_is_told_in_a_dry_run() -> None:
+    """What forward had was fake; what comes back is a real tensor that fake values were written into."""
+    seen, other = torch.zeros(8), torch.ones(8)
+    left = Witness(seen, spots_of((8,), (1,)), 0, full=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        without_values = Witness(torch.empty(8), spots_of((8,), (1,)), 0, full=False)
+        for witness_left in (left, without_values):
+            compare(witness_left, seen + 1, None, lambda: WrongValue("told"))
+            compare(witness_left, other, None, lambda: WrongValue("told"))
+    with pytest.raises(WrongValue):
+        compare(left, other, None, lambda: WrongValue("told"))

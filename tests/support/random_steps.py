@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -227,7 +227,7 @@ def train(
         batch = program.batch(number)
         _zero(case, loop)
         if case.evaluates and number and case.wrapper != "pipeline":
-            _evaluate(loop, batch)
+            _evaluate(loop, batch, keeps_whole=case.seed % 3 == 0)
         tell(batch, number)
         shape = tree_map(lambda leaf: leaf.shape if isinstance(leaf, Tensor) else leaf, batch)
         if loop.step is None and case.wrapper != "shapes" and met and shape not in met:
@@ -284,12 +284,15 @@ def _zero(case: Case, loop: Loop) -> None:
             parameter.grad = None
 
 
-def _evaluate(loop: Loop, batch: Any) -> None:
+def _evaluate(loop: Loop, batch: Any, *, keeps_whole: bool) -> None:
     for model in loop.models:
         model.eval()
         with torch.no_grad():
             call_model(model, batch)
         model.train()
+        for block in model.modules() if keeps_whole else ():
+            if isinstance(block, FSDPModule) and block is not model:
+                block.reshard()  # else the step begins with what an evaluation left whole
 
 
 def _state(loop: Loop) -> dict[str, Tensor]:
