@@ -6,6 +6,7 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
@@ -104,6 +105,9 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
     q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
     if spec.qk_norm is QkNorm.HEAD:
         q, k = (norm(w, x, norm_spec, f"{name}_norm") for x, name in ((q, "query"), (k, "key")))
+    if spec.qk_norm is QkNorm.APIECE:
+        plain = replace(norm_spec, bias=False)
+        q, k = (norm(w, x, plain, f"{name}_norm", apiece=True) for x, name in ((q, "query"), (k, "key")))
     if w.kernels.indexed_kv and spec.kv_heads < spec.heads:
         k, v = (_indexed(w, x, spec) for x in (k, v))
     return q, k, v

@@ -12,12 +12,15 @@ REFERENCE = "arXiv 2205.05198 §4.1, layer norm: the input, 2sbh"
 STATISTICS = "left out of the equations: one number a row"
 
 
-def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None, split: bool = False) -> Value:
+def norm(
+    w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None, split: bool = False, apiece: bool = False
+) -> Value:
     """Normalise the last dim of x.
 
     Args:
         width: of the weight, where it is not the last dim's size.
         split: the weight is sharded over tp with what it multiplies.
+        apiece: each head has a weight of its own. x is b × heads × s × d.
     """
     size = x.shape[-1] if width is None else width
     with w.tape.scope(name):
@@ -25,31 +28,39 @@ def norm(w: Writer, x: Value, spec: Norm, name: str, *, width: int | None = None
             if spec.kind is NormKind.RMS and not w.kernels.fused_norm:
                 return cast(w, _root_mean_square(w, x), x.dtype)
             return cast(w, _fused(w, cast(w, x, "float32") if w.kernels.wide_norm else x, spec, []), x.dtype)
-        weight = w.parameter("weight", size, split=0 if split else None)
+        shape = (x.shape[1], size) if apiece else (size,)
+        weight = w.parameter("weight", *shape, split=0 if split or apiece else None)
         weights = [weight] + ([w.parameter("bias", size)] if spec.bias else [])
         if spec.kind is NormKind.LAYER and w.kernels.written_layer_norm:
             return _written_layer(w, x, weight)
         if spec.kind is NormKind.LAYER and spec.offset:
             return _fused(w, x, spec, weights, shifted=_shifted(w, weight, w.held(frozen=weight.frozen)))
         if spec.kind is NormKind.LAYER or w.kernels.fused_norm:
-            return _fused(w, x, spec, weights)
+            return _fused(w, x, spec, weights, apiece=apiece)
         if spec.offset:
             return _written_offset(w, x, weight)
         return _written_wide(w, x, weight) if w.kernels.wide_norm else _written(w, x, weight)
 
 
-def _fused(w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Value | None = None) -> Value:
+def _fused(
+    w: Writer, x: Value, spec: Norm, weights: list[Weight], shifted: Value | None = None, *, apiece: bool = False
+) -> Value:
     """One kernel: the input and the statistics stay. CUDA's are fp32, the CPU's have the dtype of the input.
 
     Args:
         shifted: 1 + weight, which then stays as well.
+        apiece: one kernel for each head.
     """
     dtype = x.dtype if w.kernels.device is Device.CPU else "float32"
     out = w.tape.empty(x.shape, x.dtype, x.places, grad=x.grad or any(not weight.frozen for weight in weights))
     layer = spec.kind is NormKind.LAYER
     rows = (*x.shape[:-1], 1)
     places = tuple(p for p in x.places if p[1] != len(x.shape) - 1)
-    statistics = [w.tape.empty(rows, dtype, places) for _ in range(2 if layer else 1)]
+    count = 2 if layer else 1
+    if apiece:
+        count, rows = count * x.local_shape[1], (rows[0], 1, *rows[2:])
+        places = tuple(p for p in places if p[1] != 1)
+    statistics = [w.tape.empty(rows, dtype, places) for _ in range(count)]
     w.tape.record(
         "aten.native_layer_norm.default" if layer else "aten._fused_rms_norm.default",
         [x],

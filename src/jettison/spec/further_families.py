@@ -66,7 +66,6 @@ FURTHER: Final[Mapping[str, Family]] = MappingProxyType(
             norm=Norm(kind=NormKind.LAYER),
             defaults={**_BIASED, "tie_word_embeddings": True, "max_position_embeddings": 8192},
             arrangement=Arrangement.SHARED,
-            refused=("use_qk_norm",),
         ),
         "cohere2": Family(
             norm=Norm(kind=NormKind.LAYER),
@@ -180,7 +179,6 @@ FURTHER: Final[Mapping[str, Family]] = MappingProxyType(
             mlp_bias=True,
             head_bias=True,
             rotary_key="partial_rotary_factor",
-            refused=("qk_layernorm",),
             dropout=DropoutKeys(embedding="embd_pdrop", attention="attention_dropout", residual="resid_pdrop"),
         ),
         "qwen2_moe": replace(

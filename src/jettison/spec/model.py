@@ -53,6 +53,7 @@ class QkNorm(StrEnum):
     NONE = "none"
     HEAD = "head"  # over each head's d: Qwen3, Gemma 3
     WIDTH = "width"  # over all heads together: OLMo 2
+    APIECE = "apiece"  # over each head's d, with a weight for each head: Command R+, StableLM 2 12B
     LENGTH = "length"  # over each head's d, without a weight, and after the rotation: Llama 4
 
 

@@ -76,14 +76,9 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
         "stablelm": Family(
             norm=_LAYER_NORM,
             spelling={"attention_bias": ("use_qkv_bias",)},
-            defaults={
-                **_BIASED,
-                "attention_out_bias": False,
-                "use_parallel_residual": False,
-                "partial_rotary_factor": 0.25,
-            },
+            defaults={**_BIASED, "attention_out_bias": False, "partial_rotary_factor": 0.25},
             rotary_key="partial_rotary_factor",
-            refused=("hidden_dropout", "qk_layernorm"),
+            refused=("hidden_dropout",),
         ),
         "starcoder2": Family(
             norm=_LAYER_NORM,

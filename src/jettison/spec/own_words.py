@@ -94,6 +94,12 @@ def _depth(values: Mapping[str, Any], name: str) -> int:
     return min(_size(values, "num_hidden_layers", 0, name), 100_000)
 
 
+def _cohere(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Each head of queries and keys is normalised if it says so: Command R+."""
+    kind = QkNorm.APIECE if _flag(values, "use_qk_norm", False, name) else QkNorm.NONE
+    return replace(family, qk_norm=kind), values
+
+
 def _dbrx(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Attention and experts have parts of their own; noise on what is routed, once."""
     attention, experts = (_part(values, key, name) for key in ("attn_config", "ffn_config"))
@@ -182,11 +188,24 @@ def _llama4(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return replace(family, qk_norm=kind, scaled_where_plain=scaled), read
 
 
+def _phi(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Queries and keys are normalised if it says so."""
+    kind = QkNorm.HEAD if _flag(values, "qk_layernorm", False, name) else QkNorm.NONE
+    return replace(family, qk_norm=kind), values
+
+
 def _phimoe(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Noise on what is routed, twice; its router chooses two experts, whatever is asked for."""
     if (chosen := values.get("num_experts_per_tok", 2)) != 2:
         raise NotDescribed(f"{name}: got num_experts_per_tok {short(chosen)}, of which its code knows 2 alone")
     return family, {**values, "num_experts_per_tok": 2, "jitters": 2 if values.get("input_jitter_noise") else 0}
+
+
+def _stablelm(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """StableLM 2 12B: both blocks read one norm, and each head of queries and keys has its own."""
+    arrangement = Arrangement.SHARED if _flag(values, "use_parallel_residual", False, name) else Arrangement.PRE
+    kind = QkNorm.APIECE if _flag(values, "qk_layernorm", False, name) else QkNorm.NONE
+    return replace(family, arrangement=arrangement, qk_norm=kind), values
 
 
 def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
@@ -196,6 +215,7 @@ def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
 
 _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = MappingProxyType(
     {
+        "cohere": _cohere,
         "dbrx": _dbrx,
         "ernie4_5_moe": _ernie4_5_moe,
         "falcon": _falcon,
@@ -205,7 +225,9 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "hunyuan_v1_moe": _hunyuan_v1_moe,
         "llama4_text": _llama4,
         "mpt": _mpt,
+        "phi": _phi,
         "phimoe": _phimoe,
+        "stablelm": _stablelm,
     }
 )
 """By ``model_type``."""
