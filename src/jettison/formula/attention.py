@@ -127,6 +127,8 @@ def rotate(w: Writer, x: Value, dim: int, whose: str = "") -> Value:
 
 def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
     """Cosines or sines: what all layers read, or a block's own, which it makes once, or once for what it rotates."""
+    if w.kernels.looked_up_rotary and w.run.packed:
+        return _looked_up(w, name, dim, whose)
     if not w.kernels.spread_rotary or w.kernels.fused_rotary:
         return w.table(name, (w.run.seq, dim), dtype)
     key = f"{whose} {name}" if w.kernels.rotary_apiece else name
@@ -134,6 +136,15 @@ def _table(w: Writer, name: str, dim: int, dtype: str, whose: str) -> Value:
         narrow = w.table(name, (w.run.seq, dim // 2), dtype)
         w.spread[key] = w.tape.op("aten.repeat_interleave.self_int", [narrow], (w.run.seq, dim))
     return w.spread[key]
+
+
+def _looked_up(w: Writer, name: str, dim: int, whose: str) -> Value:
+    """Half of the rows that positions name, b × s × d in all: a view, since cosines and sines lie side by side."""
+    shape = (w.run.micro_batch, w.run.seq, dim)
+    if whose not in w.spread:
+        rows = w.table("rotary table", (w.run.model.max_positions, dim), "float32")
+        w.spread[whose] = w.tape.op("aten.index.Tensor", [rows], shape, "float32")
+    return w.tape.view(w.spread[whose], (*shape[:-1], dim // 2))
 
 
 def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bool = False) -> Value:
@@ -144,7 +155,8 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     """
     masked = _has_mask_tensor(w, spec)
     fused = w.kernels.attention is AttentionKernel.FLASH
-    if w.kernels.repeat_kv and (not fused or masked or not _takes_groups(k, v)):
+    apart = not fused or masked or w.kernels.always_repeat_kv or not _takes_groups(k, v)
+    if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
     if not fused:

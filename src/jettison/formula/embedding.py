@@ -26,7 +26,7 @@ POSITIONS = "position ids"
 def embedding(w: Writer) -> Value:
     """The residual stream as the first layer is given it. The vocabulary is sharded over tp."""
     model = w.run.model
-    if not w.kernels.fused_rotary and not w.kernels.spread_rotary:
+    if not (w.kernels.fused_rotary or w.kernels.spread_rotary or w.kernels.looked_up_rotary):
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)

@@ -53,7 +53,7 @@ class CommonRequest:
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
             adafactor, muon or none.
-        kernels: megatron, pytorch or huggingface: whose code runs.
+        kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
         expert_imbalance: Rows at the busiest rank's experts, as a multiple of an even share: 1.

@@ -20,7 +20,7 @@ def check_compiled(model: ModelSpec, kernels: Kernels, *, mode: str, tuned: bool
     """
     why = ""
     if kernels.name == "megatron":
-        why = "with --kernels megatron, whose layers nobody compiles; give --kernels pytorch or huggingface"
+        why = "with --kernels megatron, whose layers nobody compiles; give --kernels pytorch, huggingface or torchtune"
     elif model.recorder is not None:
         why = f"and {model.name}, whose blocks are recorded as they are built"
     elif any(layer.experts for layer in model.kinds):

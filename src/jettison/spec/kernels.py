@@ -109,12 +109,15 @@ class Kernels:
         batched_rotary: the tables are made for each sequence of a batch.
         spread_rotary: each block spreads the columns of the tables out for itself, one for each element of a pair.
         rotary_apiece: and does so for queries and keys apart, once each.
+        looked_up_rotary: the tables are a buffer of the model, cosines and sines side by side in fp32. Where documents
+            are packed, each layer looks up rows of it by position, once for queries and once for keys.
         rotary_by_window: layers with a window have rotary tables of their own.
         joined_rotary: rotation ends by joining what is rotated and what is not, however much that is, which leaves
             heads outermost in memory.
         fused_gate: activation and product of a gated block are one kernel that saves both halves.
         byte_masks: a dropout mask takes one byte an element; otherwise it has the dtype of what it masks.
         repeat_kv: key-value heads are copied until there are as many as query heads, unless a kernel takes them so.
+        always_repeat_kv: and then as well.
         batched_positions: ids of positions and segments are made for each sequence of a batch.
         stored_positions: position ids are a buffer of the model.
         shifted_labels: the model itself moves labels by one position, after padding them.
@@ -157,11 +160,13 @@ class Kernels:
     batched_rotary: bool = False
     spread_rotary: bool = False
     rotary_apiece: bool = False
+    looked_up_rotary: bool = False
     rotary_by_window: bool = False
     joined_rotary: bool = False
     fused_gate: bool = False
     byte_masks: bool = True
     repeat_kv: bool = False
+    always_repeat_kv: bool = False
     batched_positions: bool = False
     stored_positions: bool = False
     shifted_labels: bool = False
@@ -232,7 +237,23 @@ HUGGINGFACE: Final = Kernels(
 )
 """The code of transformers: norms in fp32 op by op (LayerNorm is fused there too), rotation written out."""
 
-KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE)})
+TORCHTUNE: Final = Kernels(
+    name="torchtune",
+    attention=AttentionKernel.FLASH,
+    documents=Documents.BLOCKS,
+    fused_norm=False,
+    wide_rotary=True,
+    looked_up_rotary=True,
+    repeat_kv=True,
+    always_repeat_kv=True,
+)
+"""The code of torchtune 0.4, in ``torchtune/modules/``: ``rms_norm.py`` (``x.float()``, and back before the weight),
+``attention.py`` (``k.expand(...)`` and ``reshape`` to as many heads as queries have, whatever kernel follows),
+``position_embeddings.py`` (``self.cache[input_pos]``), ``transformer.py`` (``self.output(h).float()``), and
+FlexAttention over packed documents (``attention_utils.py``).
+"""
+
+KERNELS: Final = MappingProxyType({k.name: k for k in (MEGATRON, PYTORCH, HUGGINGFACE, TORCHTUNE)})
 
 
 def kernels(name: str) -> Kernels:
