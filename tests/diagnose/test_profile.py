@@ -278,6 +278,10 @@ def test_bad_input_is_one_line(name: str, tmp_path: Path, capsys: pytest.Capture
 
 def test_what_is_neither_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["profile", "nowhere.py"]) == 2
+    for name in ("nowhere.py", "nowhere.json", "nowhere.toml"):
+        capsys.readouterr()
+        assert run(["profile", name]) == 2
+        assert capsys.readouterr().err.startswith(f"jettison: there is no file {name}; give a trace")
     assert run(["profile", "nowhere.json", "x"]) == 2
     assert run(["profile", "nowhere.py", "--steps", "0"]) == 2
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(json.dumps(planted()).encode()))

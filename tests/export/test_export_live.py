@@ -289,3 +289,17 @@ def test_accelerate_is_not_told_to_run_dropout_again() -> None:
     """Its checkpoints put no random states back."""
     with pytest.raises(CannotSay, match="put no random states back"):
         exported("accelerate", "noisy", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("factory", "share"), [("noisy", 0.2), pytest.param("many_layers", 0.0, marks=pytest.mark.slow)]
+)
+def test_the_plans_own_bytes_are_those_of_its_document(factory: str, share: float) -> None:
+    """Packed, or in segments: what is spared is not counted."""
+    made, found = document(factory, share), exported("brief", factory, share)
+    assert bool(made["segments"]) is (factory == "many_layers")
+    assert any(layer["packed"] for layer in made["layers"]) is (factory == "noisy")
+    assert [layer["plan_kept_bytes"] for layer in found.document()["layers"]] == [
+        layer["kept_bytes"] for layer in made["layers"]
+    ]
+    assert found.plan_cost.layer_bytes == sum(layer["kept_bytes"] for layer in made["layers"])

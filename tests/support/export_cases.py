@@ -147,3 +147,11 @@ def numpy_host(away: type) -> type:
             here.copy_(torch.from_numpy(self.there))
 
     return OnHost
+
+
+def many_layers() -> tuple[nn.Module, Any]:
+    """Layers whose inputs alone are most of a step that computes everything again."""
+    torch.manual_seed(0)
+    model = Stack(0.0)
+    model.layers = nn.ModuleList(Block(0.0) for _ in range(48))
+    return model, (torch.randn(64, TOKENS, WIDTH),)

@@ -117,7 +117,7 @@ def profile(
     refuse_to_overwrite(out, force=force)
     refuse_to_overwrite(trace, force=force)
     from jettison.spec.hardware import hardware
-    from jettison.verbs.profile import is_recorded, profile_files, require_files
+    from jettison.verbs.profile import is_recorded, profile_files, require_files, require_target
 
     known = None if gpu is None else hardware(gpu)
     if len(targets) > 1 or is_recorded(Path(targets[0])):
@@ -125,6 +125,7 @@ def profile(
         require_files(files)
         said = profile_files(files, known)
     else:
+        require_target(targets[0])
         from jettison.verbs.profile_run import profile_run
 
         with progress() as say:

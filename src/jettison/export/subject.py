@@ -19,6 +19,7 @@ class Decision:
         layer: its number's name in a description, or its path in a live model.
         policy: the plan's word for it.
         shared_bytes: of what it keeps, what nobody holds: a layer before it in its segment makes it again.
+        packed_bytes: of what it keeps, what is spared by packing.
         through: backward runs all of it again, for the next layer of its segment.
         module: class of a live model's block, as ``module:Class``; ``bases`` are those that it is made of, itself too.
     """
@@ -33,6 +34,7 @@ class Decision:
     module: str = ""
     bases: tuple[str, ...] = ()
     shared_bytes: int = 0
+    packed_bytes: int = 0
     through: bool = False
 
     @property
@@ -48,7 +50,7 @@ class Decision:
     @property
     def kept_bytes(self) -> int:
         """On the device, between forward and backward."""
-        return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes
+        return self.program.kept_bytes(self.kept - self.moved) - self.shared_bytes - self.packed_bytes
 
     @property
     def again(self) -> tuple[int, ...]:

@@ -54,13 +54,18 @@ def live_export(
 def _subject(plan: Plan, traced: ModelTrace, request: ModelRequest, prices: Hardware) -> Subject:
     programs = {call.name: traced.program(call) for call in traced.calls}
     root = traced.root.program
+    order = [entry.layer for entry in plan.layers]
+    inside = {name for a, b in plan.segments for name in order[order.index(a) + 1 : order.index(b) + 1]}
     asked = {key: value for key, value in request.document().items() if value is not None}
     return Subject(
         model=request.model,
         plan_hash=plan.hash,
         budget_bytes=plan.budget_bytes,
         minimum_budget_bytes=plan.minimum_budget_bytes,
-        decisions=tuple(_decision(entry, programs[entry.layer], traced.fake_model) for entry in plan.layers),
+        decisions=tuple(
+            _decision(entry, programs[entry.layer], traced.fake_model, inside=entry.layer in inside)
+            for entry in plan.layers
+        ),
         hardware=prices,
         segments=plan.segments,
         root_freed_bytes=max(0, root.kept_bytes(root.saved_buffers()) - root.kept_bytes(frozenset(plan.root.kept))),
@@ -73,8 +78,10 @@ def _subject(plan: Plan, traced: ModelTrace, request: ModelRequest, prices: Hard
     )
 
 
-def _decision(entry: LayerPlan, program: Any, model: nn.Module) -> Decision:
+def _decision(entry: LayerPlan, program: Any, model: nn.Module, *, inside: bool) -> Decision:
+    """``inside`` a segment, behind its first layer."""
     module = type(model.get_submodule(entry.layer))
+    spared = max(0, program.kept_bytes(frozenset(entry.kept) - frozenset(entry.offloaded)) - entry.kept_bytes)
     return Decision(
         layer=entry.layer,
         policy=str(entry.policy),
@@ -82,6 +89,8 @@ def _decision(entry: LayerPlan, program: Any, model: nn.Module) -> Decision:
         kept=frozenset(entry.kept),
         moved=frozenset(entry.offloaded),
         packed=frozenset(entry.packed),
+        shared_bytes=spared if inside else 0,
+        packed_bytes=0 if inside else spared,
         module=_called(module),
         bases=tuple(_called(base) for base in module.__mro__),
     )

@@ -30,6 +30,19 @@ def is_recorded(path: Path) -> bool:
     return path.is_file() and (is_snapshot(path) or path.suffix in (".json", ".gz") or is_trace(path))
 
 
+def require_target(target: str) -> None:
+    """Before torch is loaded: something is there that could run, or a name of Python's.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if ":" not in target and not Path(target).exists():
+        raise UsageError(
+            f"there is no file {target}; give a trace, a memory snapshot, a script, or a recipe (a TOML file or "
+            "module:name)"
+        )
+
+
 def profile_files(files: Sequence[Path], gpu: Hardware | None = None) -> FindingsReport:
     """What traces and snapshots of one run say.
 
