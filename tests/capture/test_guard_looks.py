@@ -1,6 +1,7 @@
 """A guard's quick look finds what its slow one does: each kind of thing that it watches, changed alone."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import nn
@@ -9,6 +10,8 @@ from jettison.capture.guard import ModuleGuard
 
 
 class Kinds(nn.Module):
+    scale = 2
+
     def __init__(self) -> None:
         super().__init__()
         self.number = 1
@@ -34,6 +37,8 @@ CHANGES: dict[str, Callable[[Kinds], object]] = {
     "an entry of a dict": lambda m: m.table.__setitem__("b", 1),
     "a cell": _set_cell,
     "an instance's forward": lambda m: setattr(m.inner, "forward", lambda x: x),
+    "a class's number, covered": lambda m: setattr(m, "scale", 3),
+    "an entry that is gone": lambda m: m.table.pop("a"),
     "a submodule": lambda m: setattr(m, "inner", nn.Linear(2, 2)),
 }
 
@@ -45,6 +50,36 @@ def test_each_kind_of_change_is_seen(kind: str) -> None:
     assert guard.holds() and not guard.changed()
     CHANGES[kind](module)
     assert guard.changed()
+    assert not guard.holds()
+
+
+def doubled(module: nn.Module, args: object, output: Any) -> Any:
+    return 2 * output
+
+
+def _hook_on_another(module: Kinds) -> None:
+    """Of all hooks in a row nothing differs."""
+    module.inner._forward_hooks.clear()
+    module.register_forward_hook(doubled)
+
+
+BESIDE: dict[str, Callable[[Kinds], object]] = {
+    "another hook": lambda m: m.register_forward_hook(lambda *_: None),
+    "no hook": lambda m: m.inner._forward_hooks.clear(),
+    "a hook on another module": _hook_on_another,
+    "a frozen parameter": lambda m: m.inner.weight.requires_grad_(False),
+    "no parameter": lambda m: m.inner.register_parameter("bias", None),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_hooks_and_parameters_are_seen(kind: str) -> None:
+    module = Kinds()
+    module.inner.register_forward_hook(doubled)
+    guard = ModuleGuard(module)
+    for _ in range(2):  # the second look knows what the first one found
+        assert guard.holds()
+    BESIDE[kind](module)
     assert not guard.holds()
 
 

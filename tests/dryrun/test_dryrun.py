@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.capture.model_trace import Loop, ModelTrace
 from jettison.capture.stub import stub_outputs
@@ -18,12 +20,14 @@ from jettison.measure import independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
 from jettison.planner.apply import policies_of
 from jettison.planner.planner import Planner, make_planner
+from jettison.runtime import frame
 from jettison.runtime.install import install
 from jettison.solve.chain import choose
 from jettison.solve.levels import Choice, LevelPhase, evaluate
 from jettison.solve.moves import minimum_budget
 from jettison.solve.policy import KeepAll
 from support.families import Built, Case, build
+from support.stacks import Block, rows, stack
 from support.training import adamw
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning:transformers.*")]
@@ -226,3 +230,27 @@ def test_a_block_that_returns_a_view_of_its_argument_is_stubbed_by_that_view() -
     assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert (tuple(view.shape), tuple(view.stride())) == ((8, 6), (1, 8))
     assert number.untyped_storage()._cdata != x.untyped_storage()._cdata
+
+
+def test_empty_memory_that_is_asked_for_by_its_shape_is_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run that follows values makes what has no tensor among its arguments for real."""
+
+    class Sorted(Block):
+        def inner(self, h: Tensor) -> Tensor:
+            order = h.sum(-1).argsort()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order))
+            return h[order].sin()[back]
+
+    written: list[Any] = []
+    run: Any = frame.run_step
+
+    def seen(step: Any, leaves: list[Any]) -> list[Any]:
+        out: list[Any] = run(step, leaves)
+        if step.func is torch.ops.aten.index_put_.default:
+            written.extend(out)
+        return out
+
+    monkeypatch.setattr(frame, "run_step", seen)
+    make_planner(trace_model(stack(Sorted), rows()))
+    assert written and all(isinstance(tensor, FakeTensor) for tensor in written)

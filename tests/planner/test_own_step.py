@@ -413,7 +413,6 @@ def test_the_state_of_an_optimizer_costs_no_step(monkeypatch: pytest.MonkeyPatch
         )
         predicted.append(handle.plan.predicted.peak_bytes)
         handle.remove()
-    # without a plan, again where ops have no price yet; under two of the smallest; under the one
-    assert ran[0] == ran[1] <= 5
+    assert ran[0] == ran[1] <= 4  # without a plan, twice where ops have no price yet; under the smallest; under the one
     reached = [p for name, p in model.named_parameters() if "unused" not in name]
     assert predicted[1] - predicted[0] == sum(2 * p.nbytes + 4 for p in reached)  # two moments, and a count

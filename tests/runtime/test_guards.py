@@ -19,7 +19,7 @@ from jettison.capture.guard import ModuleGuard
 from jettison.capture.model_trace import ModelTrace
 from jettison.capture.recording import RegionTrace
 from jettison.capture.tracer import trace_model
-from jettison.errors import TraceError, UnsupportedModule
+from jettison.errors import StaleTensor, TraceError, UnsupportedModule
 from jettison.measure import compare_gradients, independent_copy, parameter_digest, same_bits
 from jettison.planner import Applied
 from jettison.runtime.install import install
@@ -301,6 +301,26 @@ def test_a_number_read_from_the_batch_is_never_the_recorded_one(policy: str) -> 
             assert compare_gradients(model, plain).identical, lengths
         assert sum(report.slots_dropped for report in handle.report()) > 0
         assert recordings(handle) == 0
+
+
+class Exposed(Block):
+    """Autograd keeps what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).exp()
+
+
+@pytest.mark.parametrize("steps", [0, 1])  # the first run is compared call by call, later ones are not
+def test_a_write_to_a_kept_tensor_is_said(steps: int) -> None:
+    model, x = nn.Sequential(Exposed(), Exposed()), torch.randn(ROWS, N)
+    with jettison.apply(model, "none", batch=(x,), regions=["0", "1"], loss_fn=torch.sum):
+        for _ in range(steps):
+            model(x).sum().backward()
+        out = model(x)
+        with torch.no_grad():
+            out.mul_(2)
+        with pytest.raises(StaleTensor, match="a kept tensor"):
+            out.sum().backward()
 
 
 Tamper = Callable[[RegionTrace], RegionTrace]

@@ -18,10 +18,14 @@ from jettison.capture.tracer import trace_model
 from jettison.errors import Infeasible
 from jettison.measure import compare_gradients, independent_copy, measured_peak
 from jettison.measure.tensors import static_tensors
+from jettison.planner.points import with_packs
 from jettison.runtime import packing
 from jettison.runtime.packing import Form, bits_of, from_bits, packs_into
+from jettison.solve.frontier import pareto_frontier
 from jettison.solve.plan import Plan
 from jettison.solve.policy import Full, KeepAll, Packing, SelectiveOp
+from jettison.spec.hardware import usual_hardware
+from jettison.spec.kernels import Device
 from jettison.units import Bytes
 from support.stacks import ROWS, WIDTH, Block, rows, stack
 from support.training import adamw, assert_same, train
@@ -244,3 +248,18 @@ def test_a_plan_packs_where_that_costs_less_than_the_work(monkeypatch: pytest.Mo
     unpacked = replace(made, layers=tuple(replace(entry, packed=()) for entry in made.layers))
     assert unpacked.hash != made.hash
     assert '"packed"' not in json.dumps(unpacked._decisions())  # the hash of plans from before is what it was
+
+
+def test_a_mask_is_kept_for_its_bits() -> None:
+    """Between keeping nothing and keeping all there is no point that keeps it whole; its bits are worth drawing it."""
+    (cls,) = trace_model(stack(Drawn), (torch.randn(256, WIDTH),)).classes.values()
+    program = cls.trace.program
+    seconds = [1.0 if op.name == "aten.bernoulli_.float" else 1e-6 for op in program.ops]
+    ends = pareto_frontier(program, seconds, max_points=2)
+    small = [
+        p
+        for p in with_packs(cls.trace, ends, seconds, usual_hardware(Device.CPU))
+        if 2 * p.kept_bytes < ends[-1].kept_bytes
+    ]
+    assert min(point.seconds for point in small) < 0.1
+    assert min(point.seconds for point in small if not point.narrowed) > 1.9

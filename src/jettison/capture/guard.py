@@ -86,8 +86,11 @@ class ModuleGuard:
                 if isinstance(function, types.FunctionType):
                     self._globals(function)
         self._hook_tables = [hooks for hooks, _ in self.hooks]
-        self._hooks_known: list[Any] = []  # at the last look
-        self._tables = _readers(self.parameters)
+        self._hook_counts: list[int] = []  # by table, at the last look
+        self._hooks_known: list[Any] = []
+        self._parameter_tables = [table.get for table, _, _ in self.parameters]
+        self._parameter_names = [name for _, name, _ in self.parameters]
+        self._wanted = [wants for _, _, wants in self.parameters]
         if ignored:
             self.settings = [s for s in self.settings if (self._key(s[0]), s[1]) not in ignored]
             self.sequences = [s for s in self.sequences if (Same(s[0]), _LENGTH) not in ignored]
@@ -188,7 +191,7 @@ class ModuleGuard:
         if not self._same_hooks():
             return False
         try:
-            return list(map(_wants, map(call, self._tables[0], self._tables[1]))) == self._tables[2]
+            return list(map(_wants, map(call, self._parameter_tables, self._parameter_names))) == self._wanted
         except AttributeError:  # one is None now
             return False
 
@@ -200,12 +203,13 @@ class ModuleGuard:
 
     def _same_hooks(self) -> bool:
         """Whether modules have the hooks that they had, but for those that only look on."""
+        counts = list(map(len, self._hook_tables))  # a hook that went from one module to the next is seen by them
         now = list(itertools.chain.from_iterable(map(dict.values, self._hook_tables)))
-        if len(now) == len(self._hooks_known) and all(map(is_, now, self._hooks_known)):
+        if counts == self._hook_counts and all(map(is_, now, self._hooks_known)):
             return True
         if any(foreign(hooks) != before for hooks, before in self.hooks):
             return False
-        self._hooks_known = now
+        self._hook_counts, self._hooks_known = counts, now
         return True
 
     def changed(self) -> frozenset[Setting]:
@@ -316,16 +320,6 @@ class _Watched:
                 return False
             self.known = now
         return True
-
-
-def _readers(parameters: Iterable[tuple[dict[str, Any], str, bool]]) -> tuple[list[Any], list[str], list[bool]]:
-    """How each parameter is looked up, its name, and whether it wants gradients."""
-    found: tuple[list[Any], list[str], list[bool]] = [], [], []
-    for table, name, wants in parameters:
-        found[0].append(table.get)
-        found[1].append(name)
-        found[2].append(wants)
-    return found
 
 
 def _items(keys: Sequence[Any], table: Any) -> tuple[Any, ...]:

@@ -70,9 +70,17 @@ def is_safe(func: Any) -> bool:
 @cache
 def has_no_workspace(func: Any) -> bool:
     """Whether a call can take no memory beside its results: views, giving a tensor another storage, an optimizer's
-    in-place work over lists, marks of the profiler, questions for a tensor's device.
+    in-place work over lists, marks of the profiler, questions for a tensor's device, the empty memory of dry runs.
     """
     name = func._schema.name
     return bool(func.is_view) or name.startswith(
-        ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::set_", "profiler::", "prim::")
+        (
+            "aten::_foreach_",
+            "aten::_fused_adam",
+            "aten::_fused_sgd",
+            "aten::new_empty_strided",
+            "aten::set_",
+            "profiler::",
+            "prim::",
+        )
     )

@@ -423,10 +423,10 @@ def unpack(packed: Any) -> Tensor:
         if frame.group is not None:
             frame.group.asked()
         return tensor if tensor._version == version else packed.open()  # which raises
-    if packed.frame.group is not None:
-        packed.frame.group.asked()
-    tensor = packed.frame.recompute(packed)
-    return tensor
+    handle: Handle = packed
+    if handle.frame.group is not None:
+        handle.frame.group.asked()
+    return handle.frame.recompute(handle)
 
 
 def is_asked_again() -> bool:
