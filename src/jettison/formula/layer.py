@@ -9,10 +9,11 @@ from jettison.formula.latent import latent_attention
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
+from jettison.formula.selective_scan import mamba1
 from jettison.formula.state_space import mamba2
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
-from jettison.spec.mixers import GatedDelta, Mamba2
+from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2
 from jettison.spec.model import Arrangement, Attention, LatentAttention, Layer, Mlp
 
 
@@ -67,6 +68,8 @@ def _attend(w: Writer, x: Value, spec: Layer) -> Value:
             return gated_delta(w, x, mixer)
         case Mamba2() as mixer:
             return mamba2(w, x, mixer)
+        case Mamba1() as mixer:
+            return mamba1(w, x, mixer, spec.norm)
         case _:
             raise AssertionError(f"nobody wrote down {spec.attention}")
 

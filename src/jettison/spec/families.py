@@ -24,6 +24,8 @@ class ScanKind(StrEnum):
     DELTA = "gated delta rule"  # Qwen3.5
     GROUPED_DELTA = "gated delta rule, projections by groups of heads"  # Qwen3-Next
     MAMBA2 = "state space duality"
+    MAMBA1 = "selective state space"
+    NORMED_MAMBA1 = "selective state space, what it selects by normalised"  # Jamba
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,11 +60,58 @@ _MAMBA2: Final[dict[str, Any]] = {
     "tie_word_embeddings": False,
     "layer_types": None,
 }
+_MAMBA1: Final[dict[str, Any]] = {
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": "auto",
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "tie_word_embeddings": False,
+    "layer_types": None,
+}
 _ENDLESS: Final = 1 << 20
 """Tokens that are asked for at most where nothing is said: a state has no longest sequence."""
 
 HYBRIDS: Final[Mapping[str, Family]] = MappingProxyType(
     {
+        "jamba": Family(
+            norm=_RMS,
+            required=(*SIZES, "intermediate_size"),
+            spelling={"num_experts": ("num_experts", "num_local_experts")},
+            defaults={
+                **_MAMBA1,
+                "num_key_value_heads": 8,
+                "hidden_act": "silu",
+                "attention_dropout": 0.0,
+                "max_position_embeddings": 262144,
+                "num_experts": 16,
+                "num_experts_per_tok": 2,
+                "mlp_only_layers": None,
+            },
+            refused=("use_mambapy",),
+            scan=ScanKind.NORMED_MAMBA1,
+            rotary=False,
+            experts=Experts(router=Router.SOFTMAX_TOPK, width="intermediate_size"),
+        ),
+        "mamba": Family(
+            norm=_RMS,
+            required=("hidden_size", "num_hidden_layers", "vocab_size"),
+            spelling={
+                "mamba_d_state": ("state_size",),
+                "mamba_d_conv": ("conv_kernel",),
+                "mamba_expand": ("expand",),
+                "mamba_dt_rank": ("time_step_rank",),
+                "mamba_conv_bias": ("use_conv_bias",),
+                "mamba_proj_bias": ("use_bias",),
+            },
+            defaults={**_MAMBA1, "residual_in_fp32": True, "max_position_embeddings": _ENDLESS},
+            refused=("use_mambapy",),
+            scan=ScanKind.MAMBA1,
+            lone=True,
+            rotary=False,
+            dropout=DropoutKeys(attention=None),
+        ),
         "mamba2": Family(
             norm=_RMS,
             required=(

@@ -9,7 +9,7 @@ from typing import Final
 from jettison.errors import NotDescribed
 from jettison.spec.config_fields import TRACE, ConfigFields
 from jettison.spec.families import ScanKind
-from jettison.spec.mixers import GatedDelta, Mamba2, Scan
+from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2, Scan
 from jettison.spec.model import Attention, Layer, Mlp, Moe, Norm
 
 _ATTENTION: Final = frozenset({"full_attention", "attention"})
@@ -69,8 +69,24 @@ def scan_of(fields: ConfigFields) -> Scan:
             return _delta(fields, grouped=fields.family.scan is ScanKind.GROUPED_DELTA)
         case ScanKind.MAMBA2:
             return _mamba2(fields)
+        case ScanKind.MAMBA1 | ScanKind.NORMED_MAMBA1:
+            return _mamba1(fields, normed=fields.family.scan is ScanKind.NORMED_MAMBA1)
         case None:
             raise AssertionError("a family without scans")
+
+
+def _mamba1(fields: ConfigFields, *, normed: bool) -> Mamba1:
+    rank = fields.value("mamba_dt_rank")
+    hidden = fields.size("hidden_size")
+    return Mamba1(
+        inner=fields.size("mamba_expand") * hidden,
+        state=fields.size("mamba_d_state"),
+        rank=-(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank"),
+        taps=fields.size("mamba_d_conv"),
+        bias=fields.flag("mamba_proj_bias"),
+        convolution_bias=fields.flag("mamba_conv_bias"),
+        normed=normed,
+    )
 
 
 def _mamba2(fields: ConfigFields) -> Mamba2:

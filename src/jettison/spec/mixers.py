@@ -115,3 +115,28 @@ class Mamba2(Scan):
     def convolved(self) -> int:
         """Channels that pass the convolution."""
         return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1(Scan):
+    """A selective state space (arXiv 2312.00752): each channel has ``state`` numbers, which decay at their own rates.
+
+    Args:
+        inner: channels.
+        rank: of the product that makes their time steps.
+        taps: tokens that the convolution before it reads.
+        bias: of the projections; ``convolution_bias``: of the convolution.
+        normed: time steps, what is written and what is asked are normalised: Jamba.
+    """
+
+    inner: int
+    state: int
+    rank: int
+    taps: int
+    bias: bool = False
+    convolution_bias: bool = True
+    normed: bool = False
+
+    @property
+    def words(self) -> str:
+        return "state-space scan"

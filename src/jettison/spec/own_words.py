@@ -201,6 +201,30 @@ def _phimoe(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**values, "num_experts_per_tok": 2, "jitters": 2 if values.get("input_jitter_noise") else 0}
 
 
+def _jamba(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Which layers attend, and which have experts: one of so many, from a first one on. One expert is none."""
+    _only_silu(values, "hidden_act", name)
+    depth = _depth(values, name)
+    attends, spreads = (
+        [
+            index % _size(values, f"{what}_layer_period", period, name, least=1)
+            == _size(values, f"{what}_layer_offset", offset, name)
+            for index in range(depth)
+        ]
+        for what, period, offset in (("attn", 8, 4), ("expert", 2, 1))
+    )
+    several = _size(values, "num_experts", 16, name, least=1) > 1
+    sparse = [index for index, spread in enumerate(spreads) if spread and several]
+    words = ["full_attention" if attention else "linear_attention" for attention in attends]
+    return family, {**values, "layer_types": words, "mlp_only_layers": _dense_but(depth, sparse)}
+
+
+def _mamba(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Each layer has a scan; the code knows one nonlinearity."""
+    _only_silu(values, "hidden_act", name)
+    return family, {**values, "layer_types": ["linear_attention"] * _depth(values, name)}
+
+
 def _mamba2(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Each layer has a scan, whose heads are as wide together as it says; the code knows one nonlinearity."""
     _only_silu(values, "hidden_act", name)
@@ -269,6 +293,8 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "gpt_neo": _gpt_neo,
         "hunyuan_v1_moe": _hunyuan_v1_moe,
         "llama4_text": _llama4,
+        "jamba": _jamba,
+        "mamba": _mamba,
         "mamba2": _mamba2,
         "mpt": _mpt,
         "nemotron_h": _nemotron_h,
