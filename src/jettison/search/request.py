@@ -12,6 +12,7 @@ from jettison.errors import UsageError
 from jettison.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
+from jettison.spec.fp8 import Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.like import rule
@@ -73,6 +74,9 @@ class SearchRequest(CommonRequest):
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
         kept = _zero_of(self.states_on_host)
         template = resolve(model, RunRequest(**common, zero=kept[0] if self.states_on_host else None)).run
+        recipe = template.precision.recipe
+        if recipe is not None and recipe.library is Library.TE:
+            kept = tuple(z for z in kept if z < 3)  # TransformerEngine's weights under FSDP are not described
         lists = (template.recompute,) if template.recompute != Recompute() else ()
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
@@ -85,7 +89,9 @@ class SearchRequest(CommonRequest):
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         if not set(zero) <= set(kept):
-            raise UsageError(f"got --zero {self.zero}; --states-on-host {self.states_on_host} is described for {kept}")
+            ruled_by = "states_on_host" if self.states_on_host else "fp8_recipe"
+            flag = f"{flag_of(ruled_by)} {getattr(self, ruled_by)}"
+            raise UsageError(f"got --zero {self.zero}; {flag} is described for {kept}")
         alone = [f"--{beside.role}" for beside in template.frozen]
         alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
         if alone:  # what no stage of a pipeline is described with
