@@ -88,7 +88,7 @@ def linear(
             places = tuple(sorted((*places, ("tp", last))))
         kept = x if keeps is None else keeps
         inputs, workspace = [x], 0
-        saves = (Saved(kept, role, reference),)
+        saves: tuple[Saved, ...] = (Saved(kept, role, reference),)
         if w.narrows(features, head=head):
             local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
             found = narrow(w, x, kept, local, name, role, original=original)

@@ -42,6 +42,11 @@ class Precision:
     optimizer_gradient: str | None = None
     recipe: Fp8Recipe | None = None
 
+    @property
+    def words(self) -> str:
+        """Its name, and how products are narrow."""
+        return self.name if self.recipe is None else f"{self.name}, products by {self.recipe}"
+
     def with_recipe(self, recipe: Fp8Recipe) -> Precision:
         """The same with narrow products.
 
