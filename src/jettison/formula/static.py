@@ -169,7 +169,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
             return 8 * elements if elements < SMALL_TENSOR else 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
         case Optimizer.ADAFACTOR:
             return _factored(weight, elements) if matrix else 4 * elements
-        case Optimizer.MUON:
+        case Optimizer.MUON | Optimizer.DIST_MUON | Optimizer.DIST_MUON_PINGPONG:
             return (1 if matrix and in_layer else 2) * moment * elements
 
 

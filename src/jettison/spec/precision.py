@@ -149,7 +149,12 @@ class Optimizer(StrEnum):
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
     ADAFACTOR = "adafactor"  # a row and a column of a matrix (arXiv 1804.04235), no first moment
     MUON = "muon"  # one moment for matrices of layers, AdamW for the rest
+    DIST_MUON = "dist-muon"  # Megatron's: each rank has whole matrices: NOTE [ Whole tensors on ranks ]
+    DIST_MUON_PINGPONG = "dist-muon-pingpong"  # its older way to share tensors out
     NONE = "none"
+
+
+MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
 
 
 def precision(name: str) -> Precision:

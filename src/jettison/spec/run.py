@@ -16,7 +16,7 @@ from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
 from jettison.spec.model import ModelSpec, Patches
 from jettison.spec.modules import check_lists, check_parts, listed
-from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.precision import MUONS, PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
@@ -277,6 +277,8 @@ class Run:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.precision.recipe is not None:
             self._check_recipe(self.precision.recipe)
+        if self.optimizer in MUONS[1:] and self.layout.zero != 1:
+            raise UsageError(f"got --optimizer {self.optimizer} with --zero {self.layout.zero}; expected --zero 1")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
         if self.states_on_host is not StatesOnHost.NONE:
@@ -434,7 +436,7 @@ class Run:
             why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
         elif self.adding is not Adding.WHOLE or self.precision.accumulator or self.precision.optimizer_gradient:
             why = "gradients that are gathered up in another buffer"
-        elif self.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.MUON):
+        elif self.optimizer in (Optimizer.ADAMW_FOREACH, *MUONS):
             why = f"--optimizer {self.optimizer}, which steps for many parameters at once"
         if why:
             raise UsageError(f"got --gradients in-backward with {why}")
