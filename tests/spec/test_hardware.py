@@ -114,7 +114,7 @@ CLOCKS = {
     "rtx5090-32gb": (2407, 256, 128),
     "rtxpro6000-96gb": (2617, 512, 128),
 }
-"""MHz, and what a multiprocessor multiplies and adds in a clock: in 16-bit products that add up in fp32, and in fp32."""
+"""MHz, and what a multiprocessor multiplies and adds in a clock: of 16-bit products that add up in fp32, of fp32."""
 
 
 @pytest.mark.parametrize("name", CLOCKS)
