@@ -57,6 +57,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             split="row",
             role="projection input",
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
+            original=True,
         )
         return leave(w, out)
 

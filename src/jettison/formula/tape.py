@@ -57,6 +57,7 @@ class Weight:
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
+    ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Weight:
     frozen: bool = False
     packed_bytes: int = 0
     wide: bool = False
+    narrow_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -178,14 +180,14 @@ class Tape:
         frozen: bool = False,
         packed_bytes: int = 0,
         wide: bool = False,
+        narrow_bytes: int = 0,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
-        made = Weight(
-            full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes, wide
-        )
+        kind = (expert, tied, product, head, frozen)
+        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes)
         self.weights.append(made)
         return made
 
