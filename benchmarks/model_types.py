@@ -384,7 +384,9 @@ Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan
 
 - **Closed form**: the architecture is an entry of a table. It needs neither torch nor transformers, and every
   layout, every set of kernels and every precision applies. Each entry is tested: parameters, and each tensor that
-  autograd saves, are those of a trace.
+  autograd saves, are those of a trace. Layers that carry a state along the sequence (Mamba, Qwen3-Next) are as
+  transformers' own code has them, and cannot be cut by `--tp` or `--cp`; `--scans fused` is what the kernels of
+  flash-linear-attention and mamba-ssm keep.
 - **Trace**: the architecture is in no table. Where torch and transformers are installed, the model is built on
   tensors without memory, one forward is recorded, and the recorded blocks stand where described ones would: `--dp`,
   `--zero`, `--pp`, `--recompute`, `--offload` and budgets apply. `--tp`, `--cp` and `--ep` would cut a block, and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,13 @@ from jettison.errors import NotDescribed, UsageError
 from jettison.formula.parameters import parameter_count
 from jettison.formula.region import layer_region
 from jettison.ledger.record import EACH_ROUND
+from jettison.predict.run_request import RunRequest, resolve
+from jettison.spec.conventions import kernels_for
 from jettison.spec.huggingface_config import parse_config
 from jettison.spec.hybrid_families import HYBRIDS
+from jettison.spec.kernels import Scans
 from jettison.spec.layout import Layout
+from jettison.spec.precision import PRECISIONS
 from jettison.spec.run import Run
 from support import formula_cases
 from support.formula_cases import (
@@ -235,3 +240,62 @@ def test_words_of_their_own_are_read() -> None:
         parse_config({**qwen, "layer_types": ["linear_attention"]}, name="q")
     with pytest.raises(UsageError, match="got linear_num_value_heads 5; expected a multiple of the 2 key heads"):
         parse_config({**qwen, "linear_num_value_heads": 5}, name="q")
+
+
+def test_fused_scans_keep_what_their_functions_name() -> None:
+    """``ctx.save_for_backward`` of flash-linear-attention and mamba-ssm, tensor by tensor; both need a GPU to run."""
+    b, s, narrow, wide = 2, 80, 2, 4
+
+    def held(family: str, role: str = "") -> Counter[tuple[str, int]]:
+        model = spec_of(tiny_config(_case(family, "bf16-pure", b, s)))
+        kernels = replace(kernels_for(model, "huggingface"), scans=Scans.FUSED)
+        run = Run(model=model, seq=s, micro_batch=b, kernels=kernels, precision=PRECISIONS["bf16-pure"])
+        entries = layer_region(run.scene, model.layers[0]).entries("layer")
+        found = {e.storage: (e.role, e.storage_bytes) for e in entries if e.op == "fused_scan" or e.role == role}
+        return Counter(found.values())
+
+    delta = held("qwen3_5_text", "convolution input")
+    assert delta == Counter(
+        {
+            ("convolution input", b * s * (2 * 2 * 8 + 4 * 16) * narrow): 1,
+            ("scan operand", b * s * 2 * 8 * narrow): 2,  # unit queries and keys, of two heads
+            ("norm statistics", b * s * 2 * wide): 2,
+            ("scan operand", b * s * 4 * 16 * narrow): 1,  # values
+            ("decay", b * s * 4 * wide): 1,
+            ("triangular system", b * s * 4 * 64 * narrow): 1,
+            ("write strength", b * s * 4 * narrow): 1,
+        }
+    )
+    inner, convolved, heads = 128, 128 + 2 * 2 * 24, 8
+    assert held("nemotron_h") == Counter(
+        {
+            ("scan input", b * s * (inner + convolved + heads) * narrow): 1,
+            ("decay rate", heads * wide): 1,
+            ("scan output", b * s * inner * narrow): 1,
+            ("norm statistics", b * s * 2 * wide): 1,
+        }
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2", "nemotron_h"])
+def test_fused_scans_have_the_same_parameters(family: str) -> None:
+    model = spec_of(tiny_config(FormulaCase(family=family)))
+    sizes = []
+    for scans in Scans:
+        kernels = replace(kernels_for(model, "huggingface"), scans=scans)
+        regions = (layer_region(Run(model=model, seq=80, kernels=kernels).scene, layer) for layer in model.layers)
+        sizes.append([sorted((weight.name, weight.shape) for weight in region.weights) for region in regions])
+    assert sizes[0] == sizes[1]
+
+
+def test_scans_are_asked_for_where_there_are_some() -> None:
+    def asked(family: str, scans: str) -> str:
+        model = spec_of(tiny_config(FormulaCase(family=family)))
+        return str(resolve(model, RunRequest(seq=80, scans=scans)).run.kernels.scans)
+
+    assert asked("qwen3_5_text", "fused") == "fused"
+    assert asked("jamba", "written") == "written"
+    with pytest.raises(UsageError, match="got --scans fused; what mamba-ssm keeps of the selective scan of tiny"):
+        asked("jamba", "fused")
+    with pytest.raises(UsageError, match="got --scans fused; no layer of tiny carries a state"):
+        asked("llama", "fused")

@@ -22,12 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jettison.formula.basic import add, batched_product, cast, copy, linear, multiply, scale
+from jettison.formula.fused_scans import fused_convolution, fused_delta
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
 from jettison.formula.short_convolution import short_convolution, without_padding
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.record import EACH_ROUND
+from jettison.spec.kernels import Scans
 from jettison.spec.mixers import GatedDelta
 from jettison.spec.model import Activation, Norm, NormKind
 
@@ -44,15 +46,24 @@ def gated_delta(w: Writer, x: Value, spec: GatedDelta) -> Value:
     with w.tape.scope("mixer"):
         qkv, z, beta, rate = _project(w, without_padding(w, x), spec)
         channels = 2 * spec.keys + spec.values
-        mixed = short_convolution(w, qkv, channels, spec.taps, bias=False, kind=Activation.SILU)
-        b, s = w.run.micro_batch, w.run.seq
-        q, k = (_spread(w, w.tape.view(mixed, (b, s, spec.key_heads, spec.key_dim)), spec) for _ in range(2))
-        v = w.tape.view(mixed, (b, s, spec.value_heads, spec.value_dim))
         strength = w.tape.empty(beta.shape, beta.dtype, beta.places, grad=beta.grad)
         w.tape.record("aten.sigmoid.default", [beta], [strength], saves=[saved(strength, "write strength", RULE)])
-        out = _Rule(w, spec).chunks(q, k, v, strength, _decay(w, rate, spec.value_heads))
+        if w.kernels.scans is Scans.FUSED:
+            mixed = fused_convolution(w, qkv, channels, spec.taps)
+            out = fused_delta(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
+        else:
+            mixed = short_convolution(w, qkv, channels, spec.taps, bias=False, kind=Activation.SILU)
+            out = _written(w, mixed, strength, _decay(w, rate, spec.value_heads), spec)
         out = _gated(w, out, z)
         return linear(w, w.tape.view(out, w.shape(spec.values)), w.run.model.hidden, "out_proj", bias=False)
+
+
+def _written(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
+    """The rule op by op: b × s × a × dv."""
+    b, s = w.run.micro_batch, w.run.seq
+    q, k = (_spread(w, w.tape.view(mixed, (b, s, spec.key_heads, spec.key_dim)), spec) for _ in range(2))
+    v = w.tape.view(mixed, (b, s, spec.value_heads, spec.value_dim))
+    return _Rule(w, spec).chunks(q, k, v, strength, rate)
 
 
 def _project(w: Writer, x: Value, spec: GatedDelta) -> tuple[Value, Value, Value, Value]:

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from jettison.formula.basic import add, batched_product, cast, copy, linear, multiply, weigh
 from jettison.formula.delta_rule import negative_rate
+from jettison.formula.fused_scans import fused_split
 from jettison.formula.mlp import activation
 from jettison.formula.norm import root_mean_square
 from jettison.formula.short_convolution import short_convolution, without_padding
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.kernels import Scans
 from jettison.spec.mixers import Mamba2
 from jettison.spec.model import Activation
 
@@ -37,6 +39,8 @@ def mamba2(w: Writer, x: Value, spec: Mamba2) -> Value:
         width = spec.inner + spec.convolved + spec.heads
         joint = linear(w, without_padding(w, x), width, "in_proj", bias=spec.bias)
         rate = negative_rate(w, spec.heads)
+        if w.kernels.scans is Scans.FUSED:
+            return fused_split(w, joint, rate, spec)
         channels = w.tape.view(joint, (b, s, spec.convolved))
         mixed = short_convolution(
             w, channels, spec.convolved, spec.taps, bias=spec.convolution_bias, kind=Activation.SILU

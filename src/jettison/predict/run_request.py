@@ -19,11 +19,11 @@ from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
 from jettison.predict.precision_request import precision_of
 from jettison.predict.request_words import given_or, word
-from jettison.spec.conventions import kernels_for
+from jettison.spec.conventions import check_scans, kernels_for
 from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
-from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
+from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss, Scans
 from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
@@ -76,6 +76,7 @@ class CommonRequest:
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
+        scans: How layers carry a state along the sequence: written, as transformers without further packages, or fused.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
         lora: Low-rank adapters beside frozen weights: r=16, or r=16,alpha=32,targets=qkv+mlp,dropout=0.05.
@@ -122,6 +123,7 @@ class CommonRequest:
     keep_received: bool | None = None
     stage_buffers: bool | None = None
     loader_masks: bool | None = None
+    scans: str | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
     lora: str | None = None
@@ -393,6 +395,9 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
     if request.context_exchange is not None:
         exchange = word(ContextExchange, request.context_exchange, "context-exchange")
         kernels = replace(kernels, context_exchange=exchange)
+    if request.scans is not None:
+        kernels = replace(kernels, scans=word(Scans, request.scans, "scans"))
+        check_scans(model, kernels)
     if request.loss is None:
         return kernels
     if model.head.pooling is not Pooling.NONE:

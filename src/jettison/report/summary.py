@@ -265,6 +265,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "loader_masks": run.loader_masks,
         "packed": run.packed or None,
         "context_exchange": str(run.kernels.context_exchange),
+        "scans": str(run.kernels.scans),
         "trained": None if run.tuning is None else str(run.tuning),
         "frozen_models": [
             {

@@ -7,7 +7,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.spec.kernels import HUGGINGFACE, AttentionKernel, Kernels, kernels
+from jettison.errors import UsageError
+from jettison.spec.kernels import HUGGINGFACE, AttentionKernel, Kernels, Scans, kernels
+from jettison.spec.mixers import Mamba1
 from jettison.spec.model import ModelSpec
 
 
@@ -119,3 +121,18 @@ def kernels_for(model: ModelSpec, name: str) -> Kernels:
     chosen = kernels(name)
     adjust = _CONVENTIONS.get(model.family)
     return adjust(chosen) if adjust is not None and name == HUGGINGFACE.name else chosen
+
+
+def check_scans(model: ModelSpec, kernels: Kernels) -> None:
+    """Has the model scans, and are they described so?
+
+    Raises:
+        UsageError: no.
+    """
+    scans = [layer.scan for layer in model.described if layer.scan is not None]
+    if not scans:
+        raise UsageError(f"got --scans {kernels.scans}; no layer of {model.name} carries a state: leave it away")
+    if kernels.scans is Scans.FUSED and any(isinstance(scan, Mamba1) for scan in scans):
+        raise UsageError(
+            f"got --scans fused; what mamba-ssm keeps of the selective scan of {model.name} is not described: written"
+        )

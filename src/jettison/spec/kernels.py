@@ -60,6 +60,13 @@ class Dispatcher(StrEnum):
     ALLGATHER = "allgather"  # every rank gathers all tokens in a buffer that stays, and takes rows for its experts
 
 
+class Scans(StrEnum):
+    """How a state is carried along the sequence, in layers that have one."""
+
+    WRITTEN = "written"  # transformers' own code, op by op
+    FUSED = "fused"  # one kernel: flash-linear-attention's, or mamba-ssm's with causal-conv1d
+
+
 class Combine(StrEnum):
     """Where the outputs of a token's experts get their weights, and how they become one row again."""
 
@@ -140,6 +147,7 @@ class Kernels:
         narrow_routers: scores of all experts are worked out in the dtype of activations; otherwise in fp32.
         wide_routers: a router's weight is held in fp32 whatever the others are.
         weights_float32: the weights of a token's experts stay fp32; otherwise they are cast back.
+        scans: how layers carry a state along the sequence.
         softmax_float32: that cast back comes after a softmax in fp32, where a softmax makes the weights.
     """
 
@@ -196,6 +204,7 @@ class Kernels:
     wide_routers: bool = False
     weights_float32: bool = True
     softmax_float32: bool = False
+    scans: Scans = Scans.WRITTEN
     device: Device = Device.CUDA
 
     def with_attention(self, word: str | None) -> Kernels:
@@ -238,6 +247,7 @@ MEGATRON: Final = Kernels(
     context_exchange=ContextExchange.P2P,
     batch_first=False,
     combine=Combine.ACTIVATION,
+    scans=Scans.FUSED,
 )
 """Fused scale-mask-softmax (16-bit result), norms, rotation and SwiGLU; the form that arXiv 2205.05198 counts."""
 PYTORCH: Final = Kernels(name="pytorch", attention=AttentionKernel.FLASH)

@@ -20,6 +20,7 @@ AS_BUILT: Final = frozenset(
         "gathered_inputs",
         "tp_comm_overlap",
         "context_exchange",
+        "scans",
         "expert_tp",
         "positions",
         "source_seq",

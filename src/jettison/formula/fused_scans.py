@@ -1,0 +1,105 @@
+"""What scans keep where they are one kernel: flash-linear-attention's and mamba-ssm's, as transformers calls them.
+
+Read in flash-linear-attention bc3b101d (``fla/ops/gated_delta_rule/chunk.py``, ``ChunkGatedDeltaRuleFunction``),
+mamba e9594ce1 (``mamba_ssm/ops/triton/ssd_combined.py``, ``MambaSplitConv1dScanCombinedFn``) and causal-conv1d
+(``CausalConv1dFn``: input and weights). Each names what it keeps in ``ctx.save_for_backward``; the rest its backward
+works out again, of which the largest are counted: states and their gradients, and what is made of keys and values or
+what the convolution returned. FLOPs are those of the mathematics; seconds are those of the bytes that a kernel moves.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.basic import copy
+from jettison.formula.tape import Value
+from jettison.formula.writer import Writer, saved
+from jettison.spec.mixers import GatedDelta, Mamba2
+
+WIDE = "float32"
+DELTA = "flash-linear-attention, ChunkGatedDeltaRuleFunction"
+SPLIT = "mamba-ssm, MambaSplitConv1dScanCombinedFn"
+
+
+def fused_convolution(w: Writer, x: Value, channels: int, taps: int) -> Value:
+    """b × s × C, with its activation."""
+    b, s = w.run.micro_batch, w.run.seq
+    with w.tape.scope("convolution"):
+        return w.tape.op(
+            "causal_conv1d",
+            [x],
+            (b, s, channels),
+            saves=[saved(x, "convolution input")],
+            weights=[w.parameter("weight", channels, 1, taps)],
+            contracted=taps,
+        )
+
+
+def fused_delta(w: Writer, mixed: Value, strength: Value, rate: Value, spec: GatedDelta) -> Value:
+    """b × s × a × dv. Queries and keys are normalised within, not repeated; what is not contiguous is copied first."""
+    b, s = w.run.micro_batch, w.run.seq
+    keys, values = (b, s, spec.key_heads, spec.key_dim), (b, s, spec.value_heads, spec.value_dim)
+    q, k = (copy(w, mixed, keys) for _ in range(2))
+    v = copy(w, mixed, values)
+    out = w.tape.empty(values, w.compute, grad=True)
+    units = [w.tape.empty(keys, w.compute) for _ in range(2)]
+    roots = [w.tape.empty(keys[:-1], WIDE) for _ in range(2)]
+    sums = w.tape.empty(values[:-1], WIDE)
+    system = w.tape.empty((*values[:-1], spec.chunk), w.compute)
+    kept = [saved(unit, "scan operand", DELTA) for unit in units]
+    kept += [saved(root, "norm statistics", DELTA) for root in roots]
+    kept += [saved(v, "scan operand", DELTA), saved(sums, "decay", DELTA), saved(strength, "write strength", DELTA)]
+    kept += [saved(system, "triangular system", DELTA)]
+    within = spec.chunk * (3 * spec.key_dim + 2 * spec.value_dim)  # of each token with its chunk
+    again = prod(values[:-1]) * (spec.key_dim + 2 * spec.value_dim)
+    across = 3 * spec.key_dim * spec.value_dim  # and with the state
+    w.tape.record(
+        "fused_scan",
+        [q, k, v, rate, strength],
+        [out, *units, *roots, sums, system],
+        saves=kept,
+        flops=2 * prod(values[:-1]) * (within + across),
+        workspace=DTYPE_BYTES[w.compute] * (2 * _states(w, spec.chunk, across // 3 * spec.value_heads) + again),
+    )
+    return out
+
+
+def fused_split(w: Writer, joint: Value, rate: Value, spec: Mamba2) -> Value:
+    """Convolution, scan, norm and the product behind them, whose input is worked out again in backward."""
+    b, s, hidden = w.run.micro_batch, w.run.seq, w.run.model.hidden
+    weights = [w.parameter("dt_bias", spec.heads), w.parameter("D", spec.heads)]
+    with w.tape.scope("convolution"):
+        weights += [w.parameter("weight", spec.convolved, 1, spec.taps)]
+        weights += [w.parameter("bias", spec.convolved)] if spec.convolution_bias else []
+    with w.tape.scope("norm"):
+        weights.append(w.parameter("weight", spec.inner))
+    normal = w.tape.empty(w.shape(spec.inner), w.compute, grad=True)
+    scanned = w.tape.empty((b, s, spec.heads, spec.head_dim), w.compute)
+    roots = w.tape.empty((spec.groups, b * s), WIDE)
+    each = spec.heads * (spec.chunk * (spec.state + spec.head_dim) + 2 * spec.head_dim * spec.state)
+    w.tape.record(
+        "fused_scan",
+        [joint, rate],
+        [normal, scanned, roots],
+        saves=[
+            saved(joint, "scan input", SPLIT),
+            saved(rate, "decay rate", SPLIT),
+            saved(scanned, "scan output", SPLIT),
+            saved(roots, "norm statistics", SPLIT),
+        ],
+        weights=weights,
+        flops=2 * b * s * (each + spec.convolved * spec.taps),
+        workspace=4 * 2 * _states(w, spec.chunk, spec.inner * spec.state)
+        + DTYPE_BYTES[w.compute] * b * s * spec.convolved,
+    )
+    with w.tape.scope("out_proj"):
+        weights = [w.parameter("weight", hidden, spec.inner, product=True)]
+        weights += [w.parameter("bias", hidden)] if spec.bias else []
+        name = "aten.addmm.default" if spec.bias else "aten.mm.default"
+        return w.tape.op(name, [normal], w.shape(hidden), weights=weights, contracted=spec.inner)
+
+
+def _states(w: Writer, chunk: int, each: int) -> int:
+    """Numbers of the states before all chunks."""
+    return w.run.micro_batch * -(-w.run.seq // chunk) * each
