@@ -58,7 +58,8 @@ def _closed(w: Writer, x: Value) -> Value:
     model = w.run.model
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
-    return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+    x = dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+    return cast(w, x, w.stream)
 
 
 def read_source(w: Writer, spec: Source) -> None:

@@ -26,7 +26,7 @@ def head(w: Writer, x: Value) -> Value:
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = norm(w, x, model.final_norm, "norm")
+        x = cast(w, norm(w, x, model.final_norm, "norm"), w.compute)
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
@@ -77,7 +77,7 @@ def classify(w: Writer, x: Value) -> Value:
 def score(w: Writer, x: Value) -> Value:
     """One number for each position: ``transformers/modeling_layers.py``, ``GenericForSequenceClassification``."""
     if w.run.model.final_norm is not None:
-        x = norm(w, x, w.run.model.final_norm, "norm")
+        x = cast(w, norm(w, x, w.run.model.final_norm, "norm"), w.compute)
     whole, kept = enter(w, x)
     return linear(w, whole, 1, "score", bias=False, keeps=kept, head=True)
 

@@ -23,6 +23,9 @@ class ScanKind(StrEnum):
 
     DELTA = "gated delta rule"  # Qwen3.5
     GROUPED_DELTA = "gated delta rule, projections by groups of heads"  # Qwen3-Next
+    MAMBA2 = "state space duality"
+    MAMBA1 = "selective state space"
+    NORMED_MAMBA1 = "selective state space, what it selects by normalised"  # Jamba
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,7 @@ class Family:
         refused: keys that may not be set: what the code does then is not described.
         patches: it reads images; ``pooling`` is what of them it classifies.
         rotary_keys: top-level keys that say which share of a head is rotated.
-        scan: what layers have that are not of attention; ``layer_types`` says which.
+        scan: what layers have that are not of attention; ``layer_types`` says which. ``lone``: a layer is one block.
     """
 
     norm: Norm
@@ -91,6 +94,7 @@ class Family:
     alibi: bool = False
     gated_attention: bool = False  # what it returns is weighted by a part of the queries' product
     scan: ScanKind | None = None
+    lone: bool = False
     start_norm: bool = False  # the embedding ends with a norm
     plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None

@@ -421,6 +421,7 @@ class ModelSpec:
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
+    wide_stream: bool = False  # the residual stream is fp32 whatever activations are: Mamba 2
     tied_embeddings: bool = False
     head: Head = Head()
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
