@@ -32,7 +32,25 @@ _STACKS = {
 }
 _WORDS = {**_STACKS, "max_position_embeddings": 64}
 _DROPPED = ("dropout", "attention_dropout")
+_RELATIVE = {
+    "d_model": 64,
+    "d_kv": 24,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    **_TOKENS,
+    "decoder_start_token_id": 0,
+}
+_RELATIVELY = ("dropout_rate",)
+SLOW = ("mbart", "mt5")
+"""Code of which another family's is a copy."""
 TINY = {
+    "mt5": TinyFamily(model="MT5ForConditionalGeneration", config="MT5Config", settings=_RELATIVE, dropout=_RELATIVELY),
+    "t5": TinyFamily(model="T5ForConditionalGeneration", config="T5Config", settings=_RELATIVE, dropout=_RELATIVELY),
+    "umt5": TinyFamily(
+        model="UMT5ForConditionalGeneration", config="UMT5Config", settings=_RELATIVE, dropout=_RELATIVELY
+    ),
     "bart": TinyFamily(model="BartForConditionalGeneration", config="BartConfig", settings=_WORDS, dropout=_DROPPED),
     "mbart": TinyFamily(model="MBartForConditionalGeneration", config="MBartConfig", settings=_WORDS, dropout=_DROPPED),
     "whisper": TinyFamily(
@@ -56,7 +74,11 @@ TINY = {
     ),
 }
 _UNEVEN = (("encoder_layers", 3), ("encoder_ffn_dim", 80), ("decoder_attention_heads", 2))
+_DEEPER = (("num_layers", 3), ("num_decoder_layers", 2), ("relative_attention_num_buckets", 6))
 OTHER: dict[str, tuple[tuple[str, Any], ...]] = {
+    "mt5": (*_DEEPER, ("feed_forward_proj", "relu")),
+    "t5": (*_DEEPER, ("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False)),
+    "umt5": (("num_heads", 2), ("num_decoder_layers", 3)),
     "bart": (*_UNEVEN, ("scale_embedding", True)),
     "mbart": (*_UNEVEN, ("activation_function", "relu")),
     "whisper": (*_UNEVEN, ("max_source_positions", 40)),
@@ -83,10 +105,12 @@ def test_parameters_are_those_of_transformers(family: str, other: bool) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("family", [pytest.param(n, marks=pytest.mark.slow) if n == "mbart" else n for n in TINY])
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=pytest.mark.slow) if n in ("mbart", "mt5") else n for n in TINY]
+)
 def test_saved_tensors_are_those_of_transformers(family: str) -> None:
     for batch, more in ((2, ()), (3, OTHER[family])):
-        source = 20 if more and TINY[family].settings is _WORDS else 0
+        source = 20 if more and TINY[family].settings in (_WORDS, _RELATIVE) else 0
         case = FormulaCase(
             family=family, attention="sdpa", precision="bf16-pure", batch=batch, source=source, more=more
         )

@@ -74,7 +74,8 @@ def read_source(w: Writer, spec: Source) -> None:
         if model.final_norm is None:
             w.tape.hold(inner.hidden(READ), READ)
         else:
-            w.tape.hold(norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm"), READ)
+            read = norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm")
+            w.tape.hold(dropout(inner, read, site=model.dropout_sites.output), READ)
     w.follow(inner)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.formula.basic import add, cast, enter, linear, scale
+from jettison.formula.basic import add, cast, dropout, enter, linear, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value, Weight
@@ -26,7 +26,8 @@ def head(w: Writer, x: Value) -> Value:
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = norm(w, x, model.final_norm, "norm")
+        x = dropout(w, norm(w, x, model.final_norm, "norm"), site=model.dropout_sites.output)
+    x = scale(w, x) if model.head.scaled else x
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")

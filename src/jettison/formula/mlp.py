@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, enter, leave, linear, multiply, power, scale
+from jettison.formula.basic import add, dropout, enter, leave, linear, multiply, power, scale
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.model import Activation, Mlp
@@ -21,6 +21,7 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
     with w.tape.scope(name):
         whole, kept = enter(w, x)
         hidden = _gated(w, whole, kept, spec) if spec.gated else _plain(w, whole, kept, spec)
+        hidden = dropout(w, hidden, site=w.run.model.dropout_sites.inner)
         out = linear(w, hidden, w.run.model.hidden, "down", bias=spec.bias, split="row", reference=f"{PAPER}: 8sbh")
         return leave(w, out)
 

@@ -334,8 +334,7 @@ def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
     """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
     if model.source is None:
         return given_or(request.source_seq, 0)
-    longest = model.source.max_positions
-    return given_or(request.source_seq, longest if model.source.sound else min(seq, longest))
+    return given_or(request.source_seq, model.source.longest(seq))
 
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.biases import Biases
 from jettison.spec.families import SIZES, DropoutKeys, Family
 from jettison.spec.model import Arrangement, Norm, NormKind, Pooling
 
@@ -48,6 +49,41 @@ _BART: Final = {
     "scale_embedding": False,
     "dropout": 0.1,
     "attention_dropout": 0.0,
+}
+
+_RELATIVE: Final[dict[str, Any]] = {
+    "norm": Norm(kind=NormKind.RMS),
+    "required": (*_TWO_STACKS["required"], "head_dim"),
+    "spelling": {
+        "hidden_size": ("d_model",),
+        "num_hidden_layers": ("num_decoder_layers", "num_layers"),
+        "num_attention_heads": ("num_heads",),
+        "intermediate_size": ("d_ff",),
+        "head_dim": ("d_kv",),
+        "encoder_layers": ("num_layers",),
+        "encoder_attention_heads": ("num_heads",),
+        "encoder_ffn_dim": ("d_ff",),
+        "max_position_embeddings": ("n_positions",),
+    },
+    "source": True,
+    "gated": False,
+    "rotary": False,
+    "refused": ("add_cross_attention",),
+    "dropout": DropoutKeys(
+        embedding="dropout_rate",
+        attention="dropout_rate",
+        residual="dropout_rate",
+        inner="dropout_rate",
+        output="dropout_rate",
+    ),
+}
+_T5: Final = {
+    "hidden_act": "relu",
+    "max_position_embeddings": 512,
+    "relative_attention_num_buckets": 32,
+    "tie_word_embeddings": True,
+    "scale_decoder_outputs": False,
+    "dropout_rate": 0.1,
 }
 
 ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
@@ -112,6 +148,9 @@ ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
             refused=("attention_dropout", "mlp_dropout", "sparse_prediction"),
             dropout=DropoutKeys(embedding="embedding_dropout", attention=None),
         ),
+        "mt5": Family(defaults=_T5, biases=Biases.FIRST, **_RELATIVE),
+        "t5": Family(defaults=_T5, biases=Biases.FIRST, **_RELATIVE),
+        "umt5": Family(defaults=_T5, biases=Biases.OWN, **_RELATIVE),
         "vit": Family(
             norm=_LAYER_NORM,
             spelling={"attention_bias": ("qkv_bias",)},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.biases import Biases
 from jettison.spec.model import Activation, Arrangement, Norm, NormKind, Pooling, QkNorm, Router
 
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -24,6 +25,8 @@ class DropoutKeys:
     embedding: str | None = None
     attention: str | None = "attention_dropout"
     residual: str | None = None
+    inner: str | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +99,7 @@ class Family:
     half_window: bool = False  # the configuration says how wide it is, both ways together
     pooling: Pooling = Pooling.NONE
     plain_first: bool = False  # and the first layer's attention therefore has none
+    biases: Biases = Biases.NONE  # of scores, by distance
     more_positions: int = 0  # rows of learned positions beyond the longest sequence
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
+from jettison.spec.biases import Biases
 from jettison.spec.families import ACTIVATIONS, Family
 from jettison.spec.further import FURTHER_LEFT_OUT
 from jettison.spec.model import (
@@ -32,10 +34,10 @@ from jettison.spec.model import (
     Norm,
     Patches,
     QkNorm,
-    Source,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
+from jettison.spec.two_stacks import HEAD_APART, TIED_WHERE_BUILT, biases, source, stacks
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
@@ -115,6 +117,8 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
         yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
+    if inner.get("tie_word_embeddings") is False and inner.get("model_type") in TIED_WHERE_BUILT:
+        yield HEAD_APART
     quantised = outer.get("quantization_config") or inner.get("quantization_config")
     if isinstance(quantised, Mapping) and quantised:
         method = quantised.get("quant_method", "a method that it does not name")
@@ -180,7 +184,8 @@ class _Fields:
         """Are all sizes there, and nothing that a `ModelSpec` cannot say?"""
         missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
         if missing:
-            raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
+            lacking = ", ".join(dict.fromkeys(missing))
+            raise UsageError(f"{self.name}: the configuration lacks {lacking}; expected all of them")
         for key in (*(() if self.family.source else _NOT_EXPRESSED), *self.family.refused):
             if self.values.get(key):
                 raise NotDescribed(
@@ -259,7 +264,7 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
     norm = _norm(fields)
     layers = _layers(fields, norm)
     if family.source:
-        layers = _stacks(fields, layers)
+        layers = stacks(fields, layers)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
     transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
@@ -271,11 +276,11 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         hidden=fields.size("hidden_size"),
         vocab=fields.size("vocab_size") if patches is None else _classes(fields),
         patches=patches,
-        source=_source(fields) if family.source else None,
+        source=source(fields) if family.source else None,
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
-        learned_positions=not family.rotary and not family.alibi,
+        learned_positions=not (family.rotary or family.alibi or family.biases is not Biases.NONE),
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.start_norm else None,
@@ -286,38 +291,12 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
             transform=fields.activation(transform) if masked else None,
             transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
             pooling=family.pooling,
+            scaled=fields.flag("scale_decoder_outputs"),
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
         dropout_sites=sites,
         dropout=dropout,
         dtype=_dtype(fields),
-    )
-
-
-def _stacks(fields: _Fields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
-    first = decoder[0]
-    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
-    heads = fields.size("encoder_attention_heads")
-    hidden = fields.size("hidden_size")
-    if hidden % heads:
-        raise fields.error("encoder_attention_heads", f"a divisor of the hidden size {hidden}")
-    both_ways = replace(first.attention, heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False)
-    encoder = replace(
-        first, attention=both_ways, mlp=replace(first.mlp, ffn=fields.size("encoder_ffn_dim")), source=True
-    )
-    asking = replace(first, cross=replace(first.attention, causal=False))
-    return (encoder,) * fields.depth("encoder_layers") + (asking,) * len(decoder)
-
-
-def _source(fields: _Fields) -> Source:
-    key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
-    longest = fields.size(key)
-    return Source(
-        max_positions=longest,
-        position_rows=longest + fields.family.more_positions,
-        trained_positions=not fields.family.sound,
-        sound=fields.size("num_mel_bins") if fields.family.sound else 0,
     )
 
 
@@ -365,7 +344,7 @@ def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
     """
     keys = fields.family.dropout
     chances = {}
-    for site in ("embedding", "attention", "residual"):
+    for site in (field.name for field in dataclass_fields(DropoutSites)):
         if (key := getattr(keys, site)) is not None:
             chances[site] = fields.number(key)
             if not 0 <= chances[site] < 1:
@@ -448,6 +427,7 @@ def _attention(fields: _Fields) -> Attention:
         alibi=family.alibi,
         clipped=bool(fields.number("clip_qkv")),
         causal=_causal(fields),
+        **biases(fields),
     )
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 
 from jettison.errors import UsageError
+from jettison.spec.biases import Biases
 
 
 class NormKind(StrEnum):
@@ -101,6 +102,8 @@ class Attention:
     clipped: bool = False  # what the projections give is clamped
     scaled_queries: bool = False  # by a factor that grows with the position (arXiv 2501.19399)
     causal: bool = True
+    biases: Biases = Biases.NONE  # are added to scores
+    buckets: int = 0  # rows of their table, one for distances that are taken together; 0: they are zeros
 
     def __post_init__(self) -> None:
         _positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
@@ -296,6 +299,8 @@ class DropoutSites:
     embedding: bool = False
     attention: bool = False
     residual: bool = False
+    inner: bool = False  # before the last product of a feed-forward block
+    output: bool = False  # after the last norm of a stack
 
 
 class Pooling(StrEnum):
@@ -314,6 +319,7 @@ class Head:
     transform: Activation | None = None
     transform_bias: bool = True
     softcap: bool = False
+    scaled: bool = False  # what it reads is multiplied by a number
     pooling: Pooling = Pooling.NONE
 
 
@@ -353,8 +359,8 @@ class Source:
     """What an encoder reads beside a decoder. Words share the decoder's table.
 
     Args:
-        max_positions: the longest source; with ``sound`` every one is that long.
-        position_rows: of a learned table; 0: there is none.
+        max_positions: the longest source where there is a table; with ``sound`` every one is that long.
+        position_rows: of a learned table; 0: there is none, and positions have no end.
         trained_positions: otherwise they are sines that were written into it.
         sound: rows of a spectrum, which two convolutions make tokens of, the second one for each two frames.
     """
@@ -366,6 +372,10 @@ class Source:
 
     def __post_init__(self) -> None:
         _positive("encoder", max_positions=self.max_positions)
+
+    def longest(self, seq: int) -> int:
+        """What it can read beside a decoder of so many tokens, if they are to be equally long."""
+        return self.max_positions if self.sound else min(seq, self.max_positions) if self.position_rows else seq
 
 
 @dataclass(frozen=True, kw_only=True)

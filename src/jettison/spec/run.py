@@ -371,8 +371,9 @@ class Run:
                 raise UsageError(f"got --source-seq {self.source_seq}; {name} has no encoder beside a decoder")
             return
         least = source.max_positions if source.sound else 1
-        if not least <= self.source_seq <= source.max_positions:
-            expected = f"{least} to {source.max_positions}" if least < source.max_positions else f"sound of {least}"
+        most = source.max_positions if source.position_rows else self.source_seq
+        if not least <= self.source_seq <= most:
+            expected = f"{least} to {most}" if least < most else f"sound of {least}" if source.sound else "1 or more"
             raise UsageError(f"got --source-seq {self.source_seq}; {name} reads {expected} tokens")
         if self.tuning is not None:
             raise UsageError(
