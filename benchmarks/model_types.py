@@ -249,7 +249,7 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
         model, way = parse_config(values, name=kind), CLOSED
-        request = replace(request, seq=SEQUENCE if model.patches is None else None)
+        request = replace(request, seq=SEQUENCE if model.words else None)
         if model.patches is None and any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
     except NotDescribed:

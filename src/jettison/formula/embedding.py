@@ -15,6 +15,7 @@ from jettison.formula.attention import READ
 from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
+from jettison.formula.sound import hear
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import AttentionKernel
@@ -30,6 +31,8 @@ def embedding(w: Writer) -> Value:
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)
+    if model.waves is not None:
+        return _closed(w, hear(w, model.waves))
     if model.source is not None:
         read_source(w, model.source)
     eager = w.kernels.attention is AttentionKernel.EAGER

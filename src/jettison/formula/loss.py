@@ -10,6 +10,7 @@ from typing import Final
 from jettison.formula.basic import add, cast, dropout, enter, linear, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
+from jettison.formula.sound import align
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Loss
@@ -26,7 +27,10 @@ def head(w: Writer, x: Value) -> Value:
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = dropout(w, norm(w, x, model.final_norm, "norm"), site=model.dropout_sites.output)
+        x = norm(w, x, model.final_norm, "norm")
+    x = dropout(w, x, site=model.dropout_sites.output)
+    if model.waves is not None:
+        return align(w, x, model.waves)
     x = scale(w, x) if model.head.scaled else x
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)

@@ -32,6 +32,7 @@ from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
+from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces
 
 PAPER: Final = "paper"
@@ -274,6 +275,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
+    if model.waves is not None:
+        seq = model.waves.tokens(model.name, given_or(request.source_seq, SECOND))
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
@@ -332,6 +335,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
 
 def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
     """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
+    if model.waves is not None:
+        return given_or(request.source_seq, SECOND if request.seq is None else 0)
     if model.source is None:
         return given_or(request.source_seq, 0)
     return given_or(request.source_seq, model.source.longest(seq))
@@ -352,7 +357,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=given_or(request.sp, tp > 1 and model.patches is None and model.source is None),
+        sp=given_or(request.sp, tp > 1 and model.words and model.source is None),
         cp=given_or(request.cp, 1),
         ep=given_or(request.ep, 1),
         expert_tp=given_or(request.expert_tp, 0),
@@ -388,6 +393,8 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
+    if model.waves is not None:
+        raise UsageError(f"got --loss {request.loss}; {model.name} aligns text with sound: leave it away")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
     return replace(kernels, loss=word(Loss, request.loss, "loss"))

@@ -78,9 +78,11 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "stablelm": lambda k: replace(k, joined_rotary=True),
         "bart": _bart,
         "mbart": _bart,
+        "hubert": lambda k: replace(k, scores_float32=False),
         "mt5": _t5,
         "t5": _t5,
         "umt5": _t5,
+        "wav2vec2": lambda k: replace(k, scores_float32=False),
         "whisper": lambda k: replace(
             k, shifted_labels=False, loss_float32=False, scores_float32=False, batched_positions=True, copied_heads=True
         ),

@@ -9,6 +9,7 @@ from typing import Any, Final
 from jettison.spec.biases import Biases
 from jettison.spec.families import SIZES, DropoutKeys, Family
 from jettison.spec.model import Arrangement, Norm, NormKind, Pooling
+from jettison.spec.waves import NO_END
 
 _LAYER_NORM: Final = Norm(kind=NormKind.LAYER, bias=True)
 _IMAGES: Final[dict[str, Any]] = {
@@ -86,6 +87,50 @@ _T5: Final = {
     "dropout_rate": 0.1,
 }
 
+HEARD: Final = ("hubert", "wav2vec2")
+"""Those that hear sound as it was recorded."""
+_HEARS: Final[dict[str, Any]] = {
+    "norm": _LAYER_NORM,
+    "required": (*SIZES, "intermediate_size"),
+    "defaults": {
+        "hidden_act": "gelu",
+        "max_position_embeddings": NO_END,
+        "conv_dim": (512,) * 7,
+        "conv_kernel": (10, 3, 3, 3, 3, 2, 2),
+        "conv_stride": (5, 2, 2, 2, 2, 2, 2),
+        "conv_bias": False,
+        "feat_extract_norm": "group",
+        "feat_extract_activation": "gelu",
+        "feat_proj_layer_norm": True,
+        "num_conv_pos_embeddings": 128,
+        "num_conv_pos_embedding_groups": 16,
+        "apply_spec_augment": True,
+        "mask_time_prob": 0.05,
+        "mask_feature_prob": 0.0,
+        "ctc_loss_reduction": "sum",
+        "ctc_zero_infinity": False,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "final_dropout"), 0.1),
+        "feat_proj_dropout": 0.0,
+    },
+    "waves": True,
+    "bidirectional": True,
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "head_bias": True,
+    "rotary": False,
+    "refused": ("add_adapter", "adapter_attn_dim", "conv_pos_batch_norm"),
+    "dropout": DropoutKeys(
+        embedding="hidden_dropout",
+        residual="hidden_dropout",
+        projected="feat_proj_dropout",
+        inner="activation_dropout",
+        output="final_dropout",
+    ),
+}
+
 ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "bart": Family(
@@ -106,6 +151,7 @@ ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
             pooling=Pooling.PATCHES,
             **_IMAGES,
         ),
+        "hubert": Family(**_HEARS),
         "mbart": Family(
             norm=_LAYER_NORM,
             spelling=_DECODER_SPELLING,
@@ -170,6 +216,7 @@ ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
             ),
             **_IMAGES,
         ),
+        "wav2vec2": Family(**_HEARS),
         "whisper": Family(
             norm=_LAYER_NORM,
             spelling={**_DECODER_SPELLING, "max_position_embeddings": ("max_target_positions",)},

@@ -25,6 +25,7 @@ class DropoutKeys:
     embedding: str | None = None
     attention: str | None = "attention_dropout"
     residual: str | None = None
+    projected: str | None = None
     inner: str | None = None
     output: str | None = None
 
@@ -92,6 +93,7 @@ class Family:
     source: bool = False  # an encoder beside a decoder, whose sizes have names of their own
     sound: bool = False  # which reads a spectrum
     key_bias: bool = True
+    waves: bool = False  # it hears sound as it was recorded
     patches: bool = False
     patch_bias: bool = True
     bidirectional: bool = False

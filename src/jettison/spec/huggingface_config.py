@@ -18,6 +18,7 @@ from typing import Any, Final
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
 from jettison.spec.biases import Biases
+from jettison.spec.encoder_families import HEARD
 from jettison.spec.families import ACTIVATIONS, Family
 from jettison.spec.further import FURTHER_LEFT_OUT
 from jettison.spec.model import (
@@ -38,6 +39,7 @@ from jettison.spec.model import (
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
 from jettison.spec.two_stacks import HEAD_APART, TIED_WHERE_BUILT, biases, source, stacks
+from jettison.spec.waves import LAYERDROP, skipped, waves_of
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
@@ -117,6 +119,8 @@ def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[st
     if isinstance(further, int) and further > 0:
         count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
         yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
+    if inner.get("model_type") in HEARD and (chance := inner.get("layerdrop", LAYERDROP)):
+        yield skipped(chance)
     if inner.get("tie_word_embeddings") is False and inner.get("model_type") in TIED_WHERE_BUILT:
         yield HEAD_APART
     quantised = outer.get("quantization_config") or inner.get("quantization_config")
@@ -277,10 +281,11 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         vocab=fields.size("vocab_size") if patches is None else _classes(fields),
         patches=patches,
         source=source(fields) if family.source else None,
+        waves=waves_of(fields) if family.waves else None,
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
-        learned_positions=not (family.rotary or family.alibi or family.biases is not Biases.NONE),
+        learned_positions=not (family.rotary or family.alibi or family.waves or family.biases is not Biases.NONE),
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.start_norm else None,

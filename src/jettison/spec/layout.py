@@ -187,9 +187,9 @@ class Layout:
             )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
-        if model.patches is not None and ways > 1:
-            flag = f"--cp {self.cp}" if self.cp > 1 else "--sp"
-            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} reads images: leave it away")
+        if not model.words and ways > 1:
+            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "hears sound" if model.waves else "reads images"
+            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} {reads}: leave it away")
         if model.source is not None and max(self.cp, self.pp) > 1:
             flag = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}"
             raise UsageError(

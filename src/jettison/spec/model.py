@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
 from jettison.spec.biases import Biases
+
+if TYPE_CHECKING:
+    from jettison.spec.waves import Waves
 
 
 class NormKind(StrEnum):
@@ -299,6 +303,7 @@ class DropoutSites:
     embedding: bool = False
     attention: bool = False
     residual: bool = False
+    projected: bool = False  # after what makes tokens of features
     inner: bool = False  # before the last product of a feed-forward block
     output: bool = False  # after the last norm of a stack
 
@@ -388,6 +393,7 @@ class ModelSpec:
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
         patches: what its sequences are made of, where it reads images and no words.
+        waves: how it makes tokens of sound.
         source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
     Raises:
@@ -404,6 +410,7 @@ class ModelSpec:
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
     patches: Patches | None = None
+    waves: Waves | None = None
     source: Source | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
@@ -464,6 +471,11 @@ class ModelSpec:
     def described(self) -> tuple[Layer, ...]:
         """Of its kinds, those that say what they are made of."""
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
+
+    @property
+    def words(self) -> bool:
+        """Does it read words, which ranks can share, and neither images nor sound alone?"""
+        return self.patches is None and self.waves is None
 
     @property
     def shortest(self) -> int:

@@ -230,6 +230,13 @@ def _mt5(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**read, "scale_decoder_outputs": False}
 
 
+def _wav2vec2(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Norms before the blocks and one at the end, or after each block and before the first."""
+    stable = _flag(values, "do_stable_layer_norm", False, name)
+    arrangement = Arrangement.PRE if stable else Arrangement.OUTER
+    return replace(family, arrangement=arrangement, start_norm=not stable), values
+
+
 _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = MappingProxyType(
     {
         "cohere": _cohere,
@@ -241,6 +248,7 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "gpt_neo": _gpt_neo,
         "hunyuan_v1_moe": _hunyuan_v1_moe,
         "llama4_text": _llama4,
+        "hubert": _wav2vec2,
         "mpt": _mpt,
         "mt5": _mt5,
         "phi": _phi,
@@ -248,6 +256,7 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "stablelm": _stablelm,
         "t5": _t5,
         "umt5": _mt5,
+        "wav2vec2": _wav2vec2,
     }
 )
 """By ``model_type``."""

@@ -362,12 +362,16 @@ class Run:
         """
         source, name = self.model.source, self.model.name
         beside = [self.model, *(one.model for one in self.frozen if one.model is not None)]
-        kinds = [one.name for one in beside if one.source is not None or one.patches is not None]
+        kinds = [one.name for one in beside if one.source is not None or not one.words]
         for flag, given in (("--packed", self.packed), ("a frozen model", self.frozen), ("--mtp", self.model.further)):
             if kinds and given:
                 raise UsageError(f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away")
+        if self.model.waves is not None:
+            self.model.waves.check(name, seq=self.seq, samples=self.source_seq)
+        if self.tuning is not None and self.model.waves is not None:
+            raise UsageError(f"got --lora; {name} hears sound, for which no description has it: leave it away")
         if source is None:
-            if self.source_seq:
+            if self.source_seq and self.model.waves is None:
                 raise UsageError(f"got --source-seq {self.source_seq}; {name} has no encoder beside a decoder")
             return
         least = source.max_positions if source.sound else 1
