@@ -71,6 +71,7 @@ _SSM: Final = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mam
 _THREE_AXES: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "bamba": {**_SSM, "attn_layer_indices": [1]},
+    "clip": {"architectures": ["CLIPModel"]},
     "codegen": {"rotary_dim": 8},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -244,13 +245,14 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.models.towers import with_towers
     from jettison.predict.forecast import forecast
     from jettison.predict.run_request import RunRequest, resolve
-    from jettison.spec.huggingface_config import TOWERS, parse_config
+    from jettison.spec.huggingface_config import parse_config
+    from jettison.spec.left_out import TOWERS
 
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
         model, way = parse_config(values, name=kind), CLOSED
         request = replace(request, seq=SEQUENCE if model.words else None)
-        if model.patches is None and any(values.get(f"{tower}_config") for tower in TOWERS):
+        if model.words and model.pair is None and any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
     except NotDescribed:
         from jettison.models.batches import takes_tokens

@@ -200,6 +200,11 @@ def traced(case: FormulaCase) -> Ledger:
     if (patches := spec_of(tiny_config(case)).patches) is not None:
         pixels = torch.randn(case.batch, patches.channels, patches.height, patches.width, dtype=DTYPES[case.precision])
         batch = {"pixel_values": pixels, "labels": torch.zeros(case.batch, dtype=torch.int64)}
+    if (pair := spec_of(tiny_config(case)).pair) is not None:
+        seen = pair.images.patches
+        assert seen is not None
+        pixels = torch.randn(case.batch, seen.channels, seen.height, seen.width, dtype=DTYPES[case.precision])
+        batch = {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
     if (waves := spec_of(tiny_config(case)).waves) is not None:
         samples = case.source or waves.samples(case.sequence)
         sound = torch.randn(case.batch, samples, dtype=DTYPES[case.precision])
@@ -231,7 +236,13 @@ def run_of(case: FormulaCase) -> Run:
     """The same step as a spec, on the CPU's kernels."""
     spec = spec_of(tiny_config(case))
     kernels = kernels_for(spec, "huggingface").with_attention(case.attention).on_cpu()
-    fixed = 0 if spec.source is None else spec.source.max_positions if spec.source.sound else case.sequence
+    fixed = (
+        spec.shortest_source
+        if spec.source is None
+        else spec.source.max_positions
+        if spec.source.sound
+        else case.sequence
+    )
     seq = case.sequence if spec.patches is None else spec.patches.tokens
     return Run(
         model=spec,

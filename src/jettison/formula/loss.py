@@ -10,6 +10,7 @@ from typing import Final
 from jettison.formula.basic import add, cast, dropout, enter, linear, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
+from jettison.formula.pair import contrast
 from jettison.formula.sound import align
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
@@ -24,6 +25,8 @@ def head(w: Writer, x: Value) -> Value:
     model = w.run.model
     if model.head.pooling is not Pooling.NONE:
         return classify(w, x)
+    if model.pair is not None:
+        return contrast(w, x, model.pair)
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:

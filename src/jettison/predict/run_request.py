@@ -337,6 +337,8 @@ def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
     """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
     if model.waves is not None:
         return given_or(request.source_seq, SECOND if request.seq is None else 0)
+    if model.pair is not None:
+        return given_or(request.source_seq, model.pair.tokens)
     if model.source is None:
         return given_or(request.source_seq, 0)
     return given_or(request.source_seq, model.source.longest(seq))
@@ -357,7 +359,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=given_or(request.sp, tp > 1 and model.words and model.source is None),
+        sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         cp=given_or(request.cp, 1),
         ep=given_or(request.ep, 1),
         expert_tp=given_or(request.expert_tp, 0),
@@ -393,8 +395,9 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
-    if model.waves is not None:
-        raise UsageError(f"got --loss {request.loss}; {model.name} aligns text with sound: leave it away")
+    if model.waves is not None or model.pair is not None:
+        does = "aligns text with sound" if model.waves else "holds images against texts"
+        raise UsageError(f"got --loss {request.loss}; {model.name} {does}: leave it away")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
     return replace(kernels, loss=word(Loss, request.loss, "loss"))

@@ -155,7 +155,7 @@ def batch_text(asked: Resolved) -> str:
     def stated(name: str, text: str) -> str:
         return f"{text} (default)" if name in asked.assumed else text
 
-    read = "samples of sound" if run.model.waves else "of the encoder"
+    read = "samples of sound" if run.model.waves else "of an image" if run.model.pair else "of the encoder"
     parts = (
         stated("seq", f"{run.seq} tokens" + (f" in documents of {run.packed}" if run.packed else "")),
         *([stated("source_seq", f"{run.source_seq} {read}")] if run.source_seq else []),

@@ -87,6 +87,7 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
             k, shifted_labels=False, loss_float32=False, scores_float32=False, batched_positions=True, copied_heads=True
         ),
         "vit": _tower,
+        "clip": lambda k: replace(_tower(k), stored_positions=True),
         "clip_vision_model": _tower,
         "bloom": _eager,
         "codegen": lambda k: replace(_gptj(k), wide_rotary=True),

@@ -131,6 +131,22 @@ _HEARS: Final[dict[str, Any]] = {
     ),
 }
 
+CLIP_TEXTS: Final = Family(
+    norm=_LAYER_NORM,
+    defaults={
+        "hidden_act": "quick_gelu",
+        "max_position_embeddings": 77,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+    },
+    gated=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    rotary=False,
+)
+"""The tower of texts beside ``clip_vision_model``: it has no loss of its own, and so no entry."""
+
 ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "bart": Family(

@@ -18,9 +18,10 @@ from typing import Any, Final
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
 from jettison.spec.biases import Biases
-from jettison.spec.encoder_families import HEARD
+from jettison.spec.encoder_families import CLIP_TEXTS
 from jettison.spec.families import ACTIVATIONS, Family
-from jettison.spec.further import FURTHER_LEFT_OUT
+from jettison.spec.inputs import Patches
+from jettison.spec.left_out import left_out_of
 from jettison.spec.model import (
     Activation,
     Arrangement,
@@ -33,13 +34,13 @@ from jettison.spec.model import (
     ModelSpec,
     Moe,
     Norm,
-    Patches,
     QkNorm,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
-from jettison.spec.two_stacks import HEAD_APART, TIED_WHERE_BUILT, biases, source, stacks
-from jettison.spec.waves import LAYERDROP, skipped, waves_of
+from jettison.spec.pair import IMAGE_SIZES, TEXT_SIZES, is_pair, paired
+from jettison.spec.two_stacks import biases, source, stacks
+from jettison.spec.waves import waves_of
 
 MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
 _TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
@@ -47,8 +48,6 @@ _TRACE_IT: Final = _TRACE[0].upper() + _TRACE[1:]
 _NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
 _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
-TOWERS: Final = ("vision", "audio")
-"""What may stand beside a text model."""
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
@@ -89,57 +88,30 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
+    if is_pair(values):
+        return _pair(values, name)
     outer = values
     kind, values = _language_model(values, name)
     family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
     fields = _Fields(name=name, family=family, values=values)
     fields.check_complete()
-    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values, fields.family)))
+    return replace(_model(fields, kind), left_out=tuple(left_out_of(outer, values, fields.family)))
 
 
-def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """What a configuration has that the text model does not, one remark each."""
-    if family.patches:
-        if "text_config" in outer:
-            yield "the text tower is left out: an image is classified, and no text is held against it"
-        return
-    for key in (f"{tower}_config" for tower in TOWERS):
-        tower = outer.get(key)
-        if isinstance(tower, Mapping) and tower:
-            about = _tower_parameters(tower)
-            size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
-            yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
-    for remark in not_built(outer, inner):
-        yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
-
-
-def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
-    """What a configuration has that the code of transformers does not build, one remark each."""
-    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
-    if isinstance(further, int) and further > 0:
-        count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
-        yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
-    if inner.get("model_type") in HEARD and (chance := inner.get("layerdrop", LAYERDROP)):
-        yield skipped(chance)
-    if inner.get("tie_word_embeddings") is False and inner.get("model_type") in TIED_WHERE_BUILT:
-        yield HEAD_APART
-    quantised = outer.get("quantization_config") or inner.get("quantization_config")
-    if isinstance(quantised, Mapping) and quantised:
-        method = quantised.get("quant_method", "a method that it does not name")
-        yield f"quantization_config ({method}) is left out: weights are those of --precision"
-
-
-def _tower_parameters(tower: Mapping[str, Any]) -> int:
-    """Of an encoder's layers: four projections of attention, and two of the feed-forward block or three where gated."""
-    sizes = [tower.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
-    sizes[0] = sizes[0] or tower.get("embed_dim") or tower.get("width") or tower.get("d_model")
-    sizes[2] = sizes[2] or tower.get("depth") or tower.get("encoder_layers")
-    width, ffn, depth = (size if isinstance(size, int) and not isinstance(size, bool) else 0 for size in sizes)
-    if not width or not depth:
-        return 0
-    ffn = ffn or 4 * width
-    products = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
-    return depth * (4 * width * width + products * width * ffn)
+def _pair(values: Mapping[str, Any], name: str) -> ModelSpec:
+    """Both towers of a configuration, each with the sizes that its part leaves out."""
+    parts = [values.get(key) or {} for key in ("text_config", "vision_config")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise UsageError(f"{name}: got {short(parts)} for text_config and vision_config; expected two objects")
+    texts, images = (
+        _Fields(name=name, family=family, values=_inherit({**sizes, **part}, values))
+        for family, sizes, part in zip(
+            (CLIP_TEXTS, EVERY_FAMILY["clip_vision_model"]), (TEXT_SIZES, IMAGE_SIZES), parts, strict=True
+        )
+    )
+    for fields in (texts, images):
+        fields.check_complete()
+    return paired(_model(texts, "clip"), _model(images, "clip_vision_model"), values.get("projection_dim", 512))
 
 
 def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:

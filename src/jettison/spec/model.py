@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
 from jettison.spec.biases import Biases
+from jettison.spec.inputs import Patches, Source
+from jettison.spec.sizes import positive
 
 if TYPE_CHECKING:
+    from jettison.spec.pair import Pair
     from jettison.spec.waves import Waves
 
 
@@ -110,11 +113,11 @@ class Attention:
     buckets: int = 0  # rows of their table, one for distances that are taken together; 0: they are zeros
 
     def __post_init__(self) -> None:
-        _positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if self.window is not None:
-            _positive("attention", window=self.window)
+            positive("attention", window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +133,7 @@ class LatentAttention:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "latent attention",
             heads=self.heads,
             kv_rank=self.kv_rank,
@@ -161,7 +164,7 @@ class Mlp:
     fused_gate_up: bool = False  # one weight for both halves: Phi-3
 
     def __post_init__(self) -> None:
-        _positive("feed-forward block", ffn=self.ffn)
+        positive("feed-forward block", ffn=self.ffn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +192,7 @@ class Moe:
     top_groups: int = 1
 
     def __post_init__(self) -> None:
-        _positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
         if self.top_k > self.experts:
             raise UsageError(f"top_k {self.top_k} is more than the {self.experts} experts")
 
@@ -328,61 +331,6 @@ class Head:
     pooling: Pooling = Pooling.NONE
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patches:
-    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
-
-    Raises:
-        UsageError: a size below one, or patches that are larger than the image.
-    """
-
-    height: int
-    width: int
-    patch: int
-    channels: int
-    bias: bool = True  # of the product that makes tokens
-    class_token: bool = True
-
-    def __post_init__(self) -> None:
-        _positive("image", height=self.height, width=self.width, patch=self.patch, channels=self.channels)
-        if self.patch > min(self.height, self.width):
-            raise UsageError(f"a patch of {self.patch} pixels does not fit an image of {self.height} x {self.width}")
-
-    @property
-    def count(self) -> int:
-        """Of an image; pixels that fill none are not seen."""
-        return (self.height // self.patch) * (self.width // self.patch)
-
-    @property
-    def tokens(self) -> int:
-        """s."""
-        return self.count + self.class_token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """What an encoder reads beside a decoder. Words share the decoder's table.
-
-    Args:
-        max_positions: the longest source where there is a table; with ``sound`` every one is that long.
-        position_rows: of a learned table; 0: there is none, and positions have no end.
-        trained_positions: otherwise they are sines that were written into it.
-        sound: rows of a spectrum, which two convolutions make tokens of, the second one for each two frames.
-    """
-
-    max_positions: int
-    position_rows: int = 0
-    trained_positions: bool = True
-    sound: int = 0
-
-    def __post_init__(self) -> None:
-        _positive("encoder", max_positions=self.max_positions)
-
-    def longest(self, seq: int) -> int:
-        """What it can read beside a decoder of so many tokens, if they are to be equally long."""
-        return self.max_positions if self.sound else min(seq, self.max_positions) if self.position_rows else seq
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A whole model.
@@ -394,6 +342,7 @@ class ModelSpec:
         max_sequence: None where positions have no end.
         patches: what its sequences are made of, where it reads images and no words.
         waves: how it makes tokens of sound.
+        pair: images that its texts are held against.
         source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
     Raises:
@@ -411,6 +360,7 @@ class ModelSpec:
     position_rows: int = 0  # of the learned table, where it has more than max_positions
     patches: Patches | None = None
     waves: Waves | None = None
+    pair: Pair | None = None
     source: Source | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
@@ -424,7 +374,7 @@ class ModelSpec:
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
-        _positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
+        positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
         if not self.layers:
             raise UsageError(f"model {self.name} has no layers")
 
@@ -478,6 +428,11 @@ class ModelSpec:
         return self.patches is None and self.waves is None
 
     @property
+    def two_stacks(self) -> str:
+        """Two of them, in words: an encoder with a decoder, or two towers; "": one."""
+        return "an encoder with a decoder" if self.source else "two towers" if self.pair else ""
+
+    @property
     def shortest(self) -> int:
         """Tokens of the shortest sequence: an image is as long as it is."""
         return 1 if self.patches is None else self.patches.tokens
@@ -485,15 +440,11 @@ class ModelSpec:
     @property
     def shortest_source(self) -> int:
         """The same of what an encoder reads; 0: there is none beside a decoder."""
+        if self.pair is not None:
+            return self.pair.tokens
         return 0 if self.source is None else self.source.max_positions if self.source.sound else 1
 
     @property
     def depth(self) -> int:
         """L, with what predicts further tokens."""
         return len(self.layers)
-
-
-def _positive(who: str, **sizes: object) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")

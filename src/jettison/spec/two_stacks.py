@@ -7,7 +7,8 @@ from typing import Any, Final, Protocol
 
 from jettison.spec.biases import Biases
 from jettison.spec.families import Family
-from jettison.spec.model import Attention, Layer, Mlp, Source
+from jettison.spec.inputs import Source
+from jettison.spec.model import Attention, Layer, Mlp
 
 TIED_WHERE_BUILT: Final = ("mt5", "t5", "umt5")
 """transformers ties their head, whatever the configuration says, unless it loads weights that have one."""
