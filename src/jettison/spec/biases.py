@@ -12,3 +12,8 @@ class Biases(StrEnum):
     OWN = "own"  # each layer makes its own: umT5
     FIRST = "first"  # this layer makes them and hands them on: the first of each stack of T5
     GIVEN = "given"  # those of the first layer
+
+    @property
+    def made(self) -> bool:
+        """Are there any?"""
+        return self is not Biases.NONE

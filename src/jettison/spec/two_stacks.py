@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from jettison.spec.biases import Biases
-from jettison.spec.families import Family
+from jettison.spec.config_fields import ConfigFields
 from jettison.spec.inputs import Source
 from jettison.spec.model import Attention, Layer, Mlp
 
@@ -18,19 +18,7 @@ HEAD_APART: Final = (
 )
 
 
-class Fields(Protocol):
-    """A configuration's values, as `huggingface_config` reads them."""
-
-    @property
-    def family(self) -> Family: ...
-    def knows(self, key: str) -> bool: ...
-    def size(self, key: str, *, least: int = 1) -> int: ...
-    def depth(self, key: str) -> int: ...
-    def error(self, key: str, expected: str) -> Exception: ...
-    def optional_size(self, key: str, *, least: int = 1) -> int | None: ...
-
-
-def stacks(fields: Fields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
+def stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
     """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
     first = decoder[0]
     assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
@@ -58,7 +46,7 @@ def _handed_on(layer: Layer, depth: int) -> tuple[Layer, ...]:
     return layer, *(given,) * (depth - 1)
 
 
-def source(fields: Fields) -> Source:
+def source(fields: ConfigFields) -> Source:
     """What the encoder reads."""
     key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
     longest, family = fields.size(key), fields.family
@@ -70,7 +58,7 @@ def source(fields: Fields) -> Source:
     )
 
 
-def biases(fields: Fields) -> dict[str, Any]:
+def biases(fields: ConfigFields) -> dict[str, Any]:
     """Of a decoder's attention."""
     kind = fields.family.biases
     return {} if kind is Biases.NONE else {"biases": kind, "buckets": fields.size("relative_attention_num_buckets")}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from jettison.errors import UsageError
+from jettison.spec.config_fields import ConfigFields
 from jettison.spec.model import Activation
 
 SECOND: Final = 16_000
@@ -96,18 +97,7 @@ class Waves:
             )
 
 
-class Fields(Protocol):
-    """A configuration's values, as `huggingface_config` reads them."""
-
-    def value(self, key: str) -> Any: ...
-    def size(self, key: str, *, least: int = 1) -> int: ...
-    def flag(self, key: str) -> bool: ...
-    def number(self, key: str) -> float: ...
-    def error(self, key: str, expected: str) -> UsageError: ...
-    def activation(self, key: str = "hidden_act") -> Activation: ...
-
-
-def waves_of(fields: Fields) -> Waves:
+def waves_of(fields: ConfigFields) -> Waves:
     """What a configuration says of them.
 
     Raises:
@@ -143,7 +133,7 @@ def waves_of(fields: Fields) -> Waves:
     )
 
 
-def _sizes(fields: Fields, key: str, count: int | None) -> tuple[int, ...]:
+def _sizes(fields: ConfigFields, key: str, count: int | None) -> tuple[int, ...]:
     found: Sequence[Any] = fields.value(key)
     whole = isinstance(found, list | tuple) and found and all(type(one) is int and one > 0 for one in found)
     if not whole or (count is not None and len(found) != count):
