@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jettison.formula.basic import add, cast, discrete, linear, multiply, power, scale
+from jettison.formula.basic import add, batched_product, cast, discrete, linear, multiply, power, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
@@ -44,8 +44,8 @@ def contrast(w: Writer, x: Value, pair: Pair) -> Value:
     text = linear(w, last, pair.width, "projection", bias=False, head=True)
     image = w.tape.source(FEATURES, (batch, pair.width), w.compute, grad=True, free=True)
     image, text = (_direction(w, each) for each in (image, text))
-    kept = [saved(text, "text direction"), saved(image, "image direction")]
-    logits = w.tape.op("aten.mm.default", [text, image], (batch, batch), saves=kept, contracted=pair.width)
+    roles = ("text direction", "image direction")
+    logits = batched_product(w, text, image, (batch, batch), (), pair.width, roles)
     logits = multiply(w, logits, _temperature(w), ("logits", "temperature"))
     losses = [_cross_entropy(w, each, rows) for each in (logits, w.tape.view(logits, logits.shape))]
     return scale(w, add(w, *losses))

@@ -49,7 +49,7 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-        source_seq: Tokens that an encoder beside a decoder reads: as many as --seq, or as its configuration says.
+        source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
