@@ -51,7 +51,7 @@ class Unit:
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
-    backward.
+    backward. ``whole``: of what is resident, weights that stay gathered.
     """
 
     names: tuple[str, ...]
@@ -63,6 +63,7 @@ class Unit:
     pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
     is_loss: bool = False
     frozen: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

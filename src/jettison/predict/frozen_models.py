@@ -18,6 +18,7 @@ from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.conventions import kernels_for
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.layout import Reshard
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Gradients, Recompute, Run
 from jettison.spec.tuning import Base, Tuning
@@ -58,7 +59,7 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
     model = run.model if beside.model is None else beside.model
     layout = run.layout
     if not (beside.sharded and layout.zero == 3):
-        layout = replace(layout, zero=0, zero_replicas=1, resharded=True)
+        layout = replace(layout, zero=0, zero_replicas=1, reshard=Reshard.ALWAYS)
     compute, base = _held(run, beside)
     return replace(
         run,

@@ -24,6 +24,14 @@ class Schedule(StrEnum):
     ZERO_BUBBLE = "zero-bubble"  # backward split in two, ZB-H1 (arXiv 2401.10241)
 
 
+class Reshard(StrEnum):
+    """With zero 3, which weights are sharded again after a forward that has gathered them."""
+
+    ALWAYS = "always"  # all
+    LAYERS = "layers"  # all but the final norm's and the head's, whose backward comes next
+    NEVER = "never"  # none: ``reshard_after_forward=False``
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Ranks along each axis, and the choices that go with them.
@@ -42,7 +50,7 @@ class Layout:
             ``torch.distributed.pipelining``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
-        resharded: with zero 3, parameters are sharded again after each layer's forward.
+        reshard: with zero 3, which parameters are sharded again after a forward.
 
     Raises:
         UsageError: a size below one, or choices that contradict each other.
@@ -63,7 +71,7 @@ class Layout:
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
     stage_buffers: bool = False
-    resharded: bool = True
+    reshard: Reshard = Reshard.ALWAYS
     stage_layers: tuple[int, ...] = ()
     further: int = 0
 
@@ -74,6 +82,10 @@ class Layout:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
+        if self.reshard is not Reshard.ALWAYS and self.zero != 3:
+            raise UsageError(
+                f"got --reshard-after-forward {self.reshard} with --zero {self.zero}; it goes with --zero 3"
+            )
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.stage_layers and self.pp == 1:
@@ -105,6 +117,11 @@ class Layout:
         ranks = self.tp * self.dp * self.cp // self.expert_tp
         if ranks % self.ep:
             raise UsageError(f"--ep {self.ep} does not divide tp x dp x cp / expert tp = {ranks}")
+
+    @property
+    def resharded(self) -> bool:
+        """Are layers sharded again after a forward?"""
+        return self.reshard is not Reshard.NEVER
 
     @property
     def world(self) -> int:
