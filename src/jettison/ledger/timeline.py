@@ -65,6 +65,23 @@ class Unit:
     frozen: int = 0
     whole: int = 0
 
+    def named(self, names: tuple[str, ...]) -> Unit:
+        """The same of others."""
+        if names == self.names:
+            return self
+        return Unit(
+            names=names,
+            resident=self.resident,
+            forward_peak=self.forward_peak,
+            backward_peak=self.backward_peak,
+            adding_peak=self.adding_peak,
+            gradient=self.gradient,
+            pending=self.pending,
+            is_loss=self.is_loss,
+            frozen=self.frozen,
+            whole=self.whole,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLoad:

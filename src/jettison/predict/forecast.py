@@ -215,7 +215,7 @@ def _stage(
     if alike not in known:
         known[alike] = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
     total: Static = known[alike]
-    gathered = sum(whole_in_flight(run, chunk) for chunk in chunks)
+    gathered = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     before, late = set_aside(run, chunks)
     aside = before + late + buffer_bytes(run, index)
     passes = sending(run, index)

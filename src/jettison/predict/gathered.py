@@ -23,16 +23,19 @@ Weights that stay whole after a forward (``reshard_after_forward=False``) are fr
 there are shards alone between steps. A pipeline's stage has them while any micro-batch is in flight. The loss is
 behind the model: where norm and head are sharded again, none of their weights is there while it is made and
 differentiated.
+
+Where the ends of a model have no groups of their own (`Layout.outer_ends`) they belong to the model's: whole from
+before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
+gathered for the head, and for the embedding nothing ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.formula.region import HEAD
+from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
 from jettison.predict.passes import passes_of
 from jettison.predict.stages import RegionGroup, StageRegion
@@ -42,12 +45,44 @@ from jettison.spec.run import Run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Grouped:
+    """The regions of a chunk, each with what its own group gathers and reduces.
+
+    Args:
+        outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
+        late: whole gradients of the head, where they are there until the embedding's are; as shards, ``late_shards``.
+    """
+
+    parts: tuple[StageRegion, ...]
+    outer: int = 0
+    late: int = 0
+    late_shards: int = 0
+
+    @classmethod
+    def of(cls, run: Run, parts: Sequence[StageRegion]) -> Grouped:
+        """As the layout groups them."""
+        first, *_, last = parts
+        if not run.layout.outer_ends:
+            return cls(parts=tuple(parts))
+        ends = first.static + last.static
+        nothing = replace(last.static, gathered=0, reduced=0)
+        both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
+        return cls(
+            parts=(replace(first, static=both), *parts[1:-1], replace(last, static=nothing)),
+            outer=ends.gathered,
+            late=unsharded(run, last),
+            late_shards=last.static.gradients,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
     """The regions of a unit, and their neighbours in the chunk."""
 
     own: tuple[StageRegion, ...]
     before: StageRegion | None
     behind: StageRegion | None
+    chunk: Grouped
 
     @property
     def shards(self) -> tuple[object, ...]:
@@ -61,39 +96,54 @@ class Place:
         return (self.before, *self.own, self.behind)
 
     @classmethod
-    def of(cls, chunk: Sequence[StageRegion], first: int, stop: int) -> Place:
+    def of(cls, chunk: Grouped, first: int, stop: int) -> Place:
         """Of parts ``first .. stop - 1`` of a chunk."""
+        parts = chunk.parts
         return cls(
-            own=tuple(chunk[first:stop]),
-            before=chunk[first - 1] if first else None,
-            behind=chunk[stop] if stop < len(chunk) else None,
+            own=parts[first:stop],
+            before=parts[first - 1] if first else None,
+            behind=parts[stop] if stop < len(parts) else None,
+            chunk=chunk,
         )
 
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
     """Units of a chunk with what is gathered and reduced beside them; those that stand elsewhere are apart."""
-    if run.layout.zero < 2 or not any(g.part.static.gathered or g.part.static.reduced for g in groups):
+    if run.layout.zero < 2 or run.layout.shards * run.layout.expert_shards == 1:
         return list(made)
-    parts = [group.part for group in groups for _ in group.names]
-    index = {name: i for i, name in enumerate(name for group in groups for name in group.names)}
+    chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
+    parts = (None, *chunk.parts, None)
+    known: dict[tuple[object, ...], Unit] = {}
     found: list[Unit] = []
     at = 0
     for unit in made:
-        first, _, last = unit.names[0].partition(" to ")
-        size = index[last] - index[first] + 1 if last and unit.names[0] not in index else 1
-        found += _by_place(run, unit, parts, at, size)
-        at += size * len(unit.names)
+        count, size = len(unit.names), _regions(groups, unit.names[0])
+        begin = 0
+        before: tuple[object, ...] = ()
+        for end in (1, count - 1, count):  # the first and the last have other neighbours than those between
+            if end <= begin:
+                continue
+            first = at + begin * size
+            key = size, parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
+            if key not in known:
+                known[key] = beside(run, unit, Place.of(chunk, first, first + size))
+            names, own = unit.names[begin:end], known[key]
+            if key == before:
+                found[-1] = own.named((*found[-1].names, *names))
+            else:
+                found.append(own.named(names))
+            before, begin = key, end
+        at += count * size
     return found
 
 
-def _by_place(run: Run, unit: Unit, parts: Sequence[StageRegion], at: int, size: int) -> Iterator[Unit]:
-    """The first and the last of those that are alike have other neighbours than those between."""
-    count = len(unit.names)
-    cuts = sorted({0, min(1, count), max(count - 1, 0), count})
-    placed = [(Place.of(parts, at + i * size, at + (i + 1) * size), i, j) for i, j in pairwise(cuts)]
-    for _, same in groupby(placed, lambda one: (id(one[0].before), id(one[0].behind))):
-        alike = list(same)
-        yield beside(run, replace(unit, names=unit.names[alike[0][1] : alike[-1][2]]), alike[0][0])
+def _regions(groups: Sequence[RegionGroup], name: str) -> int:
+    """How many a unit of this name has: a segment is named after its first and its last."""
+    first, _, last = name.partition(" to ")
+    if not last or any(name in group.names for group in groups):
+        return 1
+    names = [name for group in groups for name in group.names]
+    return names.index(last) - names.index(first) + 1
 
 
 def beside(run: Run, unit: Unit, place: Place) -> Unit:
@@ -108,7 +158,7 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     """What there is beside the backward of the last region of a group, at least."""
     group = groups[at]
     before = group if len(group.names) > 1 else groups[at - 1] if at else None
-    behind = groups[at + 1].part.static.reduced if at + 1 < len(groups) else 0
+    behind = groups[at + 1].part.static.reduced if at + 1 < len(groups) and not run.layout.outer_ends else 0
     whole = [one.part for one in (group, before) if one is not None and not kept_whole(run, one.part)]
     return behind + sum(part.static.gathered for part in whole)
 
@@ -116,6 +166,8 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
 def kept_whole(run: Run, part: StageRegion) -> bool:
     """Do a region's weights stay whole after its forward?"""
     reshard = run.layout.reshard
+    if run.layout.outer_ends and not part.is_layer:
+        return part.name == EMBEDDING  # the outermost group counts as the embedding's
     return reshard is Reshard.NEVER or (reshard is Reshard.LAYERS and part.name == HEAD)
 
 
@@ -136,13 +188,14 @@ class _Sharded:
         run, unit, own = self.run, self.unit, self.place.own
         stays = sum(part.static.gathered for part in own if kept_whole(run, part)) if run.layout.pp == 1 else 0
         forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
+        late, shards = (0, 0) if own[0].name == HEAD else (self.place.chunk.late, self.place.chunk.late_shards)
         return replace(
             unit,
             resident=unit.resident + stays,
             whole=stays,
             forward_peak=forward,
-            backward_peak=backward,
-            adding_peak=backward + unit.adding_peak - unit.backward_peak,
+            backward_peak=backward + late - shards,
+            adding_peak=backward + late + unit.adding_peak - unit.backward_peak,
         )
 
     @property
@@ -157,20 +210,30 @@ class _Sharded:
 
     def _single(self, part: StageRegion) -> tuple[int, int]:
         """Of one region: how high its passes rise."""
-        run, unit = self.run, self.unit
+        run, unit, outer = self.run, self.unit, self._outer(part)
         passes = passes_of(part, run.gradient_rule)
         (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
         gathered, kept = part.static.gathered, kept_whole(run, part)
-        ahead, waiting = self._ahead(), self._waiting
         there = 0 if kept else gathered  # what stays is among residents in backward
-        peaks = (backward + there + ahead, passes.opening + 2 * there if part.region.output.grad else 0, differentiated)
-        closing = self._closing(part) + ahead - unit.resident - (gathered if kept and run.layout.pp == 1 else 0)
+        lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
+        freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
+        after = gathered if kept else -freed
         entering = 2 * gathered + self._before
-        moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
-        after = gathered if kept else 0
-        return max(forward + 2 * gathered, loss + after, entering) + moved[0], max(
-            max(peaks) + waiting + moved[1], closing
+        rising = (
+            backward + there + self._ahead(),
+            passes.opening + 2 * there + freed if part.region.output.grad else 0,
+            differentiated - freed,
         )
+        closing = self._closing(part) + self._ahead() - unit.resident - (gathered if kept and run.layout.pp == 1 else 0)
+        moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
+        return (
+            max(forward + 2 * gathered + lingering, loss + after, entering) + moved[0],
+            max(max(rising) + self._waiting + moved[1], closing),
+        )
+
+    def _outer(self, part: StageRegion) -> int:
+        """Of the head, weights of the ends that the outermost group has."""
+        return self.place.chunk.outer if part.name == HEAD else 0
 
     @property
     def _before(self) -> int:

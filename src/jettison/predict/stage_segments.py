@@ -21,7 +21,7 @@ from typing import Final
 from jettison.cost.recompute import everything, repeated
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.gathered import Place
+from jettison.predict.gathered import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_time import Timing
 from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
@@ -142,11 +142,12 @@ class StageSegments:
         return found
 
     @cached_property
-    def _chunks(self) -> list[tuple[int, tuple[StageRegion, ...]]]:
+    def _chunks(self) -> list[tuple[int, Grouped]]:
         """By region's place in the stage, where its chunk begins, and the regions of that."""
         begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
         chunks = zip(begins, self.stage.parts, strict=False)
-        return [(begin, parts) for begin, parts in chunks for _ in parts]
+        found = ((begin, Grouped.of(self.run, parts)) for begin, parts in chunks if parts)
+        return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
 
     @property
     def _beginnings(self) -> Iterator[tuple[int, int]]:

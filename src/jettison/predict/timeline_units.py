@@ -31,7 +31,7 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
         return ()
     made = list(_made(run, groups))
     made = with_shards(run, groups, list(with_ends(run, groups, made)) if run.layout.pp > 1 else made)
-    made = list(_with_copies(run, groups, made))
+    made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 
@@ -175,9 +175,6 @@ def _with_copies(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) 
 
     See NOTE [ What is on its way ] in `solve.problem`.
     """
-    if not run.recompute.to_host:
-        yield from made
-        return
     for unit, moved, before in _sending(run, groups, made):
         yield replace(
             unit,

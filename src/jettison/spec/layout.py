@@ -51,6 +51,7 @@ class Layout:
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
         reshard: with zero 3, which parameters are sharded again after a forward.
+        outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
 
     Raises:
         UsageError: a size below one, or choices that contradict each other.
@@ -72,6 +73,7 @@ class Layout:
     keeps_received: bool = False
     stage_buffers: bool = False
     reshard: Reshard = Reshard.ALWAYS
+    outer_ends: bool = False
     stage_layers: tuple[int, ...] = ()
     further: int = 0
 
@@ -100,6 +102,20 @@ class Layout:
                 f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
                 "hold the same parameters (dp x cp, by ep where there are experts)"
             )
+
+    def _check_groups(self) -> None:
+        """Do choices about gathered parameters have any?"""
+        flags = {f"--reshard-after-forward {self.reshard}": self.resharding_differs, "--outer-ends": self.outer_ends}
+        for flag, given in flags.items():
+            if given and self.zero != 3:
+                raise UsageError(f"got {flag} and --zero {self.zero}; it goes with --zero 3")
+        if self.outer_ends and self.pp > 1:
+            raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
+
+    @property
+    def resharding_differs(self) -> bool:
+        """Does any group keep its parameters whole after a forward?"""
+        return self.reshard is not Reshard.ALWAYS
 
     def _check_experts(self) -> None:
         """Do the ranks that have experts come out?"""
