@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.formula.region import EMBEDDING, HEAD
+from jettison.formula.region import HEAD
 from jettison.ledger.timeline import Unit
 from jettison.predict.passes import passes_of
 from jettison.predict.stages import RegionGroup, StageRegion
@@ -49,11 +49,13 @@ class Grouped:
     """The regions of a chunk, each with what its own group gathers and reduces.
 
     Args:
+        kept: those whose weights stay whole after a forward.
         outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
         late: whole gradients of the head, where they are there until the embedding's are; as shards, ``late_shards``.
     """
 
     parts: tuple[StageRegion, ...]
+    kept: tuple[StageRegion, ...]
     outer: int = 0
     late: int = 0
     late_shards: int = 0
@@ -61,18 +63,32 @@ class Grouped:
     @classmethod
     def of(cls, run: Run, parts: Sequence[StageRegion]) -> Grouped:
         """As the layout groups them."""
-        first, *_, last = parts
-        if not run.layout.outer_ends:
-            return cls(parts=tuple(parts))
+        layout = run.layout
+        late = layout.reshard is Reshard.TORCHTITAN
+        if not layout.outer_ends:
+            kept = parts if not layout.resharded else [part for part in parts[-1:] if late and part.name == HEAD]
+            return cls(parts=tuple(parts), kept=tuple(kept))
+        first, *layers, last = parts
         ends = first.static + last.static
-        nothing = replace(last.static, gathered=0, reduced=0)
         both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
+        first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
+        if late:
+            layers[-1] = replace(layers[-1])  # not the others that are alike
         return cls(
-            parts=(replace(first, static=both), *parts[1:-1], replace(last, static=nothing)),
+            parts=(first, *layers, end),
+            kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
             outer=ends.gathered,
             late=unsharded(run, last),
             late_shards=last.static.gradients,
         )
+
+    def whole(self, part: StageRegion | None) -> int:
+        """Weights of a region that stay whole after its forward."""
+        return part.static.gathered if part in self.kept and part is not None else 0
+
+    def again(self, part: StageRegion | None) -> int:
+        """Weights of a region that are gathered a second time, for its backward."""
+        return 0 if part is None else part.static.gathered - self.whole(part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +103,10 @@ class Place:
     @property
     def shards(self) -> tuple[object, ...]:
         """What of it decides what is there beside."""
-        alone = (None if part is None else (part.static.gathered, part.static.reduced) for part in self._all)
+        whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
+        alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
         given = None if self.before is None else self.before.region.output.nbytes
         return (*alone, given)
-
-    @property
-    def _all(self) -> tuple[StageRegion | None, ...]:
-        return (self.before, *self.own, self.behind)
 
     @classmethod
     def of(cls, chunk: Grouped, first: int, stop: int) -> Place:
@@ -156,26 +169,17 @@ def beside(run: Run, unit: Unit, place: Place) -> Unit:
 
 def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     """What there is beside the backward of the last region of a group, at least."""
-    group = groups[at]
-    before = group if len(group.names) > 1 else groups[at - 1] if at else None
-    behind = groups[at + 1].part.static.reduced if at + 1 < len(groups) and not run.layout.outer_ends else 0
-    whole = [one.part for one in (group, before) if one is not None and not kept_whole(run, one.part)]
-    return behind + sum(part.static.gathered for part in whole)
-
-
-def kept_whole(run: Run, part: StageRegion) -> bool:
-    """Do a region's weights stay whole after its forward?"""
-    reshard = run.layout.reshard
-    if run.layout.outer_ends and not part.is_layer:
-        return part.name == EMBEDDING  # the outermost group counts as the embedding's
-    return reshard is Reshard.NEVER or (reshard is Reshard.LAYERS and part.name == HEAD)
+    chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
+    last = sum(len(group.names) for group in groups[: at + 1]) - 1
+    behind = chunk.parts[last + 1].static.reduced if last + 1 < len(chunk.parts) else 0
+    return behind + chunk.again(chunk.parts[last]) + chunk.again(chunk.parts[last - 1] if last else None)
 
 
 def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
     """Weights of a pipeline's chunk that are whole while micro-batches are in flight."""
-    if run.layout.pp == 1:
+    if run.layout.pp == 1 or run.layout.resharded:
         return 0
-    return sum(g.part.static.gathered * len(g.names) for g in groups if kept_whole(run, g.part))
+    return sum(group.part.static.gathered * len(group.names) for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,7 +190,7 @@ class _Sharded:
 
     def whole(self) -> Unit:
         run, unit, own = self.run, self.unit, self.place.own
-        stays = sum(part.static.gathered for part in own if kept_whole(run, part)) if run.layout.pp == 1 else 0
+        stays = sum(map(self.place.chunk.whole, own)) if run.layout.pp == 1 else 0
         forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
         late, shards = (0, 0) if own[0].name == HEAD else (self.place.chunk.late, self.place.chunk.late_shards)
         return replace(
@@ -203,31 +207,30 @@ class _Sharded:
         """What the group behind is still reduced from."""
         return 0 if self.place.behind is None else self.place.behind.static.reduced
 
+    @property
     def _ahead(self) -> int:
         """What is gathered for the group before."""
-        before = self.place.before
-        return 0 if before is None or kept_whole(self.run, before) else before.static.gathered
+        return self.place.chunk.again(self.place.before)
 
     def _single(self, part: StageRegion) -> tuple[int, int]:
         """Of one region: how high its passes rise."""
         run, unit, outer = self.run, self.unit, self._outer(part)
         passes = passes_of(part, run.gradient_rule)
         (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
-        gathered, kept = part.static.gathered, kept_whole(run, part)
-        there = 0 if kept else gathered  # what stays is among residents in backward
+        gathered, after = part.static.gathered, self.place.chunk.whole(part)
+        there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
-        after = gathered if kept else -freed
         entering = 2 * gathered + self._before
         rising = (
-            backward + there + self._ahead(),
+            backward + there + self._ahead,
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
             differentiated - freed,
         )
-        closing = self._closing(part) + self._ahead() - unit.resident - (gathered if kept and run.layout.pp == 1 else 0)
+        closing = self._closing(part) + self._ahead - unit.resident - (after if run.layout.pp == 1 else 0)
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
         return (
-            max(forward + 2 * gathered + lingering, loss + after, entering) + moved[0],
+            max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],
             max(max(rising) + self._waiting + moved[1], closing),
         )
 
@@ -255,7 +258,7 @@ class _Sharded:
 
     def _segment(self) -> tuple[int, int]:
         unit, own = self.unit, self.place.own
-        gathered = [0 if kept_whole(self.run, part) else part.static.gathered for part in own]
+        gathered = list(map(self.place.chunk.again, own))
         again = sum(gathered) + max(gathered)
         highest = max(part.static.gathered for part in own)
         return unit.forward_peak + 2 * highest, unit.backward_peak + again + self._waiting

@@ -71,8 +71,10 @@ class SearchRequest(CommonRequest):
             UsageError: a word or a number that makes no sense.
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
-        kept = _zero_of(self.states_on_host)
-        template = resolve(model, RunRequest(**common, zero=kept[0] if self.states_on_host else None)).run
+        kept = (3,) if self._groups else _zero_of(self.states_on_host)
+        template = resolve(
+            model, RunRequest(**common, zero=kept[0] if self.states_on_host or self._groups else None)
+        ).run
         lists = (template.recompute,) if template.recompute != Recompute() else ()
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
@@ -85,7 +87,8 @@ class SearchRequest(CommonRequest):
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         if not set(zero) <= set(kept):
-            raise UsageError(f"got --zero {self.zero}; --states-on-host {self.states_on_host} is described for {kept}")
+            other = self._groups or f"--states-on-host {self.states_on_host}"
+            raise UsageError(f"got --zero {self.zero}; {other} is described for {kept}")
         alone = [f"--{beside.role}" for beside in template.frozen]
         alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
         if alone:  # what no stage of a pipeline is described with
@@ -117,6 +120,11 @@ class SearchRequest(CommonRequest):
             axes=axes,
             over_tensor_ranks=self._over_tensor_ranks(),
         )
+
+    @property
+    def _groups(self) -> str:
+        """A flag about what ZeRO 3 gathers, if any was given."""
+        return "--outer-ends" if self.outer_ends else "--reshard-after-forward" if self.reshard_after_forward else ""
 
     def _over_tensor_ranks(self) -> OverTensorRanks:
         """What a framework's rule says otherwise over several ranks, where no flag goes before it."""

@@ -28,7 +28,7 @@ class Reshard(StrEnum):
     """With zero 3, which weights are sharded again after a forward that has gathered them."""
 
     ALWAYS = "always"  # all
-    LAYERS = "layers"  # all but the final norm's and the head's, whose backward comes next
+    TORCHTITAN = "torchtitan"  # all but those whose backward comes first; in a pipeline none: its default policy
     NEVER = "never"  # none: ``reshard_after_forward=False``
 
 
@@ -137,7 +137,7 @@ class Layout:
     @property
     def resharded(self) -> bool:
         """Are layers sharded again after a forward?"""
-        return self.reshard is not Reshard.NEVER
+        return self.reshard is Reshard.ALWAYS or (self.reshard is Reshard.TORCHTITAN and self.pp == 1)
 
     @property
     def world(self) -> int:
