@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import peft
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -78,9 +77,9 @@ def _peak(case: Case) -> dict[str, Any]:
         optimizer.zero_grad()
 
     step()
-    state = [_local(t) for s in optimizer.state.values() for t in s.values()]
-    counters = sum(_local(s["step"]).nbytes for s in optimizer.state.values())
-    there = [*map(_local, static_tensors(model, ids)), *state]
+    state = [local(t) for s in optimizer.state.values() for t in s.values()]
+    counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
+    there = [*map(local, static_tensors(model, ids)), *state]
     with AllocationCounter(there, record_events=case.events) as counter:
         before = counter.live_bytes
         step()
@@ -98,6 +97,8 @@ def _sharded(case: Case) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     inner = model
     if case.adapters:
+        import peft
+
         config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
         if case.full:
@@ -116,5 +117,6 @@ def _sharded(case: Case) -> Any:
     return model.train()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
