@@ -70,7 +70,7 @@ def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumula
     resident = program.kept_bytes(kept)
     again = program.recompute_set(kept)
     backward = _Backward(region=region, kept=kept, again=frozenset(again), rule=rule, accumulates=accumulates)
-    last = max((i for i, step in enumerate(region.tape.steps) if step.weights), default=-1)
+    last = region.last_read
     around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
     return Passes(
         resident=resident,

@@ -40,7 +40,7 @@ def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int,
     for buffer, index in last.items():
         ends.setdefault(index, []).append(buffer)
     live = peak = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
-    reads = max((i for i, step in enumerate(region.tape.steps) if step.weights), default=-1)
+    reads = region.last_read
     before = 0
     for op in program.ops:
         if op.index == reads + 1 and reads >= 0:

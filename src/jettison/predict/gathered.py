@@ -84,7 +84,7 @@ class Grouped:
 
     def whole(self, part: StageRegion | None) -> int:
         """Weights of a region that stay whole after its forward."""
-        return part.static.gathered if part in self.kept and part is not None else 0
+        return part.static.gathered if self.kept and part in self.kept and part is not None else 0
 
     def again(self, part: StageRegion | None) -> int:
         """Weights of a region that are gathered a second time, for its backward."""

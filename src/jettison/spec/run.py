@@ -422,7 +422,7 @@ class Run:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
         return self.layout.zero == 3 and self.layout.shards > 1
 
-    @property
+    @cached_property
     def frees_gradients(self) -> bool:
         """Do gradients go as backward makes them?"""
         return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
