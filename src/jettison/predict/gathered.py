@@ -88,7 +88,9 @@ class Grouped:
 
     def again(self, part: StageRegion | None) -> int:
         """Weights of a region that are gathered a second time, for its backward."""
-        return 0 if part is None else part.static.gathered - self.whole(part)
+        if part is None or not self.kept:
+            return 0 if part is None else part.static.gathered
+        return part.static.gathered - self.whole(part)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,16 +192,20 @@ class _Sharded:
 
     def whole(self) -> Unit:
         run, unit, own = self.run, self.unit, self.place.own
-        stays = sum(map(self.place.chunk.whole, own)) if run.layout.pp == 1 else 0
+        stays = sum(map(self.place.chunk.whole, own)) if run.layout.pp == 1 and self.place.chunk.kept else 0
         forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
         late, shards = (0, 0) if own[0].name == HEAD else (self.place.chunk.late, self.place.chunk.late_shards)
-        return replace(
-            unit,
+        return Unit(
+            names=unit.names,
             resident=unit.resident + stays,
             whole=stays,
             forward_peak=forward,
             backward_peak=backward + late - shards,
             adding_peak=backward + late + unit.adding_peak - unit.backward_peak,
+            gradient=unit.gradient,
+            pending=unit.pending,
+            is_loss=unit.is_loss,
+            frozen=unit.frozen,
         )
 
     @property
@@ -217,17 +223,18 @@ class _Sharded:
         run, unit, outer = self.run, self.unit, self._outer(part)
         passes = passes_of(part, run.gradient_rule)
         (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
-        gathered, after = part.static.gathered, self.place.chunk.whole(part)
+        gathered, ahead = part.static.gathered, self._ahead
+        after = self.place.chunk.whole(part) if self.place.chunk.kept else 0
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
         entering = 2 * gathered + self._before
         rising = (
-            backward + there + self._ahead,
+            backward + there + ahead,
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
             differentiated - freed,
         )
-        closing = self._closing(part) + self._ahead - unit.resident - (after if run.layout.pp == 1 else 0)
+        closing = self._closing(part) + ahead - unit.resident - (after if run.layout.pp == 1 else 0)
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
         return (
             max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],

@@ -9,7 +9,7 @@ recompute holds, on top of one input.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from jettison.dtypes import DTYPE_BYTES
@@ -39,15 +39,28 @@ def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
     if size > 1 or any(group.part.segment > 1 for group in groups):
         return _segments(run, groups, size)
-    return [_unit(run, group) for group in groups]
+    how = _How.of(run)
+    return [_unit(run, group, how) for group in groups]
 
 
-def _unit(run: Run, group: RegionGroup) -> Unit:
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`."""
+
+    frees: bool
+    whole: bool
+
+    @classmethod
+    def of(cls, run: Run) -> _How:
+        return cls(run.frees_gradients, run.gradients_come_whole)
+
+
+def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
     part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
     passes = passes_of(part, rule)
-    adding = passes if run.gradients_come_whole else passes_of(part, rule, accumulates=True)
+    adding = passes if how.whole else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
-    if run.frees_gradients:  # it goes as one that is added to others does
+    if how.frees:  # it goes as one that is added to others does
         gradient, backward = _left(run, [part]), adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
@@ -96,9 +109,10 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
     Args:
         size: of every segment; 1: as a planner has cut them, and layers that it has left alone are units of their own.
     """
+    how = _How.of(run)
     for is_own, run_of_groups in groupby(groups, lambda group: _is_own_layer(group.part)):
         if not is_own:
-            yield from (_unit(run, group) for group in run_of_groups)
+            yield from (_unit(run, group, how) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
         for _, same in groupby(_cut(parts, size), lambda segment: [part for part, _name in segment]):
@@ -106,7 +120,7 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
             names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
             first = segments[0][0][0]
             if size == 1 and first.segment == 1:
-                yield _unit(run, RegionGroup(part=first, names=names))
+                yield _unit(run, RegionGroup(part=first, names=names), how)
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)
 

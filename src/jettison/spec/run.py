@@ -417,12 +417,12 @@ class Run:
         whole = self.gradients_come_whole and self.precision.gradient != self.precision.compute
         return gradient_rule(self.precision, self.adding, updates, whole=whole)
 
-    @cached_property
+    @property
     def gradients_come_whole(self) -> bool:
         """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
         return self.layout.zero == 3 and self.layout.shards > 1
 
-    @cached_property
+    @property
     def frees_gradients(self) -> bool:
         """Do gradients go as backward makes them?"""
         return self.gradients is Gradients.IN_BACKWARD or self.states_on_host.frees_gradients
