@@ -84,10 +84,7 @@ class Layout:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
-        if self.reshard is not Reshard.ALWAYS and self.zero != 3:
-            raise UsageError(
-                f"got --reshard-after-forward {self.reshard} with --zero {self.zero}; it goes with --zero 3"
-            )
+        self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.stage_layers and self.pp == 1:
