@@ -45,7 +45,7 @@ class Passes:
         gradient: of weights, left behind.
         recompute_flops: of a backward.
         around: the part of each peak at which no weight is read any more, or none yet.
-        opening: there in backward when weights are read first: the incoming gradient, of the last region the logits'.
+        opening: there in backward when weights are read first.
     """
 
     resident: int

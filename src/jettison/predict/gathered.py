@@ -161,12 +161,16 @@ def _regions(groups: Sequence[RegionGroup], name: str) -> int:
     return names.index(last) - names.index(first) + 1
 
 
-def beside(run: Run, unit: Unit, place: Place) -> Unit:
-    """A unit with what is there beside it. See NOTE [ What FSDP2 holds ]."""
+def beside(run: Run, unit: Unit, place: Place, treated: StageRegion | None = None) -> Unit:
+    """A unit with what is there beside it. See NOTE [ What FSDP2 holds ].
+
+    Args:
+        treated: its region as it is treated, where that is otherwise than in its place.
+    """
     if run.layout.zero < 3:
         waiting = 0 if place.behind is None else place.behind.static.reduced
         return replace(unit, backward_peak=unit.backward_peak + waiting, adding_peak=unit.adding_peak + waiting)
-    return _Sharded(run=run, unit=unit, place=place).whole()
+    return _Sharded(run=run, unit=unit, place=place, treated=treated or place.own[0]).whole()
 
 
 def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
@@ -189,6 +193,7 @@ class _Sharded:
     run: Run
     unit: Unit
     place: Place
+    treated: StageRegion
 
     def whole(self) -> Unit:
         run, unit, own = self.run, self.unit, self.place.own
@@ -221,8 +226,10 @@ class _Sharded:
     def _single(self, part: StageRegion) -> tuple[int, int]:
         """Of one region: how high its passes rise."""
         run, unit, outer = self.run, self.unit, self._outer(part)
-        passes = passes_of(part, run.gradient_rule)
+        passes = passes_of(self.treated, run.gradient_rule)
         (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
+        if part.name != HEAD:  # its weights are there until it returns
+            (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
         gathered, ahead = part.static.gathered, self._ahead
         after = self.place.chunk.whole(part) if self.place.chunk.kept else 0
         there = gathered - after  # what stays is among residents in backward

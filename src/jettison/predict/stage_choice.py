@@ -26,7 +26,7 @@ from jettison.cost.layer import PriceModel
 from jettison.formula.region import HEAD, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
-from jettison.predict.gathered import Place
+from jettison.predict.gathered import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing
@@ -339,7 +339,8 @@ class StageChoice:
     @cached_property
     def _places(self) -> dict[str, Place]:
         """By region, where it is in its chunk."""
-        return {part.name: Place.of(parts, at, at + 1) for parts in self.stage.parts for at, part in enumerate(parts)}
+        chunks = (Grouped.of(self.run, parts) for parts in self.stage.parts if parts)
+        return {part.name: Place.of(chunk, at, at + 1) for chunk in chunks for at, part in enumerate(chunk.parts)}
 
     def _staying(self, choice: Choice) -> tuple[Staying | None, ...]:
         found: list[Staying | None] = []

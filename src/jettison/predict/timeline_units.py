@@ -202,7 +202,7 @@ def _with_copies(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) 
 def unit_within(run: Run, groups: Sequence[RegionGroup], place: Place) -> Unit:
     """What some neighbours of a chunk are together, with the transients that they have there, and nothing sent."""
     (unit,) = _made(run, groups)
-    return _with_frozen(beside(run, unit, place))
+    return _with_frozen(beside(run, unit, place, groups[0].part))
 
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
