@@ -48,6 +48,10 @@ TWO = [
     Case(**SMALL, ffn=16),
     Case(**SMALL, ffn=16, reshard="torchtitan"),
     Case(**SMALL, ffn=16, outer=True),
+    Case(segment=2),
+    Case(segment=3),
+    Case(**SMALL, segment=2),
+    Case(**SMALL, segment=3),
 ]
 FOUR = [Case(**SMALL, mixed=True), Case(**SMALL, ffn=16, micro_batches=2), Case(reshard="never"), Case(outer=True)]
 
@@ -60,7 +64,8 @@ def described(case: Case, ranks: int) -> Forecast:
         model = replace(run.model, layers=(first, *run.model.layers[1:]))
         run = replace(run, model=model, tuning=Tuning(rank=RANK, inputs_need_gradients=case.full))
     layout = Layout(dp=ranks, zero=3, reshard=Reshard(case.reshard), outer_ends=case.outer)
-    mode = Recompute.parse("full" if case.full else "none", layers=run.model.depth)
+    word = f"every:{case.segment}" if case.segment > 1 else "full" if case.full else "none"
+    mode = Recompute.parse(word, layers=run.model.depth)
     precision = PRECISIONS["bf16-autocast" if case.mixed else "fp32"]
     return forecast(replace(run, layout=layout, micro_batches=case.micro_batches, recompute=mode, precision=precision))
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from support.formula_cases import VOCABULARY, FormulaCase, model_of
 from support.pipeline_peaks import loss_of
 
-MODEL = FormulaCase(family="llama", attention="sdpa", batch=2, sequence=64, more=(("num_hidden_layers", 3),))
 RANK = 4
 PAUSE_SECONDS = 0.003
 
@@ -34,6 +35,7 @@ class Case:
         mixed: products in bf16, gradients reduced in fp32.
         outer: embedding, norm and head belong to the outermost unit; torchtitan's last layer is whole then, too.
         ffn: width of feed-forward layers; 0: as the model has it.
+        segment: so many layers are one checkpoint, of twice as many.
         events: every birth and death of a storage is told.
     """
 
@@ -46,17 +48,19 @@ class Case:
     batch: int = 2
     sequence: int = 64
     ffn: int = 0
+    segment: int = 1
     events: bool = False
 
     @property
     def formula(self) -> FormulaCase:
         """The model, and its batch."""
+        depth = ("num_hidden_layers", 2 * self.segment if self.segment > 1 else 3)
         return FormulaCase(
-            family=MODEL.family,
-            attention=MODEL.attention,
+            family="llama",
+            attention="sdpa",
             batch=self.batch,
             sequence=self.sequence,
-            more=(*MODEL.more, *(("intermediate_size", self.ffn),) * bool(self.ffn)),
+            more=(depth, *(("intermediate_size", self.ffn),) * bool(self.ffn)),
             precision="fp32",
         )
 
@@ -132,10 +136,14 @@ def _sharded(case: Case) -> Any:
     options: dict[str, Any] = {"mesh": mesh}
     if case.mixed:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = list(inner.model.layers)
+    if case.segment > 1:
+        found = [_Segment(layers[at : at + case.segment]) for at in range(0, len(layers), case.segment)]
+        inner.model.layers = nn.ModuleList(found)
     again = case.reshard != "never"
     ends = [] if case.outer else [inner.model.embed_tokens]
-    for group in (*ends, *inner.model.layers):
-        last = case.outer and case.reshard == "torchtitan" and group is inner.model.layers[-1]
+    for group in (*ends, *layers):
+        last = case.outer and case.reshard == "torchtitan" and group is layers[-1]
         fully_shard(group, reshard_after_forward=again and not last, **options)
     if not case.outer:
         fully_shard([inner.model.norm, inner.lm_head], reshard_after_forward=case.reshard == "always", **options)
@@ -145,6 +153,22 @@ def _sharded(case: Case) -> Any:
             module.set_custom_all_gather(_Gathers())
             module.set_custom_reduce_scatter(_Reduces())
     return model.train()
+
+
+class _Segment(nn.Module):
+    """Layers that are one checkpoint."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor, **options: Any) -> Any:
+        return checkpoint(self._run, hidden, options, use_reentrant=False, preserve_rng_state=False)
+
+    def _run(self, hidden: Tensor, options: dict[str, Any]) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden, **options)
+        return hidden
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ frees the weights, drops the buffer that the group behind was reduced from, and 
 second micro-batch they come whole again, and what is reduced of them is added to the shards.
 
 A segment of several groups gathers each again when it is computed again, and ``post_forward`` shards none of them then
-(``is_bw``): all of them are whole until their own backwards, beside what the last gather returned.
+(``is_bw``): all of them are whole until their own backwards. What the gathers returned is gone by then: each group is
+the outermost of a forward of its own (``iter_forward_root``).
 
 Weights that stay whole after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the same:
 there are shards alone between steps. A pipeline's stage has them while any micro-batch is in flight. The loss is
@@ -271,11 +272,12 @@ class _Sharded:
         return given + part.static.reduced + copied
 
     def _segment(self) -> tuple[int, int]:
-        unit, own = self.unit, self.place.own
-        gathered = list(map(self.place.chunk.again, own))
-        again = sum(gathered) + max(gathered)
+        unit, own, chunk = self.unit, self.place.own, self.place.chunk
         highest = max(part.static.gathered for part in own)
-        return unit.forward_peak + 2 * highest, unit.backward_peak + again + self._waiting
+        earlier = sum(map(chunk.whole, own[:-1]))
+        entering = unit.resident + own[0].region.output.nbytes + 3 * highest
+        forward = max(unit.forward_peak + 2 * highest, entering) + earlier
+        return forward, unit.backward_peak + sum(map(chunk.again, own)) + self._waiting
 
 
 def unsharded(run: Run, part: StageRegion) -> int:
