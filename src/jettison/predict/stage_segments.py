@@ -161,7 +161,7 @@ class StageSegments:
         return [numbers.setdefault((part.layer, part.region), len(numbers)) for part in self._parts]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], tuple[Unit, float]]:
+    def _known(self) -> dict[tuple[object, ...], tuple[Unit, float]]:
         return {}
 
     def _option(self, problem: StepProblem, start: int, stop: int) -> SegmentOption:
