@@ -459,7 +459,13 @@ class Run:
     def gradient_rule(self) -> GradientRule:
         """What there is of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
-        return gradient_rule(self.precision, self.adding, updates)
+        whole = self.gradients_come_whole and self.precision.gradient != self.precision.compute
+        return gradient_rule(self.precision, self.adding, updates, whole=whole)
+
+    @property
+    def gradients_come_whole(self) -> bool:
+        """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
+        return self.layout.zero == 3 and self.layout.shards > 1
 
     @property
     def frees_gradients(self) -> bool:
