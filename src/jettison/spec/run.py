@@ -277,7 +277,7 @@ class Run:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.precision.recipe is not None:
             self._check_recipe(self.precision.recipe)
-        if self.optimizer in MUONS[1:] and self.layout.zero != 1:
+        if self.optimizer in MUONS[1:] and self.layout.zero != 1 and (self.layout.dp > 1 or self.layout.zero):
             raise UsageError(f"got --optimizer {self.optimizer} with --zero {self.layout.zero}; expected --zero 1")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
