@@ -112,12 +112,12 @@ _UNEXPLAINED = (
     "come out 19 % too low; not explained"
 )
 _FLOAT8 = (
-    "4 to 5 GiB beside a loss that has no fp32 logits; compiled float8 is not described, nor are its products among "
-    "those that the policy of the time names"
+    "4 to 5 GiB beside a loss that has no fp32 logits; float8 copies and weights that are gathered as bytes "
+    "(`--fp8-recipe tensorwise --fp8-param-gather`) change nothing, since the peak is at the head"
 )
 _DTENSOR_LOSS = (
-    "compiled float8 is not described, and what tensor parallelism gathers for one product waits "
-    "on its own stream for the next"
+    "float8 copies and weights that are gathered as bytes change nothing, since the peak is at the head; what tensor "
+    "parallelism gathers for one product waits on its own stream for the next"
 )
 _GRAPH = (
     "one captured graph, not eager autograd: its partitioner decides what stays where no policy does, its loss is "
