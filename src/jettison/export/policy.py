@@ -102,7 +102,11 @@ def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy
 
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint, and what it is given waits on the host."""
-    policy = checkpointed(decision)
+    return with_input_on_host(checkpointed(decision))
+
+
+def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:
+    """A checkpoint, with what it is given on the host."""
     return replace(policy, moved=_inputs(policy), words="full, its input on the host")
 
 

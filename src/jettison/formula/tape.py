@@ -118,6 +118,7 @@ class TapeOp:
     gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
     workspace: int  # bytes that only live while its backward runs
     in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
+    rounds: int = 1  # kernels that follow one another, where it is a loop
 
     @property
     def learned(self) -> tuple[Weight, ...]:
@@ -253,6 +254,7 @@ class Tape:
         gradients: tuple[int, ...] | None = None,
         workspace: int = 0,
         in_place: bool = False,
+        rounds: int = 1,
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
@@ -272,6 +274,7 @@ class Tape:
                 gradients,
                 workspace,
                 in_place,
+                rounds,
             )
         )
 

@@ -332,6 +332,12 @@ class Run:
         """
         if not 1 <= self.packed <= self.seq:
             raise UsageError(f"got --packed {self.packed}; expected tokens of a document, 1 to --seq {self.seq}")
+        scans = [layer.scan.words for layer in self.model.described if layer.scan is not None]
+        if scans:
+            raise UsageError(
+                f"got --packed; layers of {self.model.name} have a {scans[0]}, which as transformers writes it carries "
+                "its state from one document to the next: leave it away"
+            )
         if self.layout.cp > 1:
             raise UsageError(f"got --packed with --cp {self.layout.cp}; documents that ranks share are not described")
         rows = self.kernels.name == "huggingface" and self.kernels.documents is Documents.VARLEN
