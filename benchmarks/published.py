@@ -112,11 +112,11 @@ _UNEXPLAINED = (
     "come out 19 % too low; not explained"
 )
 _FLOAT8 = (
-    "4 to 5 GiB beside a loss that has no fp32 logits; float8 is not described, and its products are not among those "
-    "that the policy of the time names"
+    "4 to 5 GiB beside a loss that has no fp32 logits; compiled float8 is not described, nor are its products among "
+    "those that the policy of the time names"
 )
 _DTENSOR_LOSS = (
-    "float8 copies of weights and inputs are not described, and what tensor parallelism gathers for one product waits "
+    "compiled float8 is not described, and what tensor parallelism gathers for one product waits "
     "on its own stream for the next"
 )
 _GRAPH = (

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
+from jettison.spec.config_fields import MOST_LAYERS
 from jettison.spec.families import FAMILIES
-from jettison.spec.huggingface_config import MOST_LAYERS, parse_config, read_config
+from jettison.spec.huggingface_config import parse_config, read_config
 from jettison.spec.model import Attention, Moe
 from support.spec_cases import TINY, configuration, decoded, spec
 

@@ -31,7 +31,11 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
     """
     with w.tape.scope("cross_attention" if asks else "attention"):
         whole, kept = enter(w, x)
-        q, k, v = _ask(w, whole, kept, spec) if asks else _project(w, whole, kept, spec, norm_spec)
+        gate: Value | None = None
+        if asks:
+            q, k, v = _ask(w, whole, kept, spec)
+        else:
+            q, k, v, gate = _project(w, whole, kept, spec, norm_spec)
         if w.kernels.copied_heads:
             q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
@@ -42,6 +46,8 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             q = _scaled(w, q)
         joined = w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
         context = core(w, q, k, v, spec, joined=joined)
+        if gate is not None:
+            context = multiply(w, context, _opened(w, gate), ("attention output", "attention gate"))
         out = linear(
             w,
             context,
@@ -51,6 +57,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             split="row",
             role="projection input",
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
+            original=True,
         )
         return leave(w, out)
 
@@ -83,10 +90,21 @@ def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Valu
     return heads_of(w, q, spec.heads, d), *(heads_of(w, y, spec.kv_heads, d, length) for y in (k, v))  # type: ignore[return-value]
 
 
-def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm) -> tuple[Value, Value, Value]:
+def _opened(w: Writer, gate: Value) -> Value:
+    """A sigmoid of what stands beside the queries, which is copied from between them."""
+    gate = copy(w, gate)
+    out = w.tape.empty(gate.shape, gate.dtype, gate.places, grad=gate.grad)
+    w.tape.record("aten.sigmoid.default", [gate], [out], saves=[saved(out, "attention gate")])
+    return out
+
+
+def _project(
+    w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm
+) -> tuple[Value, Value, Value, Value | None]:
+    """Queries, keys and values, and what weighs the output."""
     d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
-    widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
+    widths = ((2 if spec.gated else 1) * spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
@@ -100,6 +118,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
         ]
         parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
     q, k, v = parts
+    gate = w.tape.view(q, (*q.shape[:-1], spec.heads * d)) if spec.gated else None
     if spec.qk_norm is QkNorm.WIDTH:
         q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
     q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
@@ -110,7 +129,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
         q, k = (norm(w, x, plain, f"{name}_norm", apiece=True) for x, name in ((q, "query"), (k, "key")))
     if w.kernels.indexed_kv and spec.kv_heads < spec.heads:
         k, v = (_indexed(w, x, spec) for x in (k, v))
-    return q, k, v
+    return q, k, v, gate
 
 
 def _indexed(w: Writer, x: Value, spec: Attention) -> Value:

@@ -35,6 +35,8 @@ def embedding(w: Writer) -> Value:
     eager = w.kernels.attention is AttentionKernel.EAGER
     if (w.kernels.filled_masks and eager) or (w.kernels.made_masks and not eager):
         _masks(w)
+    if w.run.padding and any(layer.scan is not None for layer in model.described):
+        w.tape.hold(w.tape.source("token mask", w.shape(), "int64"), "token mask")
     x = _scaled_tokens(w)
     if model.token_types:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
@@ -167,7 +169,8 @@ def rotary_tables(w: Writer) -> None:
     Code that places text among images has a table for each sequence, b × s.
     """
     rows = w.run.micro_batch if w.kernels.batched_rotary or w.run.packed else 1
-    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
+    mixers = [layer.attention for layer in w.run.model.described]
+    kinds = dict.fromkeys(_rotation(w, each) for each in mixers if isinstance(each, Attention | LatentAttention))
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
             if dim:

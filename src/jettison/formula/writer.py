@@ -129,7 +129,10 @@ class Writer:
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         frozen = fixed or (self.run.tuning is not None and not adapter)
-        packed = 0
+        packed = copies = 0
+        recipe = self.run.precision.recipe
+        if recipe is not None and self.narrows(shape[-2] if product else 1, head=head) and not frozen:
+            copies = recipe.weight_bytes(self.tape.local_shape(shape, tuple(sorted(places))))
         if frozen and product and not head and not expert and self.base.packed:
             local = self.tape.local_shape(shape, tuple(sorted(places)))
             packed = self.base.packed_bytes(prod(local), local[0])
@@ -145,7 +148,12 @@ class Writer:
             frozen=frozen,
             packed_bytes=packed,
             wide=wide,
+            narrow_bytes=copies,
         )
+
+    def narrows(self, features: int, *, head: bool) -> bool:
+        """Is a product with so many results done with narrow copies by a recipe? The head is torch's, as are gates."""
+        return self.run.precision.recipe is not None and features > 1 and not head
 
     @property
     def base(self) -> Base:

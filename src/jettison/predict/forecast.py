@@ -22,6 +22,7 @@ from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, str
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.states_on_host import HostStates, device_buffer, host_states
 from jettison.predict.timeline_units import units
+from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Gradients, Recompute, Run
@@ -211,7 +212,8 @@ def _stage(
             known[id(chunk)] = units(plain(run), chunk)
     alike = tuple(map(id, chunks))
     if alike not in known:
-        known[alike] = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
+        even = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
+        known[alike] = with_whole_tensors(run, chunks, even)
     total: Static = known[alike]
     whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
     before, late = set_aside(run, chunks)
@@ -233,7 +235,7 @@ def _stage(
         fixed=total.parameters + whole + aside + device_buffer(run, chunks) + _frozen(run),
         state=total.state,
         gradients=run.gradients,
-        optimizer_transient=_transient(run, total),
+        optimizer_transient=_transient(run, total, chunks),
         sent=_output_bytes(run, chunks[0]) if _keeps_outputs(run) and index < layout.pp - 1 else 0,
         twins=bool(twins),
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
@@ -291,7 +293,7 @@ def _around(run: Run, index: int) -> int:
     return each if index else 0
 
 
-def _transient(run: Run, total: Static) -> int:
+def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
     On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
@@ -304,5 +306,7 @@ def _transient(run: Run, total: Static) -> int:
         return 0
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
+    if muon := muon_step_bytes(run, chunks):
+        return muon
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
     return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0

@@ -17,6 +17,7 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
+from jettison.predict.precision_request import precision_of
 from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import kernels_for
 from jettison.spec.further import with_further
@@ -27,7 +28,7 @@ from jettison.spec.layout import Layout, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
-from jettison.spec.precision import Adding, optimizer, precision
+from jettison.spec.precision import Adding, optimizer
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
@@ -51,8 +52,11 @@ class CommonRequest:
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
+        fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
+            (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
+        fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
-            adafactor, muon or none.
+            adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -96,6 +100,8 @@ class CommonRequest:
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
+    fp8_recipe: str | None = None
+    fp8_param_gather: bool | None = None
     optimizer: str | None = None
     kernels: str | None = None
     loss: str | None = None
@@ -280,7 +286,7 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=precision(given_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
+        precision=precision_of(request, kernels, tuned=tuning is not None),
         optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=_recompute(request, model.depth),

@@ -169,7 +169,7 @@ def _training(asked: Resolved) -> str:
     kernels = f"{run.kernels.name} kernels, {run.kernels.attention} attention, {run.kernels.loss} loss"
     if run.model.recorder is not None:
         kernels = f"recorded kernels, {run.kernels.attention} attention"
-    return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
+    return f"{run.precision.words}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
 
 
 def tuning_text(run: Run) -> str:

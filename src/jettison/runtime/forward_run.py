@@ -19,8 +19,9 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import UNWRAPPED, Diverged, Frame, Handle, Held
+from jettison.runtime.frame import UNWRAPPED, Frame
 from jettison.runtime.graph_fingerprint import next_sequence_number
+from jettison.runtime.handles import Diverged, Handle, Held
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
 from jettison.runtime.packing import Packed
@@ -41,6 +42,7 @@ class ActiveFrame(Frame):
         "expected",
         "fake",
         "given",
+        "looked",
         "moves",
         "nested",
         "number",
@@ -61,6 +63,7 @@ class ActiveFrame(Frame):
         self.fake = False  # its arguments are
         self.given: set[int] = set()  # storages that the outermost of the running calls was given
         self.start = next_sequence_number()
+        self.looked = True  # whether its graph was compared
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
@@ -85,7 +88,7 @@ class ActiveFrame(Frame):
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            size, stride, dtype, parameter = wanted
+            size, stride, dtype, parameter, dropped = wanted
             if (
                 tensor.shape == size
                 and tensor.dtype is dtype
@@ -93,6 +96,8 @@ class ActiveFrame(Frame):
                 and (parameter is None or self._is_parameter(parameter, tensor))
             ):
                 self.index = index + 1
+                if dropped is not None:
+                    return self.drop(dropped, tensor, index)
                 kept = tensor if tensor.is_leaf else tensor.detach()
                 return _new_tuple(Held, (self, kept, tensor._version))
         return self._pack(tensor)
@@ -147,13 +152,17 @@ class ActiveFrame(Frame):
             return super().witness(slot, tensor, index)
 
     def wrong(self, handle: Handle) -> WrongValue:
-        """As any frame's, and the region is not trusted again."""
+        """As any frame's, and what this region and others have recorded is not trusted as before."""
         plain_words = str(super().wrong(handle))
         kind = likely_kind(self.recipe, handle.index, self.region)
-        self.region.recordings.distrust(self.recipe, f"{plain_words}. {kind}")
+        after = self.region.recordings.wrong(self.recipe, f"{plain_words}. {kind}", looked=self.looked)
+        for module in self.region.model.modules():  # what has changed for one may have for others, a step later
+            recordings = getattr(vars(module).get("forward"), "recordings", None)
+            if recordings is not None:
+                recordings.forget()
         return WrongValue(
             f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
-            "from the next step on this region runs without a recording"
+            f"from the next step on this region {after}"
         )
 
     def lost(self, handle: Handle) -> WrongValue:

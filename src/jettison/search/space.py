@@ -267,10 +267,20 @@ class Space:
                 if layout.virtual_stages > 1 and count % layout.pp:
                     refused[f"interleaving takes a multiple of {layout.pp} micro-batches, not {count}"] += 1
                     continue
+                if misfit := self._misfit(layout, micro_batch):
+                    refused[misfit] += 1
+                    continue
                 loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
                 yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
+
+    def _misfit(self, layout: Layout, micro_batch: int) -> str:
+        """Why narrow products refuse these sizes; empty where they do not."""
+        recipe, template = self.template.precision.recipe, self.template
+        return (
+            "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)
+        )
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template

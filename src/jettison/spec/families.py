@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
 from jettison.spec.model import Activation, Arrangement, Norm, NormKind, Pooling, QkNorm, Router
 
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+class ScanKind(StrEnum):
+    """What carries a state along the sequence in layers without attention."""
+
+    DELTA = "gated delta rule"  # Qwen3.5
+    GROUPED_DELTA = "gated delta rule, projections by groups of heads"  # Qwen3-Next
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +65,7 @@ class Family:
         refused: keys that may not be set: what the code does then is not described.
         patches: it reads images; ``pooling`` is what of them it classifies.
         rotary_keys: top-level keys that say which share of a head is rotated.
+        scan: what layers have that are not of attention; ``layer_types`` says which.
     """
 
     norm: Norm
@@ -80,6 +89,8 @@ class Family:
     latent: bool = False
     sinks: bool = False
     alibi: bool = False
+    gated_attention: bool = False  # what it returns is weighted by a part of the queries' product
+    scan: ScanKind | None = None
     start_norm: bool = False  # the embedding ends with a norm
     plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from jettison.errors import UsageError
+from jettison.spec.mixers import Scan
 from jettison.spec.model import ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut
 from jettison.spec.stage_layers import check_stage_layers
@@ -172,7 +173,12 @@ class Layout:
         if model.recorder is not None:
             self._check_whole(model)
         for layer in model.described:
-            self._check_heads(layer.attention.heads, layer.attention.kv_heads)
+            if isinstance(layer.attention, Scan):
+                self._check_scan(layer.attention, model.name)
+            elif layer.attention is not None:
+                self._check_heads(layer.attention.heads, layer.attention.kv_heads)
+            if layer.mlp is None:
+                continue
             width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
             if width % (self.expert_tp if narrow else self.tp):
                 flag = f"--expert-tp {self.expert_tp}" if narrow else f"--tp {self.tp}"
@@ -245,3 +251,11 @@ class Layout:
             raise UsageError(f"--tp {self.tp} does not divide the {heads} attention heads")
         if kv_heads % self.tp and self.tp % kv_heads:
             raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")
+
+    def _check_scan(self, scan: Scan, name: str) -> None:
+        if self.tp > 1 or self.cp > 1:
+            flag = f"--tp {self.tp}" if self.tp > 1 else f"--cp {self.cp}"
+            raise UsageError(
+                f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
+                "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"
+            )

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate, groupby
 
 from jettison.errors import UsageError
+from jettison.spec.mixers import Scan
 
 
 class NormKind(StrEnum):
@@ -100,6 +101,7 @@ class Attention:
     alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
     clipped: bool = False  # what the projections give is clamped
     scaled_queries: bool = False  # by a factor that grows with the position (arXiv 2501.19399)
+    gated: bool = False  # what it returns is weighted, by as many numbers as queries have, of the same product
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -189,16 +191,18 @@ class Moe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One transformer layer. Equal layers are equal objects: they are worked out once.
+    """One layer: what mixes tokens, what works on each of them, or one of both alone. Equal layers are equal objects:
+    they are worked out once.
 
+    ``attention``: what mixes tokens; None: nothing does. ``mlp``: what works on each; None: nothing does.
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
     ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     """
 
-    attention: Attention | LatentAttention
-    mlp: Mlp | Moe
+    attention: Attention | LatentAttention | Scan | None
+    mlp: Mlp | Moe | None
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
@@ -206,6 +210,20 @@ class Layer:
     source: bool = False
     cross: Attention | None = None
     ahead: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lone and (self.arrangement is not Arrangement.PRE or self.cross is not None):
+            raise UsageError("a layer that is one block alone has its norm before it, and asks no encoder")
+
+    @property
+    def lone(self) -> bool:
+        """Is it one block alone?"""
+        return self.attention is None or self.mlp is None
+
+    @property
+    def scan(self) -> Scan | None:
+        """What carries a state along the sequence, where something does."""
+        return self.attention if isinstance(self.attention, Scan) else None
 
     @property
     def experts(self) -> Moe | None:
@@ -222,18 +240,23 @@ class Layer:
         """Does a token see those before it alone?"""
         if self.cross is not None:
             return False  # counted in full, since most of what it asks of the encoder is seen
+        if self.attention is None or self.scan is not None:
+            return False  # has no scores that a mask leaves out
         return self.attention.causal if isinstance(self.attention, Attention) else True
 
     @property
     def heads(self) -> int:
-        """Of queries."""
-        return self.attention.heads
+        """Of queries; one where there are none, since nothing divides that."""
+        return self.attention.heads if isinstance(self.attention, Attention | LatentAttention) else 1
 
     @property
     def attended_width(self) -> int:
         """Of all heads' values together: h in PaLM's formula."""
-        attention = self.attention
-        return self.heads * (attention.head_dim if isinstance(attention, Attention) else attention.value_dim)
+        match self.attention:
+            case Attention(heads=heads, head_dim=width) | LatentAttention(heads=heads, value_dim=width):
+                return heads * width
+            case _:
+                return 0
 
 
 class Recorder(ABC):

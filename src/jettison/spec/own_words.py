@@ -201,6 +201,16 @@ def _phimoe(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**values, "num_experts_per_tok": 2, "jitters": 2 if values.get("input_jitter_noise") else 0}
 
 
+def _qwen_hybrid(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Of so many layers the last has attention, unless each is named."""
+    if values.get("layer_types") is not None:
+        return family, values
+    period = _size(values, "full_attention_interval", 4, name, least=1)
+    depth = _depth(values, name)
+    words = ["full_attention" if (index + 1) % period == 0 else "linear_attention" for index in range(depth)]
+    return family, {**values, "layer_types": words}
+
+
 def _stablelm(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """StableLM 2 12B: both blocks read one norm, and each head of queries and keys has its own."""
     arrangement = Arrangement.SHARED if _flag(values, "use_parallel_residual", False, name) else Arrangement.PRE
@@ -227,6 +237,9 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "mpt": _mpt,
         "phi": _phi,
         "phimoe": _phimoe,
+        "qwen3_5_moe_text": _qwen_hybrid,
+        "qwen3_5_text": _qwen_hybrid,
+        "qwen3_next": _qwen_hybrid,
         "stablelm": _stablelm,
     }
 )
