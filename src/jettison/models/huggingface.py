@@ -70,8 +70,8 @@ def read_config(path: Path) -> Any:
         raise UsageError(f"{path} has no config.json")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
     return config_of(values, str(file))
