@@ -33,6 +33,8 @@ from jettison.runtime.witness import Check, Rounded, Witness, compare
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most saved tensors: nothing is inside them."""
+FEW_BYTES: Final = 256
+"""Of a buffer that a call takes a copy of, if what it computes again reads it."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
@@ -86,6 +88,13 @@ class Box:
         """Hold the values without their graph: a box that owned its graph would own its own handle."""
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = version_of(tensor)
+
+
+def _may_move_on(tensor: Tensor) -> bool:
+    """Whether it is such a thing as a factor of delayed scaling: a few numbers beside the parameters, which the loop
+    moves between forward and backward without asking autograd, to which only what was made of them is known.
+    """
+    return not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES
 
 
 def _box(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit | Packed:
@@ -169,7 +178,11 @@ class Frame:
         self.parameters: dict[int, tuple[dict[str, Any], str, Tensor, int]] = {}
         for buffer, dotted in recipe.parameters.items():
             table, leaf = owners[dotted]
-            self.parameters[buffer] = (table, leaf, table[leaf], version_of(table[leaf]))
+            tensor = table[leaf]
+            self.parameters[buffer] = (table, leaf, tensor, version_of(tensor))
+            if _may_move_on(tensor):
+                with torch.no_grad():
+                    self.memo[buffer] = tensor.clone()
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.switches = kernel_switches()
