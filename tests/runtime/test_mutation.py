@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import jettison
 from jettison.measure import compare_gradients, independent_copy
 from jettison.runtime import witness
-from jettison.runtime.recipe import Recipe, RecipeStep
+from jettison.runtime.recipe import Recipe
+from jettison.runtime.steps import RecipeStep
 
 ROWS = WIDTH = 64
 Mutation = Callable[[Recipe], None]
@@ -305,6 +306,7 @@ def recipe_of(handle: Any, name: str) -> Recipe:
     (region,) = [region for region in handle.regions if region.name == name]
     (prepared,) = region.recordings.prepared.values()
     assert prepared.recipe is not None and prepared.recipe.steps
+    vars(prepared.recipe).pop("expected", None)  # made of the slots, which a mutation may swap
     return prepared.recipe
 
 

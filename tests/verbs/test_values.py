@@ -14,7 +14,8 @@ import jettison
 from jettison.cli.main import run
 from jettison.errors import ProofFailed
 from jettison.report.proof import Proof
-from jettison.runtime.frame import Frame, Handle
+from jettison.runtime.frame import Frame
+from jettison.runtime.handles import Handle
 
 H = 8
 

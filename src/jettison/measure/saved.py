@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from jettison.capture.model_trace import LossFn, call_model, loss_of
-from jettison.runtime.frame import Frame, Handle, Held
+from jettison.runtime.frame import Frame
+from jettison.runtime.handles import Handle, Held
 
 OUTSIDE = "loss"
 """Key of what a loss holds that is computed after the model's forward."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from jettison.capture.tensor_subclasses import plain
 from jettison.measure.departures import Departure, form_of
 from jettison.measure.gradients import differing_elements, tensor_bytes
-from jettison.runtime.frame import Frame, Handle
+from jettison.runtime.frame import Frame
+from jettison.runtime.handles import Handle
 
 
 @dataclass(kw_only=True)

@@ -25,7 +25,7 @@ from jettison.capture.op_traits import computes, is_bookkeeping, writes
 from jettison.capture.recording import Expected, RegionTrace, TensorRef, signature_of
 from jettison.capture.tensor_subclasses import desugars, infers_shapes, plain, storage_of
 from jettison.capture.trees import op_leaves
-from jettison.runtime.frame import Diverged
+from jettison.runtime.handles import Diverged
 from jettison.runtime.witness import digest, spots_of
 
 _CHECKS = {"aten::aminmax"}

@@ -26,7 +26,7 @@ from jettison.capture.compiled import CompileSettings
 from jettison.capture.tensor_subclasses import storage_of
 from jettison.capture.trees import tree_leaves
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.frame import Held
+from jettison.runtime.handles import Held
 from jettison.runtime.offload import Group
 from jettison.runtime.offload_hooks import OffloadHooks
 from jettison.solve.policy import CheckpointPolicy, offloaded_by

@@ -29,7 +29,8 @@ from jettison.capture.trees import tree_flatten, tree_leaves, tree_unflatten
 from jettison.capture.undo import WritesUndone
 from jettison.errors import StaleTensor, WrongValue
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.frame import Held, is_asked_again
+from jettison.runtime.frame import is_asked_again
+from jettison.runtime.handles import Held
 from jettison.runtime.witness import Check, Rounded, Witness, compare, is_same, spots_of
 
 Forward = Callable[..., Any]

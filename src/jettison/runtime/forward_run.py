@@ -19,8 +19,9 @@ from jettison.capture.trees import tree_leaves
 from jettison.errors import WrongValue
 from jettison.runtime.callers import of_a_region
 from jettison.runtime.checked_run import SequenceCheck
-from jettison.runtime.frame import UNWRAPPED, Diverged, Frame, Handle, Held
+from jettison.runtime.frame import UNWRAPPED, Frame
 from jettison.runtime.graph_fingerprint import next_sequence_number
+from jettison.runtime.handles import Diverged, Handle, Held
 from jettison.runtime.moves import Transit
 from jettison.runtime.offload import Group
 from jettison.runtime.packing import Packed
@@ -85,7 +86,7 @@ class ActiveFrame(Frame):
         """
         index, expected = self.index, self.expected
         if index < len(expected) and (wanted := expected[index]) is not None and tensor.__class__ in UNWRAPPED:
-            size, stride, dtype, parameter = wanted
+            size, stride, dtype, parameter, dropped = wanted
             if (
                 tensor.shape == size
                 and tensor.dtype is dtype
@@ -93,6 +94,8 @@ class ActiveFrame(Frame):
                 and (parameter is None or self._is_parameter(parameter, tensor))
             ):
                 self.index = index + 1
+                if dropped is not None:
+                    return self.drop(dropped, tensor, index)
                 kept = tensor if tensor.is_leaf else tensor.detach()
                 return _new_tuple(Held, (self, kept, tensor._version))
         return self._pack(tensor)

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_unflatten
 
 from jettison.capture.recording import layout, layout_of
 from jettison.capture.sharded import whole_now
 from jettison.capture.signature import kernel_switches, switched
 from jettison.capture.tensor_subclasses import Narrow, arrived, plain, storage_of, version_of, wrapping
 from jettison.errors import WrongValue
-from jettison.runtime.moves import Transit
+from jettison.runtime.handles import Box, Diverged, Handle, Held, NarrowHandle, box_for
 from jettison.runtime.offload import Group, stale
-from jettison.runtime.packing import Packed
-from jettison.runtime.recipe import (
-    AWAY,
-    Recipe,
-    RecipeStep,
-    SlotAction,
-    get_state,
-    in_a_copy,
-    run_step,
-    set_state,
-    view_of,
-)
+from jettison.runtime.recipe import AWAY, Recipe, SlotAction
+from jettison.runtime.steps import RecipeStep, get_state, run_step, set_state
+from jettison.runtime.views import in_a_copy, view_of
 from jettison.runtime.witness import Check, Rounded, Witness, compare
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
@@ -37,98 +27,6 @@ FEW_BYTES: Final = 256
 """Of a buffer that a call takes a copy of, if what it computes again reads it."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
-
-
-class Diverged(Exception):
-    """The forward did not do what was recorded. Raised inside a region, handled by its wrapper."""
-
-
-class Held(tuple[Any, Tensor, int]):
-    """A kept slot: whose it is (its frame counts as live while it is there), the tensor, and its version when autograd
-    saved it. A tuple, since there is one for each tensor that autograd saves.
-    """
-
-    __slots__ = ()
-    of_a_region = True  # where it is a hook itself
-
-    def __new__(cls, tensor: Tensor, owner: Any = None) -> Self:
-        # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
-        return tuple.__new__(cls, (owner, tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)))
-
-    def open(self) -> Tensor:
-        """The tensor, if nobody has written to it."""
-        _, tensor, version = self
-        if version_of(tensor) != version:
-            raise stale("a kept tensor", "a planned region", version, version_of(tensor))
-        return tensor
-
-
-class Box:
-    """A value that recipes read. Empty until the forward comes by it."""
-
-    __slots__ = ("tensor", "version")
-
-    tensor: Tensor | None
-
-    def __init__(self) -> None:
-        self.tensor = None
-        self.version = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the forward has not come by it."""
-        return self.tensor is None
-
-    @property
-    def on_device(self) -> Tensor | None:
-        """What it holds there."""
-        return self.tensor
-
-    def fill(self, tensor: Tensor) -> None:
-        """Hold the values without their graph: a box that owned its graph would own its own handle."""
-        self.tensor = tensor.detach() if tensor.requires_grad else tensor
-        self.version = version_of(tensor)
-
-
-def _may_move_on(tensor: Tensor) -> bool:
-    """Whether it is such a thing as a factor of delayed scaling: a few numbers beside the parameters, which the loop
-    moves between forward and backward without asking autograd, to which only what was made of them is known.
-    """
-    return not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES
-
-
-def _box(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit | Packed:
-    if buffer in recipe.moved:
-        return Transit(recipe.moved[buffer], group)
-    return Packed(recipe.packed[buffer]) if buffer in recipe.packed else Box()
-
-
-class Handle:
-    """A slot that is not held. Owns the boxes that its recipe reads, and a witness of what was there."""
-
-    __slots__ = ("boxes", "frame", "index", "slot", "witness")
-
-    def __init__(
-        self,
-        frame: Frame,
-        slot: SlotAction,
-        boxes: tuple[Box | Transit | Packed | Handle, ...],
-        witness: Witness | None = None,
-        index: int = -1,
-    ) -> None:
-        self.frame = frame
-        self.slot = slot
-        self.boxes = boxes
-        self.witness = witness
-        self.index = index
-
-
-class NarrowHandle(Handle):
-    """Of narrow numbers, with the factor that they had in this forward."""
-
-    __slots__ = ("wrap",)
-
-    wrap: Any  # a `Narrow`
 
 
 class Frame:
@@ -171,7 +69,7 @@ class Frame:
         self.index = 0
         self.group = group  # of what moves; None where nothing can
         goes = group if moves else None
-        self.boxes: list[Any] | None = [_box(recipe, b, goes) for b in recipe.boxes]
+        self.boxes: list[Any] | None = [box_for(recipe, b, goes) for b in recipe.boxes]
         self.memo: dict[int, Tensor] = {}
         self.counts: dict[int, int] | None = None
         # the tensor itself, as autograd would hold it; under FSDP the table has another one at other times
@@ -241,23 +139,12 @@ class Frame:
                 f"recorded was {ref.size} {ref.dtype}"
             )
         if slot.kind in AWAY:
-            boxes = self.boxes
-            assert boxes is not None
             if slot.fill is not None:
                 self.hold(slot.fill, tensor)
-            index = self.index - 1
-            witness = None
-            if (
-                self.how is not Check.OFF
-                and not slot.hollow
-                and (self.share == 1 or (self.salt + index) % self.share == 0)
-            ):
-                witness = self.witness(slot, inner if inner is tensor else arrived(tensor), index)
-            if type(slot.ref.wrap) is not Narrow:
-                return Handle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
-            narrow = NarrowHandle(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
-            narrow.wrap = wrapping(tensor)
-            return narrow
+            handle = self.drop(slot, inner if inner is tensor else arrived(tensor), self.index - 1)
+            if type(handle) is NarrowHandle:
+                handle.wrap = wrapping(tensor)
+            return handle
         if slot.kind == "parameter":
             table, leaf = self.owners[slot.parameter]
             if table[leaf] is not tensor and storage_of(table[leaf]) != inner.untyped_storage()._cdata:
@@ -265,6 +152,16 @@ class Frame:
         elif slot.fill is not None:
             self.hold(slot.fill, tensor)
         return Held(tensor, self)
+
+    def drop(self, slot: SlotAction, tensor: Tensor, index: int) -> Handle:
+        """What is left of a plain tensor that arrived."""
+        boxes = self.boxes
+        assert boxes is not None
+        witness = None
+        if self.how is not Check.OFF and not slot.hollow and (self.share == 1 or (self.salt + index) % self.share == 0):
+            witness = self.witness(slot, tensor, index)
+        kind = NarrowHandle if type(slot.ref.wrap) is Narrow else Handle
+        return kind(self, slot, tuple([boxes[n] for n in slot.boxes]), witness, index)
 
     def witness(self, slot: SlotAction, tensor: Tensor, index: int) -> Witness:
         """What a dropped tensor leaves behind."""
@@ -293,23 +190,29 @@ class Frame:
             return self._recompute(handle)
 
     def _recompute(self, handle: Handle) -> Tensor:
+        # as a rule a backward runs without gradients and without autocast, and the value is there or one op away
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._recompute(handle)
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._recompute(handle)
         slot = handle.slot
         buffer = slot.ref.buffer
-        with torch.no_grad():
-            if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                    tensor = self._pull(buffer, handle)
-            else:
-                tensor = self._pull(buffer, handle)
-            if not is_asked_again():
-                self._release(buffer)
-            tensor = tensor if slot.view is None else view_of(tensor, slot.view)
-            if type(handle) is NarrowHandle:
-                tensor = handle.wrap.wrap(plain(tensor))
-            if handle.witness is not None:
-                rounded = None if self.how is Check.EXACT else self.rounded
-                compare(handle.witness, plain(tensor), rounded, lambda: self.wrong(handle))
-            return tensor
+        tensor = self.memo.get(buffer)
+        if tensor is None:
+            tensor = self._pull(buffer, handle)
+        if not is_asked_again():
+            self._release(buffer)
+        if slot.view is not None:
+            tensor = view_of(tensor, slot.view)
+        if type(handle) is NarrowHandle:
+            tensor = handle.wrap.wrap(plain(tensor))
+        if handle.witness is not None:
+            rounded = None if self.how is Check.EXACT else self.rounded
+            inner = tensor if tensor.__class__ in UNWRAPPED else plain(tensor)
+            compare(handle.witness, inner, rounded, lambda: self.wrong(handle))
+        return tensor
 
     def lost(self, handle: Handle) -> WrongValue:
         """What to raise where something that a tensor is computed from never came by."""
@@ -331,9 +234,7 @@ class Frame:
         )
 
     def _pull(self, buffer: int, handle: Handle) -> Tensor:
-        tensor = self.memo.get(buffer)
-        if tensor is not None:
-            return tensor
+        """A buffer that is not in the memo."""
         maker = self.recipe.makers.get(buffer)
         if maker is not None:
             self._make(maker, handle)
@@ -343,41 +244,46 @@ class Frame:
             table, leaf, tensor, version = parameter
             if version_of(tensor) != version:
                 raise stale(f"parameter {self.recipe.parameters[buffer]!r}", self.name, version, version_of(tensor))
-            if table[leaf] is not tensor or plain(tensor) is not tensor:
-                tensor = whole_now(self.model, table, leaf, tensor)
-            return plain(tensor)
+            if table[leaf] is not tensor or (tensor.__class__ not in UNWRAPPED and plain(tensor) is not tensor):
+                tensor = plain(whole_now(self.model, table, leaf, tensor))
+            return tensor
         box = handle.boxes[handle.slot.boxes.index(self.recipe.box_of[buffer])]
+        if isinstance(box, Box):
+            held = box.tensor
+            if held is None:
+                raise self.lost(handle)
+            if version_of(held) != box.version:
+                raise stale("a kept tensor", self.name, box.version, version_of(held))
+            return held if held.__class__ in UNWRAPPED else arrived(held)
         if isinstance(box, Handle):
             tensor = self.memo[buffer] = plain(box.frame.recompute(box))
             return tensor
-        if isinstance(box, Transit | Packed):
-            if box.is_empty:
-                raise self.lost(handle)
-            tensor = self.memo[buffer] = box.open()
-            return tensor
-        if box.tensor is None:
+        if box.is_empty:
             raise self.lost(handle)
-        if version_of(box.tensor) != box.version:
-            raise stale("a kept tensor", self.name, box.version, version_of(box.tensor))
-        return arrived(box.tensor)
+        tensor = self.memo[buffer] = box.open()
+        return tensor
 
     def _make(self, op: int, handle: Handle) -> None:
         """Run an op again, and before it what makes its arguments. Forwards unroll thousands of steps: no recursion."""
-        steps, makers, memo = self.recipe.steps, self.recipe.makers, self.memo
+        steps, memo = self.recipe.steps, self.memo
         waiting = [op]
         while waiting:
             step = steps[waiting[-1]]
-            missing = next((b for b in step.needs if b not in memo and b in makers), None)
-            if missing is not None:
-                waiting.append(makers[missing])
-                continue
-            waiting.pop()
-            self._run(step, handle)
+            for buffer, maker in step.needs:
+                if buffer not in memo:
+                    waiting.append(maker)
+                    break
+            else:
+                waiting.pop()
+                self._run(step, handle)
 
     def _run(self, step: RecipeStep, handle: Handle) -> None:
+        memo = self.memo
         leaves = step.leaves.copy()
         for position, buffer, ref in step.tensors:
-            tensor = self._pull(buffer, handle)
+            tensor = memo.get(buffer)
+            if tensor is None:
+                tensor = self._pull(buffer, handle)
             leaves[position] = tensor if ref is None else view_of(tensor, ref)
         for positions, old, _new in step.written:
             if not self._last_use(old):
@@ -386,19 +292,20 @@ class Frame:
                     leaves[position] = copy
         if step.state_in is not None:
             current = get_state(step.device)
-            set_state(step.device, self._pull(step.state_in, handle))
+            state = memo.get(step.state_in)
+            set_state(step.device, self._pull(step.state_in, handle) if state is None else state)
             out = run_step(step, leaves)
             self._put(step.state_out, get_state(step.device))
             set_state(step.device, current)
         elif step.func is EMPTY and (part := self._imagined()) is not None:
-            (size, stride), options = tree_unflatten(leaves, step.spec)
+            (size, stride), options = step.arguments(leaves)
             out = [part.new_empty_strided(size, stride, **options)]
         else:
             out = run_step(step, leaves)
         for positions, _old, new in step.written:
             self._put(new, leaves[positions[0]])
         for position, buffer in step.outputs:
-            self._put(buffer, out[position])
+            memo[buffer] = out[position]
         for buffer in step.consumes:
             self._release(buffer)
 
@@ -427,6 +334,13 @@ class Frame:
             counts[buffer] = self.recipe.counts[buffer]
         else:
             counts[buffer] = left
+
+
+def _may_move_on(tensor: Tensor) -> bool:
+    """Whether it is such a thing as a factor of delayed scaling: a few numbers beside the parameters, which the loop
+    moves between forward and backward without asking autograd, to which only what was made of them is known.
+    """
+    return not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES
 
 
 def unpack(packed: Any) -> Tensor:

@@ -2,7 +2,13 @@
 
 A forward may take another path without any saved tensor changing its shape: a switch somewhere in Python picks another
 activation, or swaps two operands. Autograd writes down what really ran. Comparing its graph with that of the verified
-first run costs about a microsecond a node, and notices any other path through differentiable ops.
+first run costs about two microseconds a node, and notices any other path through differentiable ops.
+
+NOTE [ When a graph is looked at ]
+What a run has dropped before its graph is known comes back by the recording, whatever the graph says: the witnesses
+(`jettison.runtime.witness`) see to those values, and end a step that would have wrong gradients. A look at the graph
+lets go of a recording that does not hold any more. Where there are witnesses it is taken in the first runs, and then in
+one of `GRAPH_SHARE`; where there are none, in each.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+GRAPH_AFTER = 4  # runs of a recording that are looked at, all of them
+GRAPH_SHARE = 8  # of those after, one in so many is
 Node = Any
 Print = tuple[Any, ...]
 
@@ -69,6 +77,11 @@ def bounds_of(
             else:
                 inputs[leaf.grad_fn] = position
     return Bounds(start=start, nested=tuple(nested), inputs=inputs, leaves=names)
+
+
+def is_turn(run: int, turn: int) -> bool:
+    """Whether the graph of a recording's ``run``-th run is looked at. Regions with another ``turn`` look in others."""
+    return run <= GRAPH_AFTER or (run + turn) % GRAPH_SHARE == 0
 
 
 def next_sequence_number() -> int:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from jettison.capture.recording import TensorRef
 from jettison.capture.tensor_subclasses import arrived, is_dense, storage_of, wrapping
 from jettison.runtime.callers import of_a_region
-from jettison.runtime.frame import Held
+from jettison.runtime.handles import Held
 from jettison.runtime.moves import Move, Transit, typed
 from jettison.runtime.offload import Group
 

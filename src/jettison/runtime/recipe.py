@@ -15,47 +15,25 @@ retained graph computes the same values once more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from jettison.capture.op_traits import is_collective, sees_modes
 from jettison.capture.recording import RegionTrace, Tap, TensorRef
-from jettison.capture.signature import Switches, switched
-from jettison.errors import TraceError
 from jettison.ledger.program import Source
 from jettison.runtime.moves import Move, moves_of
 from jettison.runtime.packing import Pack, packs_of
 from jettison.runtime.random_states import without_idle_moves
+from jettison.runtime.steps import RecipeStep, arguments_of
+from jettison.runtime.views import Within, within
 from jettison.runtime.witness import Spots, spots_of
 
 AWAY: Final = frozenset({"drop", "offload", "pack"})
 """Kinds of slots that leave a handle in the place of their tensor."""
-
-
-@dataclass(slots=True)
-class RecipeStep:
-    """One op to run again. ``plain`` lists positions of tensors among the flat arguments with how to view them."""
-
-    func: Callable[..., Any]
-    leaves: list[Any]
-    spec: Any
-    tensors: list[tuple[int, int, TensorRef | None]]  # (flat position, buffer, view to take or None)
-    outputs: list[tuple[int, int]]  # (flat output position, buffer)
-    written: list[tuple[tuple[int, ...], int, int]]  # (flat positions of the old buffer's views, it, the new buffer)
-    consumes: tuple[int, ...]
-    state_in: int | None
-    state_out: int | None
-    device: str
-    simple: bool  # positional arguments only and none nested: call without unflattening
-    waits: bool = False  # a collective: its results are there after waiting for them
-    under: Switches | None = None  # kernel switches that the forward itself had set
-    needs: tuple[int, ...] = ()  # buffers that it reads, the random state's included
 
 
 @dataclass
@@ -117,21 +95,23 @@ class Recipe:
         return bool(self.handed) or any(slot.kind in AWAY for slot in self.slots)
 
     @cached_property
-    def expected(self) -> tuple[tuple[Any, Any, torch.dtype, str | None] | None, ...]:
-        """By slot: shape, strides, type and parameter of what stays as it is and fills no box; None for the others."""
-        return tuple(
-            [
-                (slot.ref.size, slot.ref.stride, slot.ref.dtype, slot.parameter or None)
-                if slot.kind in ("keep", "parameter") and slot.fill is None and slot.ref.wrap is None
-                else None
-                for slot in self.slots
-            ]
-        )
+    def expected(self) -> tuple[tuple[Any, Any, torch.dtype, str | None, SlotAction | None] | None, ...]:
+        """By slot, where it fills no box: shape, strides and type, and the parameter's name of one that stays as it is,
+        or what to do with one that is dropped. None for the others.
+        """
+        return tuple([_expected(slot) for slot in self.slots])
 
     @cached_property
     def sees_modes(self) -> bool:
         """See `jettison.capture.op_traits.sees_modes`."""
         return any(sees_modes(call.func) for call in self.trace.calls)
+
+
+def _expected(slot: SlotAction) -> tuple[Any, Any, torch.dtype, str | None, SlotAction | None] | None:
+    if slot.fill is not None or slot.ref.wrap is not None or slot.kind not in ("keep", "parameter", "drop"):
+        return None
+    dropped = slot if slot.kind == "drop" else None
+    return slot.ref.size, slot.ref.stride, slot.ref.dtype, slot.parameter or None, dropped
 
 
 def compile_recipe(
@@ -270,17 +250,19 @@ def _source_refs(trace: RegionTrace, box_of: dict[int, int]) -> dict[int, Tensor
 
 def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeStep:
     trace, call = recipe.trace, recipe.trace.calls[index]
-    leaves, spec = tree_flatten((call.args, call.kwargs))
+    leaves, spec, named = arguments_of(call.args, call.kwargs)
     tensors = [
         (position, leaf.buffer, None if sources.get(leaf.buffer) == leaf else _seen(recipe, leaf))
         for position, leaf in enumerate(leaves)
         if isinstance(leaf, TensorRef)
     ]
     states = () if call.state_in is None else (call.state_in,)
+    reads = dict.fromkeys((*(b for _, b, _ in tensors), *states))
     return RecipeStep(
         func=call.func,
         leaves=leaves,
         spec=spec,
+        named=named,
         tensors=tensors,
         outputs=[
             (position, ref.buffer)
@@ -292,10 +274,9 @@ def _step(recipe: Recipe, index: int, sources: dict[int, TensorRef]) -> RecipeSt
         state_in=call.state_in,
         state_out=call.state_out if call.state_out is not None and recipe.makers.get(call.state_out) == index else None,
         device=call.device,
-        simple=not call.kwargs and not any(isinstance(arg, list | tuple | dict) for arg in call.args),
         waits=is_collective(call.func),
         under=call.under,
-        needs=tuple(dict.fromkeys((*(b for _, b, _ in tensors), *states))),
+        needs=tuple([(b, recipe.makers[b]) for b in reads if b in recipe.makers]),
     )
 
 
@@ -312,20 +293,6 @@ def _box_closures(recipe: Recipe) -> dict[int, tuple[int, ...]]:
     return {i: tuple(sorted(found)) for i, found in closure.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Within(TensorRef):
-    """A view of an argument: ``offset`` counts from where the argument begins, which differs from call to call."""
-
-
-def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
-    """The view, counted from where the argument begins if its buffer is one."""
-    given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
-    if given is None:
-        return ref
-    start = given.offset * given.dtype.itemsize // ref.dtype.itemsize
-    return _Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg)
-
-
 def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
     """As `within`, and counted from where a move begins if the buffer is one that moves, or is packed."""
     pack = recipe.packed.get(ref.buffer)
@@ -333,75 +300,4 @@ def _seen(recipe: Recipe, ref: TensorRef) -> TensorRef:
     if move is None:
         return within(recipe.trace, ref)
     offset = ref.offset - move.begin // ref.dtype.itemsize
-    return _Within(ref.buffer, ref.size, ref.stride, offset, ref.dtype, ref.wrap, ref.conj, ref.neg)
-
-
-def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
-    """The view ``ref`` of the storage that ``tensor`` lies in."""
-    offset = ref.offset
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)
-    if tensor.is_conj():
-        tensor = tensor.conj()
-    if type(ref) is _Within:
-        offset += tensor.storage_offset() * tensor.element_size() // ref.dtype.itemsize
-    if tensor.dtype is not ref.dtype:
-        step = max(tensor.element_size(), ref.dtype.itemsize)
-        count = tensor.untyped_storage().nbytes() // step * step // tensor.element_size()
-        tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
-    tensor = tensor.as_strided(ref.size, ref.stride, offset)
-    if ref.conj:
-        tensor = tensor.conj()
-    if ref.neg:
-        tensor = torch._neg_view(tensor)
-    return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
-
-
-def in_a_copy(tensors: Sequence[Tensor], refs: Sequence[TensorRef]) -> list[Tensor]:
-    """Views of one memory, as they are in a copy of it: of what is written to, all that the op was given of it."""
-    copy = whole_copy(tensors[0])
-    return [copy, *(view_of(copy, ref) for ref in refs[1:])]
-
-
-def whole_copy(tensor: Tensor) -> Tensor:
-    """A copy of the whole storage, seen as ``tensor`` sees its own."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if tensor.is_conj() or tensor.is_neg():
-        raise TraceError("an op writes to a conjugate or negative view")
-    flat = tensor.as_strided((count,), (1,), 0).clone()
-    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
-    """Call the op on its flat arguments; flat outputs."""
-    if step.under is None:
-        return _run_step(step, leaves)
-    with switched(step.under):
-        return _run_step(step, leaves)
-
-
-def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
-    if step.simple:
-        out = step.func(*leaves)
-    else:
-        args, kwargs = tree_unflatten(leaves, step.spec)
-        out = step.func(*args, **kwargs)
-    if step.waits:
-        out = torch.ops._c10d_functional.wait_tensor(out)
-    if isinstance(out, Tensor):
-        return [out]
-    return tree_leaves(out)
-
-
-def get_state(device: str) -> Tensor:
-    """State of the default generator."""
-    # detach() is an op that a dry run's allocation counter sees; reading the state is not
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state().detach()
-
-
-def set_state(device: str, state: Tensor) -> None:
-    """Put a state of the default generator back."""
-    if device == "cuda":
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
+    return Within(ref.buffer, ref.size, ref.stride, offset, ref.dtype, ref.wrap, ref.conj, ref.neg)

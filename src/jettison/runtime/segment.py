@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from jettison.capture.tensor_subclasses import plain, version_of, wrapping
-from jettison.runtime.frame import Handle
+from jettison.runtime.handles import Handle
 
 
 class SegmentLink:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from jettison.capture.recording import Call, Read, RegionTrace, TensorRef
 from jettison.capture.rejected_blocks import VALUES_WANTED
 from jettison.capture.tensor_subclasses import plain
-from jettison.runtime.recipe import view_of, whole_copy, within
+from jettison.runtime.views import view_of, whole_copy, within
 
 
 def reads_hold(trace: RegionTrace, leaves: list[Any]) -> bool:

@@ -30,13 +30,13 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, prod
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from jettison.errors import UsageError, WrongValue
@@ -93,6 +93,16 @@ class Spots:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     slack: tuple[tuple[int, int], ...]
+    cuts: dict[int, tuple[Any, tuple[int, ...]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def cut(self, itemsize: int) -> tuple[Any, tuple[int, ...]]:
+        """Memory from the first of the elements to the last, as a type, and the bytes from one to the next."""
+        found = self.cuts.get(itemsize)
+        if found is None:
+            last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+            strides = tuple(step * itemsize for step in self.stride)
+            found = self.cuts[itemsize] = ctypes.c_char * ((last + 1) * itemsize), strides
+        return found
 
     @property
     def count(self) -> int:
@@ -143,12 +153,37 @@ def look(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
     return _strided(tensor.detach(), spots, salt).clone()
 
 
-def _strided(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
-    start = tensor.storage_offset()
+def peek(tensor: Tensor, spots: Spots, salt: int) -> bytes | None:
+    """The bytes of the same elements, read where they lie: four calls fewer for each tensor than by way of torch.
+
+    Of a plain tensor on the CPU, or on no device at all, where there is nothing to read. None without NumPy, and for
+    tensors that lie nowhere.
+    """
+    if numpy is None or tensor.is_meta:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # of a transform, which lies in another tensor
+        return None
+    if not address:
+        return None
+    itemsize = tensor.itemsize
+    kind, strides = spots.cut(itemsize)
+    here = kind.from_address(address + _start(spots, salt) * itemsize)
+    found: bytes = numpy.ndarray(spots.size, _WORDS[itemsize], here, 0, strides).tobytes()
+    return found
+
+
+def _start(spots: Spots, salt: int) -> int:
+    start = 0
     for places, step in spots.slack:
         start += salt % places * step
         salt = salt * 31 + 7
-    return tensor.as_strided(spots.size, spots.stride, start)
+    return start
+
+
+def _strided(tensor: Tensor, spots: Spots, salt: int) -> Tensor:
+    return tensor.as_strided(spots.size, spots.stride, tensor.storage_offset() + _start(spots, salt))
 
 
 def digest(tensor: Tensor, spots: Spots) -> Tensor:
@@ -231,6 +266,12 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()])
 
 
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+_REAL = frozenset({Tensor, nn.Parameter})
+_NUMBERS = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+)
 Seen: TypeAlias = Tensor | bytes
 
 
@@ -258,6 +299,10 @@ class Witness:
         return bits_of(digest(tensor, self.spots) if self.full else look(tensor, self.spots, self.salt))
 
     def _bytes(self, tensor: Tensor) -> bytes:
+        if tensor.__class__ in _REAL and not self.full and not tensor.is_neg() and tensor.dtype in _NUMBERS:
+            found = peek(tensor, self.spots, self.salt)
+            if found is not None:
+                return found
         if self.full or tensor.is_complex() or tensor.is_neg():
             bits = self._look(tensor)
         elif isinstance(tensor, FakeTensor):

@@ -1,0 +1,102 @@
+"""What a planned region leaves in autograd's graph in the place of a tensor, and where what recipes read is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor
+
+from jettison.capture.tensor_subclasses import version_of
+from jettison.runtime.moves import Transit
+from jettison.runtime.offload import Group, stale
+from jettison.runtime.packing import Packed
+from jettison.runtime.recipe import Recipe, SlotAction
+from jettison.runtime.witness import Witness
+
+if TYPE_CHECKING:
+    from jettison.runtime.frame import Frame
+
+
+class Diverged(Exception):
+    """The forward did not do what was recorded. Raised inside a region, handled by its wrapper."""
+
+
+class Held(tuple[Any, Tensor, int]):
+    """A kept slot: whose it is (its frame counts as live while it is there), the tensor, and its version when autograd
+    saved it. A tuple, since there is one for each tensor that autograd saves.
+    """
+
+    __slots__ = ()
+    of_a_region = True  # where it is a hook itself
+
+    def __new__(cls, tensor: Tensor, owner: Any = None) -> Self:
+        # without its graph: the node that saves its own result would own itself, and never go unless backward comes by
+        return tuple.__new__(cls, (owner, tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)))
+
+    def open(self) -> Tensor:
+        """The tensor, if nobody has written to it."""
+        _, tensor, version = self
+        if version_of(tensor) != version:
+            raise stale("a kept tensor", "a planned region", version, version_of(tensor))
+        return tensor
+
+
+class Box:
+    """A value that recipes read. Empty until the forward comes by it."""
+
+    __slots__ = ("tensor", "version")
+
+    tensor: Tensor | None
+
+    def __init__(self) -> None:
+        self.tensor = None
+        self.version = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the forward has not come by it."""
+        return self.tensor is None
+
+    @property
+    def on_device(self) -> Tensor | None:
+        """What it holds there."""
+        return self.tensor
+
+    def fill(self, tensor: Tensor) -> None:
+        """Hold the values without their graph: a box that owned its graph would own its own handle."""
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.version = version_of(tensor)
+
+
+def box_for(recipe: Recipe, buffer: int, group: Group | None) -> Box | Transit | Packed:
+    if buffer in recipe.moved:
+        return Transit(recipe.moved[buffer], group)
+    return Packed(recipe.packed[buffer]) if buffer in recipe.packed else Box()
+
+
+class Handle:
+    """A slot that is not held. Owns the boxes that its recipe reads, and a witness of what was there."""
+
+    __slots__ = ("boxes", "frame", "index", "slot", "witness")
+
+    def __init__(
+        self,
+        frame: Frame,
+        slot: SlotAction,
+        boxes: tuple[Box | Transit | Packed | Handle, ...],
+        witness: Witness | None = None,
+        index: int = -1,
+    ) -> None:
+        self.frame = frame
+        self.slot = slot
+        self.boxes = boxes
+        self.witness = witness
+        self.index = index
+
+
+class NarrowHandle(Handle):
+    """Of narrow numbers, with the factor that they had in this forward."""
+
+    __slots__ = ("wrap",)
+
+    wrap: Any  # a `Narrow`

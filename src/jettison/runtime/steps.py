@@ -1,0 +1,80 @@
+"""One op that runs again, and the random state that it draws from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from jettison.capture.recording import TensorRef
+from jettison.capture.signature import Switches, switched
+
+
+@dataclass(slots=True)
+class RecipeStep:
+    """One op to run again, with its arguments in a list: those of the call, or where tensors lie deeper, all leaves."""
+
+    func: Callable[..., Any]
+    leaves: list[Any]
+    spec: Any  # how leaves become arguments; None where they are the positional ones
+    named: dict[str, Any]  # the others then, which are no tensors
+    tensors: list[tuple[int, int, TensorRef | None]]  # (position, buffer, view to take or None)
+    outputs: list[tuple[int, int]]  # (flat output position, buffer), of those that somebody asks for
+    written: list[tuple[tuple[int, ...], int, int]]  # (positions of the old buffer's views, it, the new buffer)
+    consumes: tuple[int, ...]
+    state_in: int | None
+    state_out: int | None
+    device: str
+    waits: bool = False  # a collective: its results are there after waiting for them
+    under: Switches | None = None  # kernel switches that the forward itself had set
+    needs: tuple[tuple[int, int], ...] = ()  # (buffer, op that makes it) of what runs before, the random state included
+
+    def arguments(self, leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
+        """Positional ones, and those by name."""
+        if self.spec is None:
+            return leaves, self.named
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, dict[str, Any]]:
+    """Of a recorded call: ``leaves``, ``spec`` and ``named`` of its step."""
+    nested = [arg for arg in args if isinstance(arg, list | tuple | dict)]
+    if any(isinstance(leaf, TensorRef) for leaf in tree_leaves((nested, kwargs))):
+        leaves, spec = tree_flatten((args, kwargs))
+        return leaves, spec, {}
+    return list(args), None, dict(kwargs)
+
+
+def run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
+    """Call the op on its arguments; flat outputs."""
+    if step.under is None:
+        return _run_step(step, leaves)
+    with switched(step.under):
+        return _run_step(step, leaves)
+
+
+def _run_step(step: RecipeStep, leaves: list[Any]) -> list[Any]:
+    args, kwargs = (leaves, step.named) if step.spec is None else step.arguments(leaves)
+    out = step.func(*args, **kwargs)
+    if step.waits:
+        out = torch.ops._c10d_functional.wait_tensor(out)
+    return [out] if isinstance(out, Tensor) else tree_leaves(out)
+
+
+def get_state(device: str) -> Tensor:
+    """State of the default generator."""
+    # detach() is an op that a dry run's allocation counter sees; reading the state is not
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state().detach()
+
+
+def set_state(device: str, state: Tensor) -> None:
+    """Put a state of the default generator back."""
+    if device == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,69 @@
+"""Views of a storage, as recordings write them down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jettison.capture.recording import RegionTrace, TensorRef
+from jettison.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Within(TensorRef):
+    """A view of an argument: ``offset`` counts from where the argument begins, which differs from call to call."""
+
+
+def within(trace: RegionTrace, ref: TensorRef) -> TensorRef:
+    """The view, counted from where the argument begins if its buffer is one."""
+    given = trace.given.get(ref.buffer) if ref.buffer in trace.inputs else None
+    if given is None:
+        return ref
+    start = given.offset * given.dtype.itemsize // ref.dtype.itemsize
+    return Within(ref.buffer, ref.size, ref.stride, ref.offset - start, ref.dtype, ref.wrap, ref.conj, ref.neg)
+
+
+def view_of(tensor: Tensor, ref: TensorRef) -> Tensor:
+    """The view ``ref`` of the storage that ``tensor`` lies in."""
+    if (
+        ref.__class__ is TensorRef
+        and tensor.dtype is ref.dtype
+        and ref.wrap is None
+        and not (ref.conj or ref.neg or tensor.is_neg() or tensor.is_conj())
+    ):  # nearly all
+        return tensor.as_strided(ref.size, ref.stride, ref.offset)
+    offset = ref.offset
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if type(ref) is Within:
+        offset += tensor.storage_offset() * tensor.element_size() // ref.dtype.itemsize
+    if tensor.dtype is not ref.dtype:
+        step = max(tensor.element_size(), ref.dtype.itemsize)
+        count = tensor.untyped_storage().nbytes() // step * step // tensor.element_size()
+        tensor = tensor.as_strided((count,), (1,), 0).view(ref.dtype)
+    tensor = tensor.as_strided(ref.size, ref.stride, offset)
+    if ref.conj:
+        tensor = tensor.conj()
+    if ref.neg:
+        tensor = torch._neg_view(tensor)
+    return tensor if ref.wrap is None else ref.wrap.wrap(tensor)
+
+
+def in_a_copy(tensors: Sequence[Tensor], refs: Sequence[TensorRef]) -> list[Tensor]:
+    """Views of one memory, as they are in a copy of it: of what is written to, all that the op was given of it."""
+    copy = whole_copy(tensors[0])
+    return [copy, *(view_of(copy, ref) for ref in refs[1:])]
+
+
+def whole_copy(tensor: Tensor) -> Tensor:
+    """A copy of the whole storage, seen as ``tensor`` sees its own."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.is_conj() or tensor.is_neg():
+        raise TraceError("an op writes to a conjugate or negative view")
+    flat = tensor.as_strided((count,), (1,), 0).clone()
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
