@@ -85,7 +85,7 @@ def root_mean_square(w: Writer, x: Value) -> Value:
     variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
     root = w.tape.empty(rows, "float32", places, grad=x.grad)
     w.tape.record("aten.rsqrt.default", [variance], [root], saves=[saved(root, "norm statistics", STATISTICS)])
-    return multiply(w, wide, root, ("norm input", "norm statistics"))
+    return multiply(w, x if w.kernels.unwidened_norm else wide, root, ("norm input", "norm statistics"), "float32")
 
 
 def _written(w: Writer, x: Value, weight: Weight) -> Value:

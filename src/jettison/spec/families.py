@@ -13,6 +13,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.biases import Biases
 from jettison.spec.model import Activation, Arrangement, Norm, NormKind, Pooling, QkNorm, Router
 
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -35,6 +36,9 @@ class DropoutKeys:
     embedding: str | None = None
     attention: str | None = "attention_dropout"
     residual: str | None = None
+    projected: str | None = None
+    inner: str | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +108,7 @@ class Family:
     source: bool = False  # an encoder beside a decoder, whose sizes have names of their own
     sound: bool = False  # which reads a spectrum
     key_bias: bool = True
+    waves: bool = False  # it hears sound as it was recorded
     patches: bool = False
     patch_bias: bool = True
     bidirectional: bool = False
@@ -111,6 +116,7 @@ class Family:
     half_window: bool = False  # the configuration says how wide it is, both ways together
     pooling: Pooling = Pooling.NONE
     plain_first: bool = False  # and the first layer's attention therefore has none
+    biases: Biases = Biases.NONE  # of scores, by distance
     more_positions: int = 0  # rows of learned positions beyond the longest sequence
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
 

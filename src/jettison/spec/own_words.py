@@ -282,6 +282,30 @@ def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**values, **_part(values, "attn_config", name)}
 
 
+def _t5(family: Family, values: Mapping[str, Any], name: str, *, default: str = "relu") -> Read:
+    """An activation, "gated" before it or not; and a head that is tied is one whose input is scaled."""
+    word = values.get("feed_forward_proj", default)
+    parts = word.split("-") if isinstance(word, str) else []
+    if not 1 <= len(parts) <= 2 or (len(parts) == 2 and parts[0] != "gated"):
+        raise UsageError(f"{name}: got feed_forward_proj {short(word)}; expected an activation, or gated- before it")
+    tied = values.get("tie_word_embeddings") is not False
+    read = {"hidden_act": "gelu_new" if word == "gated-gelu" else parts[-1], "scale_decoder_outputs": tied}
+    return replace(family, gated=len(parts) == 2), {**read, **values}
+
+
+def _mt5(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """The same, gated unless it says otherwise, and never scaled."""
+    family, read = _t5(family, values, name, default="gated-gelu")
+    return family, {**read, "scale_decoder_outputs": False}
+
+
+def _wav2vec2(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Norms before the blocks and one at the end, or after each block and before the first."""
+    stable = _flag(values, "do_stable_layer_norm", False, name)
+    arrangement = Arrangement.PRE if stable else Arrangement.OUTER
+    return replace(family, arrangement=arrangement, start_norm=not stable), values
+
+
 _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = MappingProxyType(
     {
         "cohere": _cohere,
@@ -293,10 +317,12 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "gpt_neo": _gpt_neo,
         "hunyuan_v1_moe": _hunyuan_v1_moe,
         "llama4_text": _llama4,
+        "hubert": _wav2vec2,
         "jamba": _jamba,
         "mamba": _mamba,
         "mamba2": _mamba2,
         "mpt": _mpt,
+        "mt5": _mt5,
         "nemotron_h": _nemotron_h,
         "phi": _phi,
         "phimoe": _phimoe,
@@ -304,6 +330,9 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "qwen3_5_text": _qwen_hybrid,
         "qwen3_next": _qwen_hybrid,
         "stablelm": _stablelm,
+        "t5": _t5,
+        "umt5": _mt5,
+        "wav2vec2": _wav2vec2,
     }
 )
 """By ``model_type``."""
