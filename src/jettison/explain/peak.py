@@ -227,7 +227,10 @@ def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
 def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
     if run.layout.shards > 1:
         for zero in (1, 3):
-            yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+            try:
+                yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+            except UsageError:  # of some optimizers and recipes not every stage is described
+                continue
 
 
 def _compare(found: Forecast, runs: Iterable[tuple[str, Run]]) -> tuple[Variant, ...]:
