@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from jettison.cost.roofline import op_seconds
+from jettison.errors import TraceError
 from jettison.export.host_text import CODE, IMPORTS, STAND_IN, WRAP, moves_table
 from jettison.export.nearest import Priced, fewest_checkpoints, least, with_moves
 from jettison.export.policy import Action, LayerPolicy, with_input_on_host
@@ -25,6 +26,7 @@ TARGET: Final = "torch_remat"
 PACKAGE: Final = "torch_remat"
 COULD: Final = "which layers are checkpoints, and which of their modules keep their activations"
 TRIES: Final = 3
+_RETURNS: Final = "checkpoint function must return"  # torch_remat's own words
 USE: Final = """\
 Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
 torch.compile. It changes the model's layers in place; names in its state_dict stay as they are. A layer has to return a
@@ -35,7 +37,8 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     """The nearest file to the plan.
 
     Raises:
-        CannotSay: the plan is of a described run, which names no modules, or torch_remat is not there to be run.
+        CannotSay: the plan is of a described run, which names no modules, torch_remat is not there to be run, or layers
+            return what its checkpoints do not take.
         DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     plain_torch.refuse_described(subject, TARGET)
@@ -44,7 +47,15 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
             "torch_remat is not installed here, and what is exported is run to say what it costs; "
             "pip install torch_remat, or export --to torch"
         )
-    policies, cost = _chosen(subject, pricer)
+    try:
+        policies, cost = _chosen(subject, pricer)
+    except TraceError as error:
+        if _RETURNS not in str(error):
+            raise
+        raise CannotSay(
+            f"torch_remat's checkpoints take layers that return a tensor, or a tuple or list of tensors; those of "
+            f"{subject.model} return something else. Export --to torch"
+        ) from error
     return Exported(
         target=TARGET,
         subject=subject,
