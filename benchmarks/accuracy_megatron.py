@@ -71,6 +71,11 @@ def later_table() -> str:
     return "\n".join([_golden_head(), *_golden_lines(megatron_golden.rows(megatron_golden.LATER))])
 
 
+def further_table() -> str:
+    """The tests with layers that predict further tokens. None is counted."""
+    return "\n".join([_golden_head(), *_golden_lines(megatron_golden.further_rows())])
+
+
 def simumax_table() -> str:
     """One line a layout: batches of more micro-batches peak alike."""
     lines = [
@@ -140,4 +145,4 @@ def _golden_lines(found: Sequence[megatron_golden.Golden]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((summary(), golden_tables(), later_table(), simumax_table())))
+    print("\n\n".join((summary(), golden_tables(), later_table(), further_table(), simumax_table())))

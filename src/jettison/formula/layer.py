@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from jettison.formula.attention import attention
-from jettison.formula.basic import add, dropout
+from jettison.formula.basic import add, cast, dropout
 from jettison.formula.delta_rule import gated_delta
 from jettison.formula.latent import latent_attention
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
+from jettison.formula.selective_scan import mamba1
+from jettison.formula.state_space import mamba2
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
-from jettison.spec.mixers import GatedDelta
+from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2
 from jettison.spec.model import Arrangement, Attention, LatentAttention, Layer, Mlp
 
 
 def layer(w: Writer, x: Value, spec: Layer) -> Value:
     """The residual stream after the layer."""
     if spec.lone:
-        inner = norm(w, x, spec.norm, "mlp_norm" if spec.attention is None else "attention_norm")
+        inner = norm(w, cast(w, x, w.compute), spec.norm, "mlp_norm" if spec.attention is None else "attention_norm")
         return add(w, x, _dropped(w, _feed(w, inner, spec) if spec.attention is None else _attend(w, inner, spec)))
     match spec.arrangement:
         case Arrangement.PRE:
@@ -64,6 +66,10 @@ def _attend(w: Writer, x: Value, spec: Layer) -> Value:
             return latent_attention(w, x, mixer, spec.norm)
         case GatedDelta() as mixer:
             return gated_delta(w, x, mixer)
+        case Mamba2() as mixer:
+            return mamba2(w, x, mixer)
+        case Mamba1() as mixer:
+            return mamba1(w, x, mixer, spec.norm)
         case _:
             raise AssertionError(f"nobody wrote down {spec.attention}")
 

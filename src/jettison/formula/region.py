@@ -207,7 +207,10 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
     """One transformer layer."""
     if isinstance(layer, RecordedLayer):
         return _recorded(scene).blocks[layer.call]
-    writer = Writer.of(replace(scene, seq=scene.source_seq) if layer.source else scene)
+    if layer.source:
+        pair = scene.model.pair
+        scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
+    writer = Writer.of(scene)
     hidden = writer.hidden(detached=layer.detached)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)

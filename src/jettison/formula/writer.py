@@ -43,6 +43,11 @@ class Writer:
         return self.run.precision.compute
 
     @property
+    def stream(self) -> str:
+        """Dtype of the residual stream."""
+        return "float32" if self.run.model.wide_stream else self.compute
+
+    @property
     def tp(self) -> int:
         """t."""
         return self.run.layout.tp
@@ -88,7 +93,7 @@ class Writer:
         rows = list(self.shape(self.run.model.hidden))
         rows[self.seq_dim] *= depths
         shape = tuple(rows)
-        return self.tape.source(role, shape, self.compute, self.outside(), grad=not detached)
+        return self.tape.source(role, shape, self.stream, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
         """Something that every layer reads and none pays for."""

@@ -33,6 +33,7 @@ from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
+from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces
 
 PAPER: Final = "paper"
@@ -48,7 +49,7 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-        source_seq: Tokens that an encoder beside a decoder reads: as many as --seq, or as its configuration says.
+        source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
@@ -280,6 +281,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
+    if model.waves is not None:
+        seq = model.waves.tokens(model.name, given_or(request.source_seq, SECOND))
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
@@ -338,10 +341,13 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
 
 def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
     """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
+    if model.waves is not None:
+        return given_or(request.source_seq, SECOND if request.seq is None else 0)
+    if model.pair is not None:
+        return given_or(request.source_seq, model.pair.tokens)
     if model.source is None:
         return given_or(request.source_seq, 0)
-    longest = model.source.max_positions
-    return given_or(request.source_seq, longest if model.source.sound else min(seq, longest))
+    return given_or(request.source_seq, model.source.longest(seq))
 
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
@@ -359,7 +365,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
     return Layout(
         tp=tp,
-        sp=given_or(request.sp, tp > 1 and model.patches is None and model.source is None),
+        sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         cp=given_or(request.cp, 1),
         ep=given_or(request.ep, 1),
         expert_tp=given_or(request.expert_tp, 0),
@@ -395,6 +401,9 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
+    if model.waves is not None or model.pair is not None:
+        does = "aligns text with sound" if model.waves else "holds images against texts"
+        raise UsageError(f"got --loss {request.loss}; {model.name} {does}: leave it away")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
     return replace(kernels, loss=word(Loss, request.loss, "loss"))

@@ -26,7 +26,12 @@ _LAYOUTS: Final = ((False, False, False), (True, False, False), (True, True, Fal
 
 def closed_form_data(subjects: Sequence[Subject]) -> dict[str, Any]:
     """``{"document": the formulas, "layers": [one for each kind of layer of each model], "sequences": ...}``."""
-    kinds = [(subject, layer) for subject in subjects for layer in subject.model.described if has_names(layer)]
+    kinds = [
+        (subject, layer)
+        for subject in subjects
+        for layer in subject.model.described
+        if has_names(layer) and not (layer.source and subject.model.pair)
+    ]
     structures = list(dict.fromkeys(structure(subject.model, layer) for subject, layer in kinds))
     forms = [_form([k for k in kinds if structure(k[0].model, k[1]) == each]) for each in structures]
     return {

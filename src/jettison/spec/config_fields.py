@@ -28,7 +28,8 @@ class ConfigFields:
         """Are all sizes there, and nothing that a `ModelSpec` cannot say?"""
         missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
         if missing:
-            raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
+            lacking = ", ".join(dict.fromkeys(missing))
+            raise UsageError(f"{self.name}: the configuration lacks {lacking}; expected all of them")
         for key in (*(() if self.family.source else _NOT_EXPRESSED), *self.family.refused):
             if self.values.get(key):
                 raise NotDescribed(

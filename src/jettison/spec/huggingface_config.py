@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import Any, Final
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
 from jettison.spec.config_fields import TRACE, ConfigFields
+from jettison.spec.encoder_families import CLIP_TEXTS
 from jettison.spec.families import Family
-from jettison.spec.further import FURTHER_LEFT_OUT
+from jettison.spec.inputs import Patches
+from jettison.spec.left_out import left_out_of
 from jettison.spec.mixed_layers import mixed_layers
 from jettison.spec.model import (
     Arrangement,
@@ -32,18 +35,17 @@ from jettison.spec.model import (
     ModelSpec,
     Moe,
     Norm,
-    Patches,
     QkNorm,
-    Source,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
+from jettison.spec.pair import IMAGE_SIZES, TEXT_SIZES, is_pair, paired
+from jettison.spec.two_stacks import biases, source, stacks
+from jettison.spec.waves import waves_of
 
 _TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
 _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
-TOWERS: Final = ("vision", "audio")
-"""What may stand beside a text model."""
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
@@ -84,53 +86,30 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
+    if is_pair(values):
+        return _pair(values, name)
     outer = values
     kind, values = _language_model(values, name)
     family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
     fields = ConfigFields(name=name, family=family, values=values)
     fields.check_complete()
-    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values, fields.family)))
+    return replace(_model(fields, kind), left_out=tuple(left_out_of(outer, values, fields.family)))
 
 
-def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """What a configuration has that the text model does not, one remark each."""
-    if family.patches:
-        if "text_config" in outer:
-            yield "the text tower is left out: an image is classified, and no text is held against it"
-        return
-    for key in (f"{tower}_config" for tower in TOWERS):
-        tower = outer.get(key)
-        if isinstance(tower, Mapping) and tower:
-            about = _tower_parameters(tower)
-            size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
-            yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
-    for remark in not_built(outer, inner):
-        yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
-
-
-def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
-    """What a configuration has that the code of transformers does not build, one remark each."""
-    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
-    if isinstance(further, int) and further > 0:
-        count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
-        yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
-    quantised = outer.get("quantization_config") or inner.get("quantization_config")
-    if isinstance(quantised, Mapping) and quantised:
-        method = quantised.get("quant_method", "a method that it does not name")
-        yield f"quantization_config ({method}) is left out: weights are those of --precision"
-
-
-def _tower_parameters(tower: Mapping[str, Any]) -> int:
-    """Of an encoder's layers: four projections of attention, and two of the feed-forward block or three where gated."""
-    sizes = [tower.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
-    sizes[0] = sizes[0] or tower.get("embed_dim") or tower.get("width") or tower.get("d_model")
-    sizes[2] = sizes[2] or tower.get("depth") or tower.get("encoder_layers")
-    width, ffn, depth = (size if isinstance(size, int) and not isinstance(size, bool) else 0 for size in sizes)
-    if not width or not depth:
-        return 0
-    ffn = ffn or 4 * width
-    products = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
-    return depth * (4 * width * width + products * width * ffn)
+def _pair(values: Mapping[str, Any], name: str) -> ModelSpec:
+    """Both towers of a configuration, each with the sizes that its part leaves out."""
+    parts = [values.get(key) or {} for key in ("text_config", "vision_config")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise UsageError(f"{name}: got {short(parts)} for text_config and vision_config; expected two objects")
+    texts, images = (
+        ConfigFields(name=name, family=family, values=_inherit({**sizes, **part}, values))
+        for family, sizes, part in zip(
+            (CLIP_TEXTS, EVERY_FAMILY["clip_vision_model"]), (TEXT_SIZES, IMAGE_SIZES), parts, strict=True
+        )
+    )
+    for fields in (texts, images):
+        fields.check_complete()
+    return paired(_model(texts, "clip"), _model(images, "clip_vision_model"), values.get("projection_dim", 512))
 
 
 def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
@@ -172,7 +151,7 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
     norm = _norm(fields)
     layers = _layers(fields, norm)
     if family.source:
-        layers = _stacks(fields, layers)
+        layers = stacks(fields, layers)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
     transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
@@ -184,53 +163,29 @@ def _model(fields: ConfigFields, kind: str) -> ModelSpec:
         hidden=fields.size("hidden_size"),
         vocab=fields.size("vocab_size") if patches is None else _classes(fields),
         patches=patches,
-        source=_source(fields) if family.source else None,
+        source=source(fields) if family.source else None,
+        waves=waves_of(fields) if family.waves else None,
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
-        learned_positions=not family.rotary and not family.alibi and family.scan is None,
+        learned_positions=not (family.rotary or family.alibi or family.waves or family.scan or family.biases.made),
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.start_norm else None,
         embedding_scale=family.embedding_scale or (family.source and fields.flag("scale_embedding")),
+        wide_stream=fields.flag("residual_in_fp32"),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
             bias=family.head_bias or fields.flag("decoder_bias") or fields.flag("lm_head_bias"),
             transform=fields.activation(transform) if masked else None,
             transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
             pooling=family.pooling,
+            scaled=fields.flag("scale_decoder_outputs"),
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
         dropout_sites=sites,
         dropout=dropout,
         dtype=_dtype(fields),
-    )
-
-
-def _stacks(fields: ConfigFields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
-    first = decoder[0]
-    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
-    heads = fields.size("encoder_attention_heads")
-    hidden = fields.size("hidden_size")
-    if hidden % heads:
-        raise fields.error("encoder_attention_heads", f"a divisor of the hidden size {hidden}")
-    both_ways = replace(first.attention, heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False)
-    encoder = replace(
-        first, attention=both_ways, mlp=replace(first.mlp, ffn=fields.size("encoder_ffn_dim")), source=True
-    )
-    asking = replace(first, cross=replace(first.attention, causal=False))
-    return (encoder,) * fields.depth("encoder_layers") + (asking,) * len(decoder)
-
-
-def _source(fields: ConfigFields) -> Source:
-    key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
-    longest = fields.size(key)
-    return Source(
-        max_positions=longest,
-        position_rows=longest + fields.family.more_positions,
-        trained_positions=not fields.family.sound,
-        sound=fields.size("num_mel_bins") if fields.family.sound else 0,
     )
 
 
@@ -278,7 +233,7 @@ def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
     """
     keys = fields.family.dropout
     chances = {}
-    for site in ("embedding", "attention", "residual"):
+    for site in (field.name for field in dataclass_fields(DropoutSites)):
         if (key := getattr(keys, site)) is not None:
             chances[site] = fields.number(key)
             if not 0 <= chances[site] < 1:
@@ -372,6 +327,7 @@ def _attention(fields: ConfigFields) -> Attention:
         clipped=bool(fields.number("clip_qkv")),
         gated=family.gated_attention,
         causal=_causal(fields),
+        **biases(fields),
     )
 
 

@@ -193,13 +193,13 @@ class Layout:
             )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
-        if model.patches is not None and ways > 1:
-            flag = f"--cp {self.cp}" if self.cp > 1 else "--sp"
-            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} reads images: leave it away")
-        if model.source is not None and max(self.cp, self.pp) > 1:
-            flag = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}"
+        if not model.words and ways > 1:
+            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "hears sound" if model.waves else "reads images"
+            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} {reads}: leave it away")
+        cut = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}" if self.pp > 1 else "--sp" if ways > 1 else ""
+        if model.two_stacks and cut and (cut != "--sp" or model.pair):
             raise UsageError(
-                f"got {flag}; {model.name} is an encoder with a decoder, for which no description has it: leave it away"
+                f"got {cut}; {model.name} is {model.two_stacks}, for which no description has it: leave it away"
             )
         for length in (seq, source_seq):
             if length % ways:

@@ -71,3 +71,72 @@ class GatedDelta(Scan):
     def values(self) -> int:
         """Of all heads together."""
         return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba2(Scan):
+    """State space duality (arXiv 2405.21060): each head has a matrix of ``head_dim`` x ``state``, which decays by a
+    number a token.
+
+    Args:
+        groups: of heads that share what is written and what is asked, and of channels that are normalised together.
+        taps: tokens that the convolution before it reads.
+        chunk: tokens that are worked out together.
+        bias: of the projections; ``convolution_bias``: of the convolution.
+
+    Raises:
+        UsageError: a size below one, or heads that do not share groups evenly.
+    """
+
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+    taps: int
+    chunk: int
+    bias: bool = False
+    convolution_bias: bool = True
+
+    def __post_init__(self) -> None:
+        Scan.__post_init__(self)
+        if self.heads % self.groups:
+            raise UsageError(f"{self.heads} heads cannot share {self.groups} groups evenly")
+
+    @property
+    def words(self) -> str:
+        return "state-space scan"
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels that pass the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mamba1(Scan):
+    """A selective state space (arXiv 2312.00752): each channel has ``state`` numbers, which decay at their own rates.
+
+    Args:
+        inner: channels.
+        rank: of the product that makes their time steps.
+        taps: tokens that the convolution before it reads.
+        bias: of the projections; ``convolution_bias``: of the convolution.
+        normed: time steps, what is written and what is asked are normalised: Jamba.
+    """
+
+    inner: int
+    state: int
+    rank: int
+    taps: int
+    bias: bool = False
+    convolution_bias: bool = True
+    normed: bool = False
+
+    @property
+    def words(self) -> str:
+        return "state-space scan"

@@ -11,9 +11,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
+from jettison.spec.biases import Biases
+from jettison.spec.inputs import Patches, Source
 from jettison.spec.mixers import Scan
+from jettison.spec.sizes import positive
+
+if TYPE_CHECKING:
+    from jettison.spec.pair import Pair
+    from jettison.spec.waves import Waves
 
 
 class NormKind(StrEnum):
@@ -103,13 +111,15 @@ class Attention:
     scaled_queries: bool = False  # by a factor that grows with the position (arXiv 2501.19399)
     gated: bool = False  # what it returns is weighted, by as many numbers as queries have, of the same product
     causal: bool = True
+    biases: Biases = Biases.NONE  # are added to scores
+    buckets: int = 0  # rows of their table, one for distances that are taken together; 0: they are zeros
 
     def __post_init__(self) -> None:
-        _positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if self.window is not None:
-            _positive("attention", window=self.window)
+            positive("attention", window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +135,7 @@ class LatentAttention:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "latent attention",
             heads=self.heads,
             kv_rank=self.kv_rank,
@@ -156,7 +166,7 @@ class Mlp:
     fused_gate_up: bool = False  # one weight for both halves: Phi-3
 
     def __post_init__(self) -> None:
-        _positive("feed-forward block", ffn=self.ffn)
+        positive("feed-forward block", ffn=self.ffn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +194,7 @@ class Moe:
     top_groups: int = 1
 
     def __post_init__(self) -> None:
-        _positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
         if self.top_k > self.experts:
             raise UsageError(f"top_k {self.top_k} is more than the {self.experts} experts")
 
@@ -319,6 +329,9 @@ class DropoutSites:
     embedding: bool = False
     attention: bool = False
     residual: bool = False
+    projected: bool = False  # after what makes tokens of features
+    inner: bool = False  # before the last product of a feed-forward block
+    output: bool = False  # after the last norm of a stack
 
 
 class Pooling(StrEnum):
@@ -337,58 +350,8 @@ class Head:
     transform: Activation | None = None
     transform_bias: bool = True
     softcap: bool = False
+    scaled: bool = False  # what it reads is multiplied by a number
     pooling: Pooling = Pooling.NONE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patches:
-    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
-
-    Raises:
-        UsageError: a size below one, or patches that are larger than the image.
-    """
-
-    height: int
-    width: int
-    patch: int
-    channels: int
-    bias: bool = True  # of the product that makes tokens
-    class_token: bool = True
-
-    def __post_init__(self) -> None:
-        _positive("image", height=self.height, width=self.width, patch=self.patch, channels=self.channels)
-        if self.patch > min(self.height, self.width):
-            raise UsageError(f"a patch of {self.patch} pixels does not fit an image of {self.height} x {self.width}")
-
-    @property
-    def count(self) -> int:
-        """Of an image; pixels that fill none are not seen."""
-        return (self.height // self.patch) * (self.width // self.patch)
-
-    @property
-    def tokens(self) -> int:
-        """s."""
-        return self.count + self.class_token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """What an encoder reads beside a decoder. Words share the decoder's table.
-
-    Args:
-        max_positions: the longest source; with ``sound`` every one is that long.
-        position_rows: of a learned table; 0: there is none.
-        trained_positions: otherwise they are sines that were written into it.
-        sound: rows of a spectrum, which two convolutions make tokens of, the second one for each two frames.
-    """
-
-    max_positions: int
-    position_rows: int = 0
-    trained_positions: bool = True
-    sound: int = 0
-
-    def __post_init__(self) -> None:
-        _positive("encoder", max_positions=self.max_positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,6 +364,8 @@ class ModelSpec:
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
         patches: what its sequences are made of, where it reads images and no words.
+        waves: how it makes tokens of sound.
+        pair: images that its texts are held against.
         source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
     Raises:
@@ -417,10 +382,13 @@ class ModelSpec:
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
     patches: Patches | None = None
+    waves: Waves | None = None
+    pair: Pair | None = None
     source: Source | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
+    wide_stream: bool = False  # the residual stream is fp32 whatever activations are: Mamba 2
     tied_embeddings: bool = False
     head: Head = Head()
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
@@ -430,7 +398,7 @@ class ModelSpec:
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
-        _positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
+        positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
         if not self.layers:
             raise UsageError(f"model {self.name} has no layers")
 
@@ -479,6 +447,16 @@ class ModelSpec:
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
     @property
+    def words(self) -> bool:
+        """Does it read words, which ranks can share, and neither images nor sound alone?"""
+        return self.patches is None and self.waves is None
+
+    @property
+    def two_stacks(self) -> str:
+        """Two of them, in words: an encoder with a decoder, or two towers; "": one."""
+        return "an encoder with a decoder" if self.source else "two towers" if self.pair else ""
+
+    @property
     def shortest(self) -> int:
         """Tokens of the shortest sequence: an image is as long as it is."""
         return 1 if self.patches is None else self.patches.tokens
@@ -486,15 +464,11 @@ class ModelSpec:
     @property
     def shortest_source(self) -> int:
         """The same of what an encoder reads; 0: there is none beside a decoder."""
+        if self.pair is not None:
+            return self.pair.tokens
         return 0 if self.source is None else self.source.max_positions if self.source.sound else 1
 
     @property
     def depth(self) -> int:
         """L, with what predicts further tokens."""
         return len(self.layers)
-
-
-def _positive(who: str, **sizes: object) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")

@@ -12,9 +12,10 @@ from jettison.errors import UsageError
 from jettison.spec.compiled import check_compiled
 from jettison.spec.fp8 import Fp8Recipe, Library
 from jettison.spec.frozen_models import FrozenModel
+from jettison.spec.inputs import Patches
 from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec, Patches
+from jettison.spec.model import ModelSpec
 from jettison.spec.modules import check_lists, check_parts, listed
 from jettison.spec.precision import MUONS, PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.states_on_host import StatesOnHost
@@ -399,22 +400,29 @@ class Run:
         """
         source, name = self.model.source, self.model.name
         beside = [self.model, *(one.model for one in self.frozen if one.model is not None)]
-        kinds = [one.name for one in beside if one.source is not None or one.patches is not None]
+        kinds = [one.name for one in beside if one.two_stacks or not one.words]
         for flag, given in (("--packed", self.packed), ("a frozen model", self.frozen), ("--mtp", self.model.further)):
             if kinds and given:
                 raise UsageError(f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away")
+        if self.model.waves is not None:
+            self.model.waves.check(name, seq=self.seq, samples=self.source_seq)
+        if self.tuning is not None and (self.model.waves or self.model.two_stacks):
+            what = "hears sound" if self.model.waves else f"is {self.model.two_stacks}"
+            raise UsageError(f"got --lora; {name} {what}, for which no description has it: leave it away")
+        if self.model.pair is not None:
+            if self.source_seq != (tokens := self.model.pair.tokens):
+                got = f"got --source-seq {self.source_seq}"
+                raise UsageError(f"{got}; an image of {name} has {tokens} tokens: leave it away")
+            return
         if source is None:
-            if self.source_seq:
+            if self.source_seq and self.model.waves is None:
                 raise UsageError(f"got --source-seq {self.source_seq}; {name} has no encoder beside a decoder")
             return
         least = source.max_positions if source.sound else 1
-        if not least <= self.source_seq <= source.max_positions:
-            expected = f"{least} to {source.max_positions}" if least < source.max_positions else f"sound of {least}"
+        most = source.max_positions if source.position_rows else self.source_seq
+        if not least <= self.source_seq <= most:
+            expected = f"{least} to {most}" if least < most else f"sound of {least}" if source.sound else "1 or more"
             raise UsageError(f"got --source-seq {self.source_seq}; {name} reads {expected} tokens")
-        if self.tuning is not None:
-            raise UsageError(
-                f"got --lora; {name} is an encoder with a decoder, for which no description has it: leave it away"
-            )
 
     def _check_image(self, patches: Patches) -> None:
         """An image is as long as it is.
