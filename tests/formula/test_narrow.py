@@ -19,6 +19,7 @@ from jettison.predict.run_request import RunRequest, run_of
 from jettison.search.request import SearchRequest
 from jettison.spec.fp8 import RECIPES, Library, Scales, fp8_recipe, scale_shape
 from jettison.spec.hardware import hardware
+from jettison.spec.huggingface_config import parse_config
 from jettison.spec.presets import preset
 
 H, FFN, QKV, S = 4096, 14336, 6144, 4096
@@ -160,11 +161,24 @@ def test_what_is_not_described_is_refused(request_: dict[str, Any], said: str) -
         run_of("llama3-8b", RunRequest(**request_))
 
 
-def test_experts_and_compiled_layers_of_torchao_are_refused() -> None:
+def test_experts_and_compiled_mx_tensors_of_torchao_are_refused() -> None:
     with pytest.raises(UsageError, match="give --kernels megatron"):
         run_of("mixtral-8x7b", RunRequest(fp8_recipe="tensorwise"))
-    with pytest.raises(UsageError, match="with --compile"):
-        replace(run_of("llama3-8b", RunRequest(fp8_recipe="tensorwise")), compiled=True)
+    with pytest.raises(UsageError, match="MX tensors"):
+        replace(run_of("llama3-8b", RunRequest(fp8_recipe="mxfp8")), compiled=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "less"),
+    [("tensorwise", 2 * 2 * S * H + 2 * S * FFN), ("rowwise", 2 * 2 * S * H + 2 * S * FFN), ("rowwise_with_gw_hp", 0)],
+)
+def test_a_compiler_casts_again(recipe: str, less: int) -> None:
+    """What both norms return, and what down reads, is computed again for its copy; not where a product reads it."""
+    plain, narrow = (
+        dict(forecast(replace(run_of("llama3-8b", RunRequest(seq=S, **one)), compiled=True)).layer_bytes())
+        for one in ({}, {"fp8_recipe": recipe})
+    )
+    assert plain["layers.7"] - narrow["layers.7"] == less
 
 
 def test_a_search_leaves_out_what_does_not_divide() -> None:
@@ -207,6 +221,48 @@ def test_torchao_gathers_bytes() -> None:
 WITHOUT = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed (pip install torchao==0.18.0)"
 )
+
+
+@WITHOUT
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_a_compiled_block_of_torchao(recipe: str) -> None:
+    """A Llama's, split by Inductor and then run op by op; but for rotary tables and for scales, six bytes a product."""
+    import torch
+    from torch._inductor.compile_fx import compile_fx
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from support.compiled_families import Loss, blocks_of, language_model
+
+    model = Loss(language_model("llama")).bfloat16()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+    block = blocks_of(model)[1]
+    compiled = torch.compile(
+        block.forward,
+        backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=lambda made, *_, **__: made),
+    )
+    seen: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            return compiled(*args, **kwargs)
+
+    block.forward = watched
+    model(torch.zeros(8, 64, dtype=torch.int64))
+    asked = RunRequest(seq=64, micro_batch=8, precision="bf16-pure", kernels="huggingface", fp8_recipe=recipe)
+    spec = parse_config(model.model.config.to_dict(), name="small")
+    own = dict(forecast(replace(run_of(spec, asked), compiled=True)).layer_bytes())["layers.1"]
+    tables = 2 * 2 * 64 * 16
+    assert 0 <= sum(seen.values()) - own - tables <= 7 * (2 + 4)
 
 
 @WITHOUT

@@ -10,7 +10,9 @@ import pytest
 from benchmarks import megatron_golden
 
 from jettison.errors import UsageError
+from jettison.explain.peak import explain
 from jettison.predict.forecast import forecast
+from jettison.predict.largest import fit
 from jettison.predict.run_request import RunRequest, run_of
 from jettison.predict.whole_tensors import Tensor, in_shards, muon_step_bytes, ping_pong, tensors_of
 from jettison.search.request import SearchRequest
@@ -152,3 +154,11 @@ def test_a_distributed_muon_needs_zero_1() -> None:
         SearchRequest(optimizer="dist-muon", kernels="megatron", zero="0").space(
             preset("llama3-8b"), hardware("h100-80gb"), gpus=4, global_batch=4
         )
+
+
+@pytest.mark.parametrize("more", [{"optimizer": "dist-muon"}, {"fp8_recipe": "mxfp8"}])
+def test_what_would_fit_leaves_out_what_is_not_described(more: dict[str, str]) -> None:
+    asked = run(dp=4, **more)
+    assert fit(asked, budget_bytes=80 * 2**30).zero.value in (1, 2)
+    changes = [variant.change for variant in explain(forecast(asked), budget_bytes=None).sharding]
+    assert "--zero 3" not in changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import jettison
 from jettison.units import Bytes
-from support.float8 import E4M3, Float8Linear, factor, narrowed
+from support.float8 import E4M3, ContextLinear, Float8Linear, factor, narrowed
 
 H, ROWS = 32, 64
 POLICIES = ["none", "full", "selective-op", "every:2"]
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, linear: Callable[[int, int], nn.Module] = Float8Linear) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(H), Float8Linear(H, 4 * H), Float8Linear(4 * H, H)
+        self.norm, self.up, self.down = nn.LayerNorm(H), linear(H, 4 * H), linear(4 * H, H)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))
@@ -31,11 +32,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Three blocks of their own weights and histories, or one three times."""
 
-    def __init__(self, *, shared: bool = False, run: Any = None) -> None:
+    def __init__(self, *, shared: bool = False, run: Any = None, linear: Any = Float8Linear) -> None:
         super().__init__()
         torch.manual_seed(0)
-        only = Block()
-        self.layers = nn.ModuleList(only if shared else Block() for _ in range(3))
+        only = Block(linear)
+        self.layers = nn.ModuleList(only if shared else Block(linear) for _ in range(3))
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,10 +57,16 @@ def micro_batches() -> list[Tensor]:
 
 def train(model: nn.Module) -> list[list[Tensor]]:
     """Three steps of two micro-batches; after each micro-batch all gradients and histories."""
+    narrow = [module for module in model.modules() if isinstance(module, ContextLinear)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for number, x in enumerate(micro_batches()):
-        model(x).backward()
+        loss = model(x)
+        for module in narrow:
+            module.forward_ends()
+        loss.backward()
+        for module in narrow:
+            module.backward_ends()
         seen.append([t.detach().clone() for t in (*(p.grad for p in model.parameters()), *model.buffers())])
         if number % 2:
             optimizer.step()
@@ -80,6 +87,39 @@ def test_the_reference_is_what_it_says() -> None:
     expected = (narrowed(x, by, E4M3).float() / by) @ (narrowed(layer.weight, weight_by, E4M3).float() / weight_by).t()
     assert torch.equal(layer(x), expected + layer.bias)
     assert factor(layer.input_history, E4M3) == by
+
+
+def test_the_two_references_have_the_same_factors() -> None:
+    """One call a context: factors of the last four magnitudes. Zeros move nothing where they are moved from outside."""
+    torch.manual_seed(0)
+    alone, moved_on = Float8Linear(H, H), ContextLinear(H, H)
+    moved_on.load_state_dict(alone.state_dict(), strict=False)
+    for number in (3, 9, 2, 1, 1, 1, 1, 2):
+        x = number * torch.randn(4, H)
+        found = [layer(x) for layer in (alone, moved_on)]
+        moved_on.forward_ends()
+        for y in found:
+            (number * y).sum().backward()
+        moved_on.backward_ends()
+        assert torch.equal(*found)
+        assert all(torch.equal(*pair) for pair in zip(*(_gradients_of(m) for m in (alone, moved_on)), strict=True))
+    before = moved_on.input_by.clone(), moved_on.input_history.clone()
+    moved_on(torch.zeros(4, H))
+    moved_on.forward_ends()
+    assert torch.equal(moved_on.input_by, before[0]) and torch.equal(moved_on.input_history, before[1])
+
+
+def _gradients_of(layer: nn.Module) -> list[Tensor]:
+    return [p.grad for p in layer.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective-op"])
+def test_factors_that_move_before_backward_begins_are_the_forwards(policy: str) -> None:
+    model = Net(linear=ContextLinear)
+    with jettison.apply(model, policy, batch=batch()) as handle:
+        found = train(model)
+        assert all(report.slots_dropped for report in handle.report() if report.name)
+    assert same(found, train(Net(linear=ContextLinear)))
 
 
 @pytest.mark.parametrize("shared", [False, True])

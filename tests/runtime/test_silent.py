@@ -52,6 +52,11 @@ def test_equal_or_stopped_where_some_is_kept(case: Case) -> None:
     holds(case, "share:75")
 
 
+def test_a_number_that_moves_while_the_root_computes() -> None:
+    """Under a budget the root computes again as well."""
+    holds(ALL["blocks_move_a_number_that_the_root_reads_around_them"], "budget:100")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "full"])
 @named(QUICK)

@@ -148,6 +148,28 @@ def block_writes_what_the_root_reads_afterwards() -> Program:
 
 
 @case(works=True)
+def blocks_move_a_number_that_the_root_reads_around_them() -> Program:
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.steps.add_(0.25)
+        return x + s.b(torch.tanh(s.a(x)).exp())
+
+    class Scaled(Net):
+        def __init__(self, layers: list[nn.Module]) -> None:
+            super().__init__(layers)
+            self.register_buffer("steps", torch.ones(()))
+            for layer in layers:
+                layer.register_buffer("steps", self.steps)
+
+        def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+            x = torch.sin(x * (self.steps + 1)).exp()
+            for layer in self.layers:
+                x = torch.sin(layer(x) * (self.steps + 1)).exp()
+            return torch.tanh(x * (self.steps + 1)).square().mean()
+
+    return under(Scaled, run)
+
+
+@case(works=True)
 def column_written_after_the_next_block_has_read_it() -> Program:
     class Columns(Net):
         def forward(self, x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:

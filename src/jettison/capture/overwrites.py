@@ -77,7 +77,8 @@ class Memory:
         found: dict[int, int] = {}
         for call, trail in enumerate(self.trails):
             for storage in trail.writes if trail else ():
-                for b in root.versions.get(storage, ()):
+                registered = root.registered.get(storage)
+                for b in (*root.versions.get(storage, ()), *([] if registered is None else [registered])):
                     found.setdefault(b, root.nested_at[call])
         return found
 

@@ -43,6 +43,7 @@ class Tape:
         self._stream = stream  # where the CPU's generator stands as long as nobody moves it by hand
         self.entangled = False
         self.versions: dict[int, list[int]] = {}  # storage -> all buffers that it was, parameters aside
+        self.registered: dict[int, int] = {}  # storage of a module's buffer -> what it is before anybody writes to it
         self._current: dict[int, int] = {}  # storage -> the buffer that it is
         self._alive: list[tuple[Any, Tensor]] = []
         self._named: dict[int, tuple[str, int]] = {}  # storage -> name and offset of its first parameter
@@ -74,6 +75,8 @@ class Tape:
             if name is not None:
                 index = self._new_buffer(tensor, Source.PARAMETER, name=name, free=True)
                 self.names[index], self.named_at[index] = name, offset
+                if not isinstance(tensor, nn.Parameter):
+                    self.registered[storage] = index
             else:
                 index = self._new_buffer(tensor, Source.OUTER)
                 self.entangled = self.entangled or plain(tensor).grad_fn is not None

@@ -51,6 +51,11 @@ class Region:
         return sum(step.flops for step in self.tape.steps)
 
     @cached_property
+    def last_read(self) -> int:
+        """The last step that reads a weight; -1: none does."""
+        return max((number for number, step in enumerate(self.tape.steps) if step.weights), default=-1)
+
+    @cached_property
     def buffers(self) -> dict[int, int]:
         """Storage -> its buffer in the program."""
         owners = [v.index for v in self.tape.values if v.storage == v.index]

@@ -88,6 +88,7 @@ def static(
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = 0
     host_state = host_elements = 0
+    freed = on_host.frees_gradients
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
@@ -103,7 +104,7 @@ def static(
         if narrow is None or not narrow.parameters:
             parameters += at[2] * DTYPE_BYTES[held.parameter]
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
-        if not (on_host.frees_gradients and at[0] >= on_host.least_elements):
+        if not (freed and at[0] >= on_host.least_elements):
             gradients += at[1] * (DTYPE_BYTES[held.gradient] + accumulated)
         copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)

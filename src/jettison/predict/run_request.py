@@ -24,7 +24,7 @@ from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
@@ -76,6 +76,10 @@ class CommonRequest:
         workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
+        reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never or
+            torchtitan, its default: all but those whose backward comes first, in a pipeline none.
+        outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
+            them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -122,6 +126,8 @@ class CommonRequest:
     workspaces: str | None = None
     keep_received: bool | None = None
     stage_buffers: bool | None = None
+    reshard_after_forward: str | None = None
+    outer_ends: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -334,6 +340,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
         for field, value in rule(name, tp=given_or(request.tp, 1)).items()
         if getattr(request, field) is None
     }
+    if given_or(request.zero, said.get("zero", 0)) != 3:
+        said.pop("reshard_after_forward", None)  # nothing is gathered
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
@@ -363,6 +371,7 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
+    reshard = given_or(request.reshard_after_forward, str(Reshard.ALWAYS))
     return Layout(
         tp=tp,
         sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
@@ -381,6 +390,8 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
         stage_buffers=given_or(request.stage_buffers, False),
+        reshard=word(Reshard, reshard, "reshard-after-forward"),
+        outer_ends=given_or(request.outer_ends, False),
     )
 
 

@@ -112,7 +112,7 @@ def with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: Static) -> Stati
         return even
     found = list(tensors_of(run, chunks))
     state = master = padding = 0
-    for expert, ranks in ((False, run.layout.shards), (True, run.layout.expert_shards)):
+    for expert, ranks in ((False, _ranks(run, expert=False)), (True, _ranks(run, expert=True))):
         of = [t for t in found if t.expert is expert]
         shares, padded = shared_out(run, of, ranks)
         state_here, master_here = max((sum(t.state + t.master for t in s), sum(t.master for t in s)) for s in shares)
@@ -128,6 +128,11 @@ def with_whole_tensors(run: Run, chunks: Sequence[Chunk], even: Static) -> Stati
         parameters=even.parameters + padding * DTYPE_BYTES[precision.parameter],
         gradients=even.gradients + padding * DTYPE_BYTES[precision.gradient],
     )
+
+
+def _ranks(run: Run, *, expert: bool) -> int:
+    """That share tensors out."""
+    return (run.layout.expert_shards if expert else run.layout.shards) if run.layout.zero else 1
 
 
 def shared_out(run: Run, tensors: Sequence[Tensor], ranks: int) -> tuple[list[list[Tensor]], int]:
@@ -181,8 +186,7 @@ def muon_step_bytes(run: Run, chunks: Sequence[Chunk]) -> int:
     gathered = [0, 0]
     for tensor in found:
         gathered[tensor.expert] += tensor.numel * DTYPE_BYTES[run.precision.parameter]
-    counted = zip(gathered, (run.layout.shards, run.layout.expert_shards), strict=True)
-    return max(most, *(nbytes if ranks > 1 else 0 for nbytes, ranks in counted))
+    return max(most, 0, *(nbytes for kind, nbytes in enumerate(gathered) if _ranks(run, expert=bool(kind)) > 1))
 
 
 def _megatron_bytes(tensor: Tensor, moment: int) -> int:

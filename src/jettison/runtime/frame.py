@@ -23,6 +23,8 @@ from jettison.runtime.witness import Check, Rounded, Witness, compare
 
 UNWRAPPED: Final = frozenset({Tensor, nn.Parameter})
 """Classes of most saved tensors: nothing is inside them."""
+FEW_BYTES: Final = 256
+"""Of a buffer that a call takes a copy of, if what it computes again reads it."""
 EMPTY: Final = torch.ops.aten.empty_strided.default
 CAME: Final = MappingProxyType({"offload": "came back from the host", "pack": "was unpacked"})
 
@@ -74,7 +76,11 @@ class Frame:
         self.parameters: dict[int, tuple[dict[str, Any], str, Tensor, int]] = {}
         for buffer, dotted in recipe.parameters.items():
             table, leaf = owners[dotted]
-            self.parameters[buffer] = (table, leaf, table[leaf], version_of(table[leaf]))
+            tensor = table[leaf]
+            self.parameters[buffer] = (table, leaf, tensor, version_of(tensor))
+            if _may_move_on(tensor):
+                with torch.no_grad():
+                    self.memo[buffer] = tensor.clone()
         self.block_calls = 0
         self.handed: dict[int, Handle] = {}
         self.switches = kernel_switches()
@@ -328,6 +334,13 @@ class Frame:
             counts[buffer] = self.recipe.counts[buffer]
         else:
             counts[buffer] = left
+
+
+def _may_move_on(tensor: Tensor) -> bool:
+    """Whether it is such a thing as a factor of delayed scaling: a few numbers beside the parameters, which the loop
+    moves between forward and backward without asking autograd, to which only what was made of them is known.
+    """
+    return not isinstance(tensor, nn.Parameter) and plain(tensor) is tensor and tensor.nbytes <= FEW_BYTES
 
 
 def unpack(packed: Any) -> Tensor:

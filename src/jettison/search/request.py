@@ -75,6 +75,8 @@ class SearchRequest(CommonRequest):
             )
         if self.optimizer in MUONS[1:]:
             return (1,), "optimizer"
+        if self.outer_ends or self.reshard_after_forward:
+            return (3,), "outer_ends" if self.outer_ends else "reshard_after_forward"
         if host == StatesOnHost.DEEPSPEED:
             return (2, 3), "states_on_host"
         if host == StatesOnHost.TORCHAO:

@@ -287,6 +287,7 @@ class Space:
         flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
         flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
         flags |= {"stage_buffers": template.layout.stage_buffers}
+        grouped: dict[str, Any] = {"reshard": template.layout.reshard, "outer_ends": template.layout.outer_ends}
         alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
@@ -306,6 +307,7 @@ class Space:
                                 schedule=schedule,
                                 gathered_inputs=alone if tp == 1 or over is None else over,
                                 **flags,
+                                **(grouped if zero == 3 else {}),
                             )
                             layout.check(template.model, seq=template.seq, source_seq=template.source_seq)
                         except UsageError as error:

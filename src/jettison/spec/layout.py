@@ -25,6 +25,14 @@ class Schedule(StrEnum):
     ZERO_BUBBLE = "zero-bubble"  # backward split in two, ZB-H1 (arXiv 2401.10241)
 
 
+class Reshard(StrEnum):
+    """With zero 3, which weights are sharded again after a forward that has gathered them."""
+
+    ALWAYS = "always"  # all
+    TORCHTITAN = "torchtitan"  # all but those whose backward comes first; in a pipeline none: its default policy
+    NEVER = "never"  # none: ``reshard_after_forward=False``
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Ranks along each axis, and the choices that go with them.
@@ -43,7 +51,8 @@ class Layout:
             ``torch.distributed.pipelining``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
-        resharded: with zero 3, parameters are sharded again after each layer's forward.
+        reshard: with zero 3, which parameters are sharded again after a forward.
+        outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
 
     Raises:
         UsageError: a size below one, or choices that contradict each other.
@@ -64,7 +73,8 @@ class Layout:
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
     stage_buffers: bool = False
-    resharded: bool = True
+    reshard: Reshard = Reshard.ALWAYS
+    outer_ends: bool = False
     stage_layers: tuple[int, ...] = ()
     further: int = 0
 
@@ -75,6 +85,7 @@ class Layout:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
+        self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.stage_layers and self.pp == 1:
@@ -89,6 +100,20 @@ class Layout:
                 f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
                 "hold the same parameters (dp x cp, by ep where there are experts)"
             )
+
+    def _check_groups(self) -> None:
+        """Do choices about gathered parameters have any?"""
+        flags = {f"--reshard-after-forward {self.reshard}": self.resharding_differs, "--outer-ends": self.outer_ends}
+        for flag, given in flags.items():
+            if given and self.zero != 3:
+                raise UsageError(f"got {flag} and --zero {self.zero}; it goes with --zero 3")
+        if self.outer_ends and self.pp > 1:
+            raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
+
+    @property
+    def resharding_differs(self) -> bool:
+        """Does any group keep its parameters whole after a forward?"""
+        return self.reshard is not Reshard.ALWAYS
 
     def _check_experts(self) -> None:
         """Do the ranks that have experts come out?"""
@@ -106,6 +131,11 @@ class Layout:
         ranks = self.tp * self.dp * self.cp // self.expert_tp
         if ranks % self.ep:
             raise UsageError(f"--ep {self.ep} does not divide tp x dp x cp / expert tp = {ranks}")
+
+    @property
+    def resharded(self) -> bool:
+        """Are layers sharded again after a forward?"""
+        return self.reshard is Reshard.ALWAYS or (self.reshard is Reshard.TORCHTITAN and self.pp == 1)
 
     @property
     def world(self) -> int:

@@ -87,8 +87,15 @@ class GradientRule:
 
 
 @lru_cache(maxsize=256)
-def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0) -> GradientRule:
-    """Where a precision and a way to add meet."""
+def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0, *, whole: bool = False) -> GradientRule:
+    """Where a precision and a way to add meet.
+
+    Args:
+        whole: gradients come in the dtype of products, and shards of them are what is kept: `GradientRule.kept` is
+            what they come in.
+    """
+    if whole:
+        return GradientRule(kept=precision.compute, added=precision.compute, update_bytes=update_bytes)
     added = precision.gradient if adding is Adding.WHOLE else precision.compute
     fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
     return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies, update_bytes=update_bytes)

@@ -10,7 +10,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.compiled import check_compiled
-from jettison.spec.fp8 import Fp8Recipe, Library
+from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
 from jettison.spec.inputs import Patches
 from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
@@ -278,7 +278,7 @@ class Run:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
         if self.precision.recipe is not None:
             self._check_recipe(self.precision.recipe)
-        if self.optimizer in MUONS[1:] and self.layout.zero != 1:
+        if self.optimizer in MUONS[1:] and self.layout.zero != 1 and (self.layout.dp > 1 or self.layout.zero):
             raise UsageError(f"got --optimizer {self.optimizer} with --zero {self.layout.zero}; expected --zero 1")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
@@ -296,8 +296,8 @@ class Run:
         """
         lists = frozenset((*self.recompute.modules, *self.recompute.sent))
         names = lists & ({"layernorm"} if recipe.keeps_original else {"layernorm", "moe_act"})
-        if self.compiled:
-            why = "with --compile; what torch's partitioner keeps of narrow products was not looked at"
+        if self.compiled and recipe.inputs is Scales.MX:
+            why = "with --compile; what torch's partitioner keeps of MX tensors was not looked at"
         elif recipe.library is Library.TE and self.layout.zero == 3:
             why = "with --zero 3; what FSDP gathers of TransformerEngine's weights is not described: give --zero 1"
         elif recipe.library is Library.TORCHAO and any(layer.experts for layer in self.model.kinds):
@@ -459,7 +459,13 @@ class Run:
     def gradient_rule(self) -> GradientRule:
         """What there is of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
-        return gradient_rule(self.precision, self.adding, updates)
+        whole = self.gradients_come_whole and self.precision.gradient != self.precision.compute
+        return gradient_rule(self.precision, self.adding, updates, whole=whole)
+
+    @property
+    def gradients_come_whole(self) -> bool:
+        """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
+        return self.layout.zero == 3 and self.layout.shards > 1
 
     @property
     def frees_gradients(self) -> bool:
