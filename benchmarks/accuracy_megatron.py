@@ -40,6 +40,16 @@ ASIDE = (
         why="the first iteration compiles the loss; on A100 its peak, 2.091 GiB, is never reached again",
     ),
     Aside(name="gpt3_mcore_tp4_pp1", why=_LOCAL),
+    Aside(
+        name="gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon",
+        why="a distributed Muon, looked at while it was described; on GB200 peaks are 173 and 220 MiB too high, which "
+        "is not explained",
+    ),
+    Aside(
+        name="gpt3_weekly_mcore_tp4_cp2_current_scaling_native_fp8_tp_sp_cp_tp_overlap",
+        why="in fp8, and looked at while copies for it were described; on GB200 the first peak is 71 MiB higher than "
+        "the states of a step account for, later ones 18 MiB, which is not explained",
+    ),
     Aside(name="gpt3_mcore_tp2_pp2_resume_torch_dist_te_2experts", why=f"{_LOCAL}; in fp16"),
     Aside(name="gpt3_mcore_tp4_pp1_resume_torch", why=f"{_LOCAL}; in fp16"),
 )
@@ -59,6 +69,11 @@ def golden_tables() -> str:
 def later_table() -> str:
     """The tests of a 7B model."""
     return "\n".join([_golden_head(), *_golden_lines(megatron_golden.rows(megatron_golden.LATER))])
+
+
+def further_table() -> str:
+    """The tests with layers that predict further tokens. None is counted."""
+    return "\n".join([_golden_head(), *_golden_lines(megatron_golden.further_rows())])
 
 
 def simumax_table() -> str:
@@ -130,4 +145,4 @@ def _golden_lines(found: Sequence[megatron_golden.Golden]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n\n".join((summary(), golden_tables(), later_table(), simumax_table())))
+    print("\n\n".join((summary(), golden_tables(), later_table(), further_table(), simumax_table())))

@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_command import page_command
 from benchmarks.published import command
 from jettison.explain.peak import FORWARDS_OF_A_STEP, explain, recomputed_flops
 from jettison.predict.forecast import Forecast, forecast
+from jettison.predict.passes import passes_of
 from jettison.predict.run_request import RunRequest, model_spec, resolve
-from jettison.predict.timeline_units import passes_of
 from jettison.units import GIB
 
 PAGE = Path(__file__).parent.parent / "docs" / "contradictions.md"
@@ -193,6 +194,11 @@ def _words(n: dict[str, float]) -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":
+def write_page() -> str:
+    """Write it; what was written, in a line."""
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"{PAGE.name}: {len(numbers())} numbers")
+    return f"{PAGE.name}: {len(numbers())} numbers"
+
+
+if __name__ == "__main__":
+    page_command("benchmarks.contradictions", __doc__, write_page)

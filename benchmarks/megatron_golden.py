@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
+from jettison.spec.fp8 import fp8_recipe
 from jettison.spec.further import with_further
 from jettison.spec.kernels import MEGATRON, AttentionKernel, Dispatcher, Loss
 from jettison.spec.layout import Layout
@@ -32,7 +33,7 @@ from jettison.spec.model import (
     Router,
 )
 from jettison.spec.modules import listed
-from jettison.spec.precision import PRECISIONS, Adding
+from jettison.spec.precision import PRECISIONS, Adding, Optimizer, Precision
 from jettison.spec.run import Gradients, Mode, Recompute, Run
 from jettison.spec.stage_layers import stage_layers
 from jettison.spec.workspaces import WORKSPACES, Workspaces
@@ -76,7 +77,6 @@ class Golden:
 
 NOT_DESCRIBED = {
     "use-megatron-fsdp": "Megatron's own FSDP",
-    "fp8-format": "fp8",
     "spec": "hybrid layers",
     "encoder-num-layers": "an encoder beside the decoder",
     "defer-embedding-wgrad-compute": "deferred gradients of the head",
@@ -107,8 +107,12 @@ def why_not(row: Facts) -> str:
         found.append("vocabulary not stated")
     if "world size not in" in row["notes"]:
         found.append("world size not stated")
-    if "muon" in name_of(row):
-        found.append("a distributed Muon")
+    if name_of(row).endswith("dist_muon_1node"):
+        found.append("a distributed Muon, of which the last rank has not the most")
+    if "param_layout" in name_of(row):
+        found.append("four GPUs, where the list has eight")
+    if "cudagraph" in name_of(row):
+        found.append("CUDA graphs, which keep buffers of their own")
     return ", ".join(found)
 
 
@@ -237,7 +241,8 @@ def run_of(row: Facts) -> Run:
             modules=listed(again, "--recompute-modules") if again else (),
             sent=listed(sent, "--offload-modules") if sent else (),
         ),
-        precision=PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"],
+        precision=_precision(row),
+        optimizer=_optimizer(row),
         kernels=kernels,
         gradients=Gradients.UPFRONT,
         dropout=0.0 if "nondeterministic" in name_of(row) or _without_dropout(row) else 0.1,
@@ -245,6 +250,23 @@ def run_of(row: Facts) -> Run:
         workspaces=_workspaces(row["gpu"], more, local=local),
         loader_masks="no_create_attention_mask" not in name_of(row),
     )
+
+
+def _optimizer(row: Facts) -> Optimizer:
+    """ "param_layout" in a test's name: without it ``--no-use-layer-wise-param-layout``."""
+    if "dist_muon" not in name_of(row):
+        return Optimizer.ADAMW
+    return Optimizer.DIST_MUON if "param_layout" in name_of(row) else Optimizer.DIST_MUON_PINGPONG
+
+
+def _precision(row: Facts) -> Precision:
+    """Tests with "native_fp8" in their name hold weights as bytes (``--fp8-param-gather``)."""
+    found = PRECISIONS["fp16-main32" if row["precision"] == "fp16" else "bf16-main32"]
+    recipe = extras(row).get("fp8-recipe")
+    if recipe is None:
+        return found
+    either_way = "-blackwell" if "B200" in row["gpu"] and recipe == "tensorwise" else ""
+    return found.with_recipe(fp8_recipe(recipe + either_way, "megatron", parameters="native_fp8" in name_of(row)))
 
 
 def _without_dropout(row: Facts) -> bool:

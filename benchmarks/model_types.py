@@ -49,11 +49,11 @@ afmoe albert apertus arcee aya_vision bamba bart bert bigbird_pegasus biogpt bit
 cohere cohere2 cwm dbrx deberta-v2 deepseek_v2 deepseek_v3 deit dinov2 distilbert doge dots1 electra ernie4_5
 ernie4_5_moe exaone4 falcon falcon_h1 falcon_mamba flex_olmo gemma gemma2 gemma3 gemma3_text gemma3n_text
 gemma4_text glm glm4 glm4_moe glm4v gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe
-granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe idefics3 internlm3 internvl jais2 jamba
+granitemoehybrid granitemoeshared helium hubert hunyuan_v1_dense hunyuan_v1_moe idefics3 internlm3 internvl jais2 jamba
 kimi_linear lfm2 lfm2_moe llama llama4 llama4_text llava llava_next longcat_flash mamba mamba2 mbart minimax
 minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert mpt mt5 nemotron nemotron_h olmo olmo2 olmo3
 olmoe opt paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_text qwen3_moe
-qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma
+qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma umt5
 vit wav2vec2 whisper xglm xlm-roberta zamba2
 """
 TRIED: Final = tuple(_NAMES.split())
@@ -71,6 +71,7 @@ _SSM: Final = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mam
 _THREE_AXES: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "bamba": {**_SSM, "attn_layer_indices": [1]},
+    "clip": {"architectures": ["CLIPModel"]},
     "codegen": {"rotary_dim": 8},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
@@ -244,13 +245,14 @@ def _answer(kind: str, values: Mapping[str, Any]) -> Answer:
     from jettison.models.towers import with_towers
     from jettison.predict.forecast import forecast
     from jettison.predict.run_request import RunRequest, resolve
-    from jettison.spec.huggingface_config import TOWERS, parse_config
+    from jettison.spec.huggingface_config import parse_config
+    from jettison.spec.left_out import TOWERS
 
     request = RunRequest(micro_batch=ROWS, precision="bf16-pure", kernels="huggingface")
     try:
         model, way = parse_config(values, name=kind), CLOSED
-        request = replace(request, seq=SEQUENCE if model.patches is None else None)
-        if model.patches is None and any(values.get(f"{tower}_config") for tower in TOWERS):
+        request = replace(request, seq=SEQUENCE if model.words else None)
+        if model.words and model.pair is None and any(values.get(f"{tower}_config") for tower in TOWERS):
             model, way = with_towers(model, values) or model, TOWER
     except NotDescribed:
         from jettison.models.batches import takes_tokens
@@ -393,7 +395,8 @@ Three ways lead from a `config.json` to an answer of `ledger`, `estimate`, `plan
 
 Towers for images and sound beside a text model in closed form are counted as weights, gradients and optimizer
 state, by name and to the parameter, where the two libraries are installed; without them their size is said to be
-left out. What they would save and compute for an image is not in the figures, and that is said, too.
+left out. What they would save and compute for an image is not in the figures, and that is said, too. Of CLIP, where
+its file says `CLIPModel`, both towers run and are described; Wav2Vec2 and HuBERT are given a second of sound.
 
 Tried: {tried} types, each made small (4 layers, h 64, 2 sequences of 32 tokens, bf16) and held beside a trace of
 transformers {transformers}: {closed} in closed form, {traced} by trace, {refused} refused; {equal} of the first two

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.newer_runs import NewerRun, rows
+from benchmarks.page_command import page_command
 from benchmarks.throughput import signed
 
 HERE = Path(__file__).parent
@@ -91,6 +92,11 @@ def _table(chosen: Sequence[tuple[NewerRun, float]]) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def write_page() -> str:
+    """Write it; what was written, in a line."""
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"{PAGE.name}: {len(rows())} rows")
+    return f"{PAGE.name}: {len(rows())} rows"
+
+
+if __name__ == "__main__":
+    page_command("benchmarks.newer_page", __doc__, write_page)

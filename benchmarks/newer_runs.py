@@ -113,12 +113,11 @@ def _nemo_rows() -> Iterator[NewerRun]:
 
 def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
     """Megatron-Core with Transformer Engine, ZeRO 1 or its FSDP, bf16 gradients and sends that hide; scales are found
-    in the step itself. DeepSeek V3 trains one layer more, for the token after next, unless the row says otherwise."""
+    in the step itself. DeepSeek V3 has a layer for the token after next (`mtp`), unless the row says otherwise."""
     tp, pp, cp, ep, gpus = (int(row[name]) for name in ("tp", "pp", "cp", "ep", "gpus"))
     micro_batch, dp = int(row["micro_batch"]), gpus // (tp * pp * cp)
     model = model_of(row["model"])
-    if row["model"] == "deepseek-v3" and "w/o MTP" not in row["note"]:
-        model = replace(model, layers=(*model.layers, model.layers[-1]))
+    further = int(row["model"] == "deepseek-v3" and "w/o MTP" not in row["note"])
     fsdp, virtual = row["fsdp"] != "0", int(row["virtual_stages"])
     request = RunRequest(
         seq=int(row["sequence"]),
@@ -131,7 +130,10 @@ def nemo_run(row: Mapping[str, str]) -> tuple[Run, Execution]:
         ep=ep,
         expert_tp=1 if ep > 1 and tp > 1 else None,
         virtual_stages=virtual,
-        stage_layers=_spread(model, pp * virtual),
+        stage_layers=_spread(model, pp * virtual)
+        if row["model"] != "deepseek-v3"
+        else _ending_early(model, pp * virtual),
+        mtp_num_layers=further or None,
         dp=dp,
         zero=3 if fsdp else 1,
         precision="bf16" if row["precision"] == "BF16" else "fp8",
@@ -156,6 +158,19 @@ def _spread(model: ModelSpec, chunks: int) -> str | None:
     """Layers of each chunk where they do not divide evenly: the first ones have one more."""
     each, more = divmod(model.depth, chunks)
     return ",".join(str(each + (index < more)) for index in range(chunks)) if more else None
+
+
+def _ending_early(model: ModelSpec, chunks: int) -> str:
+    """DeepSeek V3's: the last chunk has what is left over, and before the loss the layer for the token after next.
+
+    Megatron-Bridge's ``recipes/deepseek/deepseek_v3.py``, ``set_deepseek_v3_pipeline_model_parallel_layout``; of 32
+    chunks the performance recipes' ``Et|(tt|)*30mL``.
+    """
+    each = -(-model.depth // chunks)
+    rest = model.depth - each * (chunks - 1)
+    if rest < 0:
+        return ",".join(map(str, (model.depth - each * (chunks - 2), *[each] * (chunks - 2), 0)))
+    return ",".join(map(str, (*[each] * (chunks - 1), rest)))
 
 
 def _simumax_rows() -> Iterator[NewerRun]:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_command import page_command
 from jettison.errors import Infeasible
 from jettison.explain.layer_reasons import layer_reasons
 from jettison.predict.allowance import available_bytes
@@ -164,5 +165,11 @@ def page() -> str:
     return text
 
 
-if __name__ == "__main__":
+def write_page() -> str:
+    """Write it; what was written, in a line."""
     PAGE.write_text(page(), encoding="utf-8")
+    return PAGE.name
+
+
+if __name__ == "__main__":
+    page_command("benchmarks.offload", __doc__, write_page)

@@ -19,6 +19,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from benchmarks.page_command import page_command
 from jettison.formula.region import Region, layer_region
 from jettison.predict.forecast import forecast
 from jettison.spec.kernels import MEGATRON, Device
@@ -237,10 +238,16 @@ def page(measured: dict[int, list[dict[str, Any]]]) -> str:
     return text.substitute(bytes="\n".join(lines), sent="\n".join(sent), shares=", ".join(shares), s=S, b=B, h=H, a=A)
 
 
+def write_page() -> str:
+    """Measure, and write it; what was written."""
+    PAGE.write_text(page({t: on_ranks(t) for t in (2, 4)}), encoding="utf-8")
+    return PAGE.name
+
+
 def main(arguments: list[str]) -> None:
     """Without arguments: measure and write the page. With a folder: this is a rank, and leaves its numbers there."""
-    if not arguments:
-        PAGE.write_text(page({t: on_ranks(t) for t in (2, 4)}), encoding="utf-8")
+    if not arguments or arguments[0].startswith("-"):
+        page_command("benchmarks.parallel_layer", __doc__, write_page, arguments)
         return
     from torch import distributed
 

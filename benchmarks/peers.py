@@ -5,11 +5,17 @@
 A step is forward and backward from no gradients; `zero_grad(set_to_none=True)` is in the time and not in the peak. Each
 rival has a model of its own, equal to the bit, so that rounds interleave without applying and removing. The loss and
 every gradient of each rival are compared with those of the section's first, bit by bit, from one random stream.
+
+On a CPU, memory that was let go of stays with the process (`--malloc kept`), as it does with a device's caching
+allocator and with the allocators that PyTorch's tuning guide asks for. glibc's own rule gives the end of its heap back
+to the system and takes it again, in some rivals' steps and not in others', by what lies at the end: up to a tenth of a
+step, which says nothing about any of them. `--malloc default` leaves it so.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import sys
@@ -28,6 +34,7 @@ from jettison.measure import interleaved, measured_peak, same_bits
 from jettison.measure.tensors import static_tensors
 
 RESULTS = Path(__file__).parent / "results"
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 SECTIONS = {"eager": EAGER, "compile": COMPILED}
 
 
@@ -72,6 +79,7 @@ class Trial:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; 0 on success."""
     options = _parser().parse_args(arguments)
+    kept = options.malloc == "kept" and options.device == "cpu" and keep_memory()
     torch.set_num_threads(options.threads or torch.get_num_threads())
     size = Size(layers=options.layers, hidden=options.hidden, sequence=options.sequence, vocabulary=options.vocabulary)
     size = replace(size, dtype=getattr(torch, options.dtype))
@@ -82,12 +90,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shrunk = replace(size, layers=options.compile_layers or size.layers) if section == "compile" else size
         for name in options.models:
             rows += run_section(section, name, shrunk, options.rounds, options.device, jettison=not options.no_jettison)
-            document = _document(options, size, rows)  # after each model: hours of rounds are not lost with the last
+            document = _document(
+                options, size, rows, kept
+            )  # after each model: hours of rounds are not lost with the last
             out.write_text(json.dumps(document, indent=1) + "\n")
             out.with_suffix(".md").write_text(markdown(document, rows))
     show(rows)
     _say(f"written: {out} and {out.with_suffix('.md')}")
     return 0
+
+
+def keep_memory() -> bool:
+    """What malloc is given back stays with this process. Whether that could be had: of glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    most = 2**31 - 1  # bytes: neither trimmed at the end of the heap, nor mapped, and unmapped, each by itself
+    return mallopt(M_TRIM_THRESHOLD, most) == 1 and mallopt(M_MMAP_THRESHOLD, most) == 1
 
 
 def run_section(section: str, name: str, size: Size, rounds: int, device: str, *, jettison: bool) -> list[Row]:
@@ -173,8 +193,8 @@ def markdown(document: dict[str, Any], rows: Sequence[Row]) -> str:
     lines = [
         f"# Peers on {document['device']}",
         "",
-        f"torch {document['torch']}, {document['threads']} threads, {document['rounds']} rounds"
-        + (f", {document['date']}" if document["date"] else ""),
+        f"torch {document['torch']}, {document['threads']} threads, {document['rounds']} rounds, "
+        f"memory that was let go of: {document['malloc']}" + (f", {document['date']}" if document["date"] else ""),
         "",
         f"{size}. GPT-2's FFN is 4h wide and it has dropout 0.1. MB = 10^6 bytes. Compiled models have "
         f"{document['compile_layers']} layers; their ratios are to compiled plain.",
@@ -198,7 +218,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _document(options: argparse.Namespace, size: Size, rows: Sequence[Row]) -> dict[str, Any]:
+def _document(options: argparse.Namespace, size: Size, rows: Sequence[Row], kept: bool) -> dict[str, Any]:
     cuda = options.device.startswith("cuda")
     return {
         "schema": "jettison.peers/1",
@@ -207,6 +227,7 @@ def _document(options: argparse.Namespace, size: Size, rows: Sequence[Row]) -> d
         "threads": torch.get_num_threads(),
         "date": options.date,
         "rounds": options.rounds,
+        "malloc": "kept" if kept else "default",
         "size": size.describe(),
         "compile_layers": options.compile_layers or size.layers,
         "rows": [asdict(row) for row in rows],
@@ -234,6 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="torch CPU threads")
+    parser.add_argument("--malloc", choices=("kept", "default"), default="kept", help="memory that was let go of")
     parser.add_argument("--date", help="written into the results; left out by default")
     parser.add_argument("--no-jettison", action="store_true", help="peers only")
     parser.add_argument("--json", type=Path, help="where to write; the .md lies beside it")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from benchmarks import newer_runs, throughput
+from benchmarks.page_command import page_command
 from jettison.cost.execution import execution_of
 from jettison.predict.residuals import ALL, DATA, LEAST_RUNS, kind_of
 from jettison.predict.time import estimate
@@ -65,6 +66,11 @@ def _quantile(values: Sequence[float], share: float) -> float:
     return values[below] + (at - below) * (values[above] - values[below])
 
 
-if __name__ == "__main__":
+def write_data() -> str:
+    """Write them; the file as it is then."""
     DATA.write_text(text(ratios(throughput.rows(), newer_runs.rows())), encoding="utf-8")
-    print(DATA.read_text(encoding="utf-8"))
+    return DATA.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    page_command("benchmarks.residuals", __doc__, write_data)

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 
+from benchmarks.page_command import page_command
 from jettison.cost.execution import Execution, execution_of
 from jettison.cost.flops import Counting, model_flops, tokens
 from jettison.explain.trilemma import microbatch_level
@@ -400,6 +401,11 @@ def signed(value: float) -> str:
     return f"{100 * value:+.1f} %".replace("-", "−")
 
 
-if __name__ == "__main__":
+def write_page() -> str:
+    """Write it; what was written, in a line."""
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"{PAGE.name}: {len(rows())} rows")
+    return f"{PAGE.name}: {len(rows())} rows"
+
+
+if __name__ == "__main__":
+    page_command("benchmarks.throughput", __doc__, write_page)

@@ -119,6 +119,15 @@ RANKS = (
         tolerance=2e-4,
     ),
     Claim(
+        words="At t = 8 it is most of what a rank keeps of a layer",
+        theirs=(0.5, 1.0),
+        unit="%",
+        asks=(layer("--no-sp"), layer("--sp")),
+        value=lambda copied, shared: (copied - shared) * 8 / 7 / copied,
+        verdict=Verdict.WRONG,
+        why="10 of 23 in units of sbh, of which the attention part has 10 as well. Without that it is 10 of 13.",
+    ),
+    Claim(
         words="With sequence parallelism a layer is divided by t = 8",
         theirs=(8,),
         unit="",
@@ -255,6 +264,15 @@ TIMES = (
         tolerance=0.1,
     ),
     *(_gain(run) for run in RUNS),
+    Claim(
+        words="so that a step takes, of one with full recomputation (22B)",
+        theirs=(0.77,),
+        unit="%",
+        asks=(step("22B", FULL), step("22B", SELECTIVE)),
+        value=lambda full, selective: selective / full,
+        verdict=Verdict.RIGHT,
+        why="",
+    ),
     Claim(
         words="The 1T model reaches an MFU of 56.3 %",
         theirs=(0.563,),

@@ -29,6 +29,18 @@ def _segment(n: int, share: float, verdict: Verdict) -> Claim:
     )
 
 
+def _of_forward(n: int, share: float, verdict: Verdict) -> Claim:
+    return Claim(
+        words=f"which is, of a forward, at every {n}th",
+        theirs=(share,),
+        unit="%",
+        asks=(Ask(command=f"{RUN} --recompute every:{n} --explain", key="explain.recompute[current=True].of_step"),),
+        value=lambda of_step: 3 * of_step,
+        verdict=verdict,
+        why="Nearly a whole one: each layer but for what its backward does not ask for.",
+    )
+
+
 def _held(n: int, size: float) -> Claim:
     return Claim(
         words=f"and leaves, at every {n}th",
@@ -38,6 +50,23 @@ def _held(n: int, size: float) -> Claim:
         value=lambda layers: sum(layer["bytes"] for layer in layers if layer["layer"].startswith("layers.")),
         verdict=Verdict.RIGHT,
         why=f"Between the passes. In backward the open segment's {n} layers of 10.9 GB come to it.",
+    )
+
+
+def _saved(n: int, share: float) -> Claim:
+    return Claim(
+        words=f"and saves, at every {n}th",
+        theirs=(share,),
+        unit="%",
+        asks=(
+            Ask(command=f"{RUN} --recompute none", key=LAYER),
+            Ask(command=f"{RUN} --recompute every:{n}", key="layers"),
+        ),
+        value=lambda one, layers: (
+            1 - sum(layer["bytes"] for layer in layers if layer["layer"].startswith("layers.")) / (80 * one)
+        ),
+        verdict=Verdict.WRONG,
+        why=f"Of all that the layers keep. Three quarters are [of 43 GB]({ALL_LAYERS}).",
     )
 
 
@@ -76,10 +105,14 @@ ALL = (
         why="560 GB are two fp32 moments. With bf16 weights there are fp32 copies of them as well, 4 bytes each.",
     ),
     _segment(4, 0.19, Verdict.WRONG),
+    _of_forward(4, 0.37, Verdict.WRONG),
     _held(4, 11e9),
+    _saved(4, 0.75),
     _segment(8, 0.29, Verdict.WRONG),
+    _of_forward(8, 0.87, Verdict.WRONG),
     _held(8, 5.4e9),
     _segment(80, 0.33, Verdict.RIGHT),
+    _of_forward(80, 1.0, Verdict.RIGHT),
 )
 
 TABLE = (
@@ -154,6 +187,15 @@ SELECTIVE = (
         why="The outputs of gate and up alone are 3.76 GB, by the overview's own table.",
     ),
     Claim(
+        words="and 160 to 240 GB over the 80 layers",
+        theirs=(160e9, 240e9),
+        unit="GB",
+        asks=(Ask(command=f"{RUN} --recompute selective-op", key=LAYER),),
+        value=lambda layer: 80 * layer,
+        verdict=Verdict.WRONG,
+        why="80 of the line above. The overview's own 43 GB for all layers without checkpointing are fewer.",
+    ),
+    Claim(
         words="for 10 to 15 % more time",
         theirs=(0.10, 0.15),
         unit="%",
@@ -199,6 +241,18 @@ PLACES = (
         asks=(Ask(command=f"{RUN} --micro-batches 8 --pp 4 --recompute selective-op", key=HELD),),
         verdict=Verdict.WRONG,
         why="On the first stage. It starts from 43 GB, which is not what there is.",
+    ),
+    Claim(
+        words="which is less than no optimization by",
+        theirs=(8, 10),
+        unit="x",
+        asks=(
+            Ask(command=f"{RUN} --recompute none", key=LAYER),
+            Ask(command=f"{RUN} --micro-batches 8 --pp 4 --recompute selective-op", key=HELD),
+        ),
+        value=lambda one, first: 80 * one / first,
+        verdict=Verdict.WRONG,
+        why="Selective checkpointing's share alone, since the first stage holds what one stage would.",
     ),
     Claim(
         words="480 GB to the host and back take, over NVLink-C2C",

@@ -378,3 +378,18 @@ def test_what_is_not_installed_is_said_in_a_line(
 def test_people_get_no_documents(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ledger", "gpt-3"]) == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["plan", "deep.json", "--budget", "8GiB"], ["verify", "deep.json", "--budget", "8GiB"], ["ledger", "deep.json"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_file_of_a_hundred_thousand_brackets_is_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "deep.json" in said.err and not said.out

@@ -14,7 +14,16 @@ import torch
 
 import jettison
 from jettison.errors import DoesNotFit, PlanMismatch, UsageError
-from jettison.export.policy import Action, checkpointed, checkpointed_on_host, draws_again, kept_whole, writes_in_place
+from jettison.export.policy import (
+    Action,
+    checkpointed,
+    checkpointed_on_host,
+    draws_again,
+    kept_whole,
+    op_calls,
+    savable,
+    writes_in_place,
+)
 from jettison.export.result import CannotSay, Exported
 from jettison.export.targets import fsdp, transformers
 from jettison.measure import compare_gradients, independent_copy
@@ -74,6 +83,16 @@ def test_plain_torch_holds_what_was_said_to_the_byte(factory: str, share: float)
     assert same_as_plain(found, factory, lambda model: applied(found, model)) == found.cost.held_bytes
     assert found.cost.peak_bytes <= found.subject.budget_bytes
     assert found.cost.layer_bytes == sum(policy.kept_bytes for policy in found.policies)
+
+
+def test_what_is_written_in_place_is_not_handed_out_again() -> None:
+    """torch refuses to: what `topk` made has changed when backward asks for it."""
+    found = exported("torch", "routed", 0.3)
+    for policy in found.policies:
+        wanted = {call for call in op_calls(policy.program) if call.op.startswith("aten.topk")}
+        assert wanted and savable(policy.program, frozenset(op_calls(policy.program))).isdisjoint(wanted)
+    assert any(policy.action is Action.SELECT for policy in found.policies)
+    assert same_as_plain(found, "routed", lambda model: applied(found, model)) == found.cost.held_bytes
 
 
 def test_a_layer_that_can_be_said_keeps_what_the_plan_keeps() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import jettison
+from jettison.errors import DoesNotFit
 from jettison.export.policy import Action
 from jettison.export.result import Exported, Pricer
 from jettison.export.subject import Decision, Subject
-from jettison.export.targets import plain_torch, transformers
+from jettison.export.targets import fsdp, plain_torch, torch_remat, transformers
 from jettison.measure import compare_gradients, independent_copy
 from jettison.models.request import ModelRequest, load
 from jettison.planner.planner import make_planner
@@ -78,22 +79,40 @@ def written(
     return live_export(plan, made, write=write, gpu=None, model=None, progress=lambda _: None)
 
 
+def apply_of(found: Exported, *, away: bool) -> Callable[[Any], Any]:
+    """What changes a model, as the file says; Lightning's strategy is asked as its own set-up asks it."""
+    defined: dict[str, Any] = {"__name__": "exported"}
+    text = next(iter(found.files.values()))
+    exec(compile(text, "exported.py", "exec"), defined)
+    if away and "_Away" in defined:
+        defined["_OnHost"] = numpy_host(defined["_Away"])
+    if "apply" in defined:
+        apply: Callable[[Any], Any] = defined["apply"]
+        return apply
+    from lightning.fabric.strategies.fsdp import _setup_activation_checkpointing
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    def change(model: Any) -> Any:
+        arguments = defined["strategy"]()._activation_checkpointing_kwargs
+        _setup_activation_checkpointing(defined["mark"](model), arguments)
+        assert sum(isinstance(m, CheckpointWrapper) for m in model.modules()) == len(defined["CHECKPOINTED"])
+        return model
+
+    return change
+
+
 def run(found: Exported, factory: str, *, away: bool) -> int:
     """A real step under the file, gradients compared with a plain copy's; bytes held.
 
     Args:
         away: what waits on the host is held by NumPy there, so that a CPU's own memory is not the device's.
     """
-    defined: dict[str, Any] = {"__name__": "exported"}
-    exec(compile(found.files["checkpointing.py"], "checkpointing.py", "exec"), defined)
-    if away:
-        defined["_OnHost"] = numpy_host(defined["_Away"])
     loaded = load(request(factory), fake=False)
     plain = independent_copy(loaded.model)
     torch.manual_seed(1)
     plain(*loaded.batch).backward()
     names = list(loaded.model.state_dict())
-    model = defined["apply"](loaded.model)
+    model = apply_of(found, away=away)(loaded.model)
     assert list(model.state_dict()) == names
     torch.manual_seed(1)
     held, loss = held_bytes(model, loaded.batch)
@@ -126,6 +145,34 @@ def test_plain_torch_moves_what_the_plan_moves(case: str) -> None:
     moved = sum(policy.program.kept_bytes(policy.moved) for policy in found.policies)
     assert found.cost.host_bytes == moved > 0
     assert any("copies to the host" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "some")) for name in CASES])
+@pytest.mark.parametrize(("package", "to"), [("lightning", fsdp.export_lightning), ("torch_remat", torch_remat.export)])
+def test_targets_of_whole_layers_move_what_the_plan_moves(package: str, to: Any, case: str) -> None:
+    pytest.importorskip(package)
+    factory, ways = CASES[case]
+    found = written(to, factory, *ways)
+    assert run(found, factory, away=True) == found.cost.held_bytes
+    partly = ways.index(given_of_selective) if given_of_selective in ways else None
+    actions = [policy.action for policy in found.policies]
+    if partly is None:  # nothing that it cannot say, and all of it is said
+        assert actions == [expected(way) for way in ways]
+        moved = sum(policy.program.kept_bytes(policy.moved) for policy in found.policies)
+        assert found.cost.host_bytes == moved == sum(p.program.kept_bytes(p.decision.moved) for p in found.policies) > 0
+        assert found.exact and any("copies to the host" in note for note in found.notes)
+    else:  # of a layer that is computed again in part the input waits there, as few layers as fit
+        assert Action.SELECT not in actions and not found.exact
+        smallest = written(to, factory, *ways, budget=written_least(to, factory, ways))
+        assert smallest.policies[partly].words == "full, its input on the host"
+        assert run(smallest, factory, away=True) == smallest.cost.held_bytes < found.cost.held_bytes
+
+
+def written_least(to: Any, factory: str, ways: Any) -> int:
+    """The smallest budget that a target can say of these layers."""
+    with pytest.raises(DoesNotFit) as caught:
+        written(to, factory, *ways, budget=1)
+    return caught.value.peak_bytes
 
 
 def expected(way: Callable[[Decision], Decision]) -> Action:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import jettison
 from jettison import Bytes
+from jettison.errors import TraceError
 from jettison.export.policy import kept_whole
 from jettison.export.regions import by_regions, options_of, overwritten, steps_down
 from jettison.export.result import CannotSay, Exported
@@ -182,6 +183,13 @@ def test_what_it_cannot_say_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CannotSay, match="torch_remat wraps modules by name"):
         jettison.export_plan(made, to="torch_remat")
     found = exported("stack", 0.7)
+
+    class Refusing:
+        def cost(self, policies: Any, code: str = "") -> Any:
+            raise TraceError("RuntimeError: torch_remat checkpoint function must return a Tensor")
+
+    with pytest.raises(CannotSay, match="return something else"):
+        torch_remat.export(found.subject, Refusing())  # type: ignore[arg-type]
     monkeypatch.setattr(torch_remat, "find_spec", lambda name: None)
     with pytest.raises(CannotSay, match="pip install torch_remat"):
         torch_remat.export(found.subject, None)  # type: ignore[arg-type]

@@ -32,7 +32,40 @@ _STACKS = {
 }
 _WORDS = {**_STACKS, "max_position_embeddings": 64}
 _DROPPED = ("dropout", "attention_dropout")
+_RELATIVE = {
+    "d_model": 64,
+    "d_kv": 24,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    **_TOKENS,
+    "decoder_start_token_id": 0,
+}
+_SOUND = {
+    **_PLAIN,
+    "conv_dim": (16, 24, 40),
+    "conv_kernel": (10, 3, 2),
+    "conv_stride": (5, 2, 2),
+    "num_feat_extract_layers": 3,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "layerdrop": 0.0,
+    "mask_time_length": 2,
+    **_TOKENS,
+}
+_HEARD = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
+_RELATIVELY = ("dropout_rate",)
+SLOW = ("mbart", "mt5")
+"""Code of which another family's is a copy."""
 TINY = {
+    "mt5": TinyFamily(model="MT5ForConditionalGeneration", config="MT5Config", settings=_RELATIVE, dropout=_RELATIVELY),
+    "t5": TinyFamily(model="T5ForConditionalGeneration", config="T5Config", settings=_RELATIVE, dropout=_RELATIVELY),
+    "umt5": TinyFamily(
+        model="UMT5ForConditionalGeneration", config="UMT5Config", settings=_RELATIVE, dropout=_RELATIVELY
+    ),
+    "hubert": TinyFamily(model="HubertForCTC", config="HubertConfig", settings=_SOUND, dropout=_HEARD),
+    "wav2vec2": TinyFamily(model="Wav2Vec2ForCTC", config="Wav2Vec2Config", settings=_SOUND, dropout=_HEARD),
     "bart": TinyFamily(model="BartForConditionalGeneration", config="BartConfig", settings=_WORDS, dropout=_DROPPED),
     "mbart": TinyFamily(model="MBartForConditionalGeneration", config="MBartConfig", settings=_WORDS, dropout=_DROPPED),
     "whisper": TinyFamily(
@@ -56,7 +89,14 @@ TINY = {
     ),
 }
 _UNEVEN = (("encoder_layers", 3), ("encoder_ffn_dim", 80), ("decoder_attention_heads", 2))
+_STABLE = (("feat_extract_norm", "layer"), ("do_stable_layer_norm", True), ("conv_bias", True))
+_DEEPER = (("num_layers", 3), ("num_decoder_layers", 2), ("relative_attention_num_buckets", 6))
 OTHER: dict[str, tuple[tuple[str, Any], ...]] = {
+    "hubert": (*_STABLE, ("feat_proj_layer_norm", False), ("apply_spec_augment", False), ("ctc_zero_infinity", True)),
+    "wav2vec2": (*_STABLE, ("mask_feature_prob", 0.1), ("ctc_loss_reduction", "mean"), ("num_conv_pos_embeddings", 7)),
+    "mt5": (*_DEEPER, ("feed_forward_proj", "relu")),
+    "t5": (*_DEEPER, ("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False)),
+    "umt5": (("num_heads", 2), ("num_decoder_layers", 3)),
     "bart": (*_UNEVEN, ("scale_embedding", True)),
     "mbart": (*_UNEVEN, ("activation_function", "relu")),
     "whisper": (*_UNEVEN, ("max_source_positions", 40)),
@@ -65,6 +105,10 @@ OTHER: dict[str, tuple[tuple[str, Any], ...]] = {
     "vit": (("image_size", (16, 24)), ("qkv_bias", False), ("num_channels", 1)),
 }
 """Another shape of each: a window that is shorter than the sequence, an image that is no square."""
+
+
+_SOURCES = {id(_WORDS): 20, id(_RELATIVE): 20, id(_SOUND): 777}
+"""Another length of what an encoder reads, or more samples than its tokens need."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +127,12 @@ def test_parameters_are_those_of_transformers(family: str, other: bool) -> None:
     assert ours == theirs
 
 
-@pytest.mark.parametrize("family", [pytest.param(n, marks=pytest.mark.slow) if n == "mbart" else n for n in TINY])
+@pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=pytest.mark.slow) if n in ("mbart", "mt5") else n for n in TINY]
+)
 def test_saved_tensors_are_those_of_transformers(family: str) -> None:
     for batch, more in ((2, ()), (3, OTHER[family])):
-        source = 20 if more and TINY[family].settings is _WORDS else 0
+        source = _SOURCES.get(id(TINY[family].settings), 0) if more else 0
         case = FormulaCase(
             family=family, attention="sdpa", precision="bf16-pure", batch=batch, source=source, more=more
         )

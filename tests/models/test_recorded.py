@@ -44,7 +44,7 @@ def _file(folder: Path, kind: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("kind", ["bitnet", "t5", "deit"])
+@pytest.mark.parametrize("kind", ["bitnet", "bigbird_pegasus", "deit"])
 def test_parameters_and_saved_bytes_are_the_traces(kind: str) -> None:
     found = tried(kind)
     assert found.way == "trace"

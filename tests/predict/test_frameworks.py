@@ -12,10 +12,10 @@ from jettison.errors import UsageError
 from jettison.formula.region import head_region, layer_region
 from jettison.ledger.timeline import Phase
 from jettison.predict.forecast import forecast
+from jettison.predict.passes import chosen_passes
 from jettison.predict.peak import peak_bytes
 from jettison.predict.run_request import RunRequest, resolve
 from jettison.predict.stages import NONE, kept_by
-from jettison.predict.timeline_units import chosen_passes
 from jettison.spec.like import LIKE
 from jettison.spec.presets import preset
 from jettison.spec.run import Run

@@ -79,13 +79,13 @@ def test_no_mode_needs_less_than_the_smallest_budget(name: str) -> None:
 
 
 def test_the_smallest_budget_of_a_long_sequence() -> None:
-    """The commands that once said otherwise: 70.53 GiB, where `sqrt` takes 64.03."""
+    """The commands that once said otherwise: what one layer at a time takes, where `sqrt` takes less."""
     run = run_of("llama3-8b", 0, dp=8, zero=3, seq=32768)
     assert [round(mode_peak(run, word) / GIB, 2) for word in ("full", "every:2", "sqrt", "every:8")] == [
-        70.53,
-        66.53,
-        64.03,
-        63.53,
+        68.57,
+        64.57,
+        62.07,
+        61.57,
     ]
     assert smallest(auto(run)) == mode_peak(run, "every:8")
     assert smallest(auto(run, offload=True)) == mode_peak(run, "full", offload=True)

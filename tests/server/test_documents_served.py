@@ -63,6 +63,12 @@ def timeless(text: str) -> dict[str, Any]:
         ("ledger", {"model": "gpt2", "seq": 128}, "ledger gpt2 --seq 128", 0),
         ("ledger", {"model": "gpt-22b", "gpu": "a100-80gb"}, "ledger gpt-22b --gpu a100-80gb", 3),
         (
+            "ledger",
+            {"model": "llama3-8b", "seq": 128, "gpu": "a100-80gb", "compile": True},
+            "ledger llama3-8b --seq 128 --gpu a100-80gb --compile",
+            3,
+        ),
+        (
             "search",
             {
                 "model": "gpt2",

@@ -94,6 +94,39 @@ def test_figures_of_cards_one_by_one(name: str, teraflops: float, gigabytes: int
     assert device.usable_bytes / GIB == pytest.approx(usable, abs=1e-6)
 
 
+CLOCKS = {
+    "v100-16gb": (1530, 512, 64),
+    "v100-32gb": (1530, 512, 64),
+    "t4-16gb": (1590, 512, 64),
+    "rtx2080ti-11gb": (1545, 256, 64),
+    "a10-24gb": (1695, 512, 128),
+    "a40-48gb": (1740, 512, 128),
+    "rtxa6000-48gb": (1800, 512, 128),
+    "rtx3080-10gb": (1710, 256, 128),
+    "rtx3090-24gb": (1695, 256, 128),
+    "l4-24gb": (2040, 512, 128),
+    "l40-48gb": (2490, 256, 128),
+    "l40s-48gb": (2520, 512, 128),
+    "rtx6000ada-48gb": (2505, 512, 128),
+    "rtx4080-16gb": (2505, 256, 128),
+    "rtx4090-24gb": (2520, 256, 128),
+    "rtx5080-16gb": (2617, 256, 128),
+    "rtx5090-32gb": (2407, 256, 128),
+    "rtxpro6000-96gb": (2617, 512, 128),
+}
+"""MHz, and what a multiprocessor multiplies and adds in a clock: of 16-bit products that add up in fp32, of fp32."""
+
+
+@pytest.mark.parametrize("name", CLOCKS)
+def test_rates_are_multiprocessors_times_clock(name: str) -> None:
+    device, (clock, products, plain) = hardware(name), CLOCKS[name]
+    rates, hertz = device.flops_per_second, 2 * device.units * clock * 10**6
+    assert rates.bf16 == pytest.approx(hertz * products, rel=0.015)
+    assert rates.fp32 == pytest.approx(hertz * plain, rel=0.01)
+    assert rates.tf32 is None or rates.tf32 == pytest.approx(hertz * products / 2, rel=0.015)
+    assert rates.fp4 is None or rates.fp4 == pytest.approx(hertz * 2048, rel=0.005)  # no slower on a GeForce
+
+
 def test_what_a_card_lacks_is_said_with_its_times() -> None:
     from jettison.predict.run_request import RunRequest
     from jettison.verbs.estimate import estimate

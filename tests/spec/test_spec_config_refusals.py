@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jettison.errors import UsageError
+from jettison.spec.config_fields import MOST_LAYERS
 from jettison.spec.families import FAMILIES
-from jettison.spec.huggingface_config import MOST_LAYERS, parse_config, read_config
+from jettison.spec.huggingface_config import parse_config, read_config
 from jettison.spec.model import Attention, Moe
 from support.spec_cases import TINY, configuration, decoded, spec
 
@@ -100,7 +101,7 @@ def refusal(call: Callable[[], object]) -> str:
     return text
 
 
-@pytest.mark.parametrize("kind", ["t5", None, 7, ["llama"], {}])
+@pytest.mark.parametrize("kind", ["longt5", None, 7, ["llama"], {}])
 def test_an_unknown_architecture(kind: object) -> None:
     text = refusal(lambda: parse_config({"model_type": kind, "hidden_size": 64}, name="tiny"))
     assert "module:factory" in text and "docs/architectures.md lists those" in text
@@ -108,8 +109,8 @@ def test_an_unknown_architecture(kind: object) -> None:
 
 
 def test_an_unknown_language_model_inside() -> None:
-    text = refusal(lambda: parse_config({"model_type": "gemma3", "text_config": {"model_type": "t5"}}, name="tiny"))
-    assert "'t5'" in text
+    text = refusal(lambda: parse_config({"model_type": "gemma3", "text_config": {"model_type": "longt5"}}, name="tiny"))
+    assert "'longt5'" in text
     assert "text_config" in refusal(lambda: parse_config({"model_type": "gemma3"}, name="tiny"))
 
 

@@ -155,3 +155,27 @@ def many_layers() -> tuple[nn.Module, Any]:
     model = Stack(0.0)
     model.layers = nn.ModuleList(Block(0.0) for _ in range(48))
     return model, (torch.randn(64, TOKENS, WIDTH),)
+
+
+class Routed(nn.Module):
+    """Weights of the two best of four experts, divided in place by their sum, as transformers' Mixtral does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        best, chosen = self.gate(y).softmax(-1).topk(2, dim=-1)
+        best /= best.sum(-1, keepdim=True)
+        weights = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, best)
+        return x + sum(weights[..., i : i + 1] * expert(y).relu() for i, expert in enumerate(self.experts))
+
+
+def routed() -> tuple[nn.Module, Any]:
+    """Layers of experts."""
+    torch.manual_seed(0)
+    model = Stack(0.0)
+    model.layers = nn.ModuleList(Routed() for _ in range(DEPTH))
+    return model, (torch.randn(4, TOKENS, WIDTH),)

@@ -200,6 +200,15 @@ def traced(case: FormulaCase) -> Ledger:
     if (patches := spec_of(tiny_config(case)).patches) is not None:
         pixels = torch.randn(case.batch, patches.channels, patches.height, patches.width, dtype=DTYPES[case.precision])
         batch = {"pixel_values": pixels, "labels": torch.zeros(case.batch, dtype=torch.int64)}
+    if (pair := spec_of(tiny_config(case)).pair) is not None:
+        seen = pair.images.patches
+        assert seen is not None
+        pixels = torch.randn(case.batch, seen.channels, seen.height, seen.width, dtype=DTYPES[case.precision])
+        batch = {"input_ids": ids, "pixel_values": pixels, "return_loss": True}
+    if (waves := spec_of(tiny_config(case)).waves) is not None:
+        samples = case.source or waves.samples(case.sequence)
+        sound = torch.randn(case.batch, samples, dtype=DTYPES[case.precision])
+        batch = {"input_values": sound, "labels": torch.randint(1, VOCABULARY, (case.batch, waves.labels(samples)))}
     if spec_of(tiny_config(case)).source is not None:
         batch["labels"] = batch["labels"][:, : case.sequence]
         batch["input_ids"] = torch.randint(1, VOCABULARY, (case.batch, case.source or case.sequence))
@@ -216,20 +225,29 @@ def traced_call(model: nn.Module, batch: Mapping[str, Any]) -> Ledger:
     """The ledger of a model, its layers called ``layers.0`` onwards and all else `ROOT`."""
     trace = trace_model(model, batch)
     found = ledger_of(trace)
-    names = {ROOT_LAYER: ROOT, **{call.name: f"layers.{i}" for i, call in enumerate(trace.calls)}}
+    blocks = [call.name for call in trace.calls if ".conv_layers." not in call.name]  # those belong to an embedding
+    names = {call.name: ROOT for call in trace.calls} | {name: f"layers.{i}" for i, name in enumerate(blocks)}
+    names[ROOT_LAYER] = ROOT
     entries = tuple(replace(entry, layer=names[entry.layer]) for entry in found)
-    return Ledger(entries, layers=tuple(names[layer] for layer in found.layers))
+    return Ledger(entries, layers=tuple(dict.fromkeys(names[layer] for layer in found.layers)))
 
 
 def run_of(case: FormulaCase) -> Run:
     """The same step as a spec, on the CPU's kernels."""
     spec = spec_of(tiny_config(case))
     kernels = kernels_for(spec, "huggingface").with_attention(case.attention).on_cpu()
-    fixed = 0 if spec.source is None else spec.source.max_positions if spec.source.sound else case.sequence
+    fixed = (
+        spec.shortest_source
+        if spec.source is None
+        else spec.source.max_positions
+        if spec.source.sound
+        else case.sequence
+    )
+    seq = case.sequence if spec.patches is None else spec.patches.tokens
     return Run(
         model=spec,
         source_seq=case.source or fixed,
-        seq=case.sequence if spec.patches is None else spec.patches.tokens,
+        seq=spec.waves.frames(case.source) if spec.waves is not None and case.source else seq,
         micro_batch=case.batch,
         kernels=kernels,
         precision=PRECISIONS[case.precision],

@@ -49,7 +49,7 @@ def _listen(layer: torch.nn.Module, packed: list[list[weakref.ref[_Box]]], given
     forward = layer.forward
 
     def pack(tensor: Tensor) -> _Box:
-        box = _Box(tensor)
+        box = _Box(tensor.detach())  # a result that its own node saved would hold that node through the box
         boxes.append(weakref.ref(box))
         return box
 

@@ -2,66 +2,175 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import peft
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from support.formula_cases import VOCABULARY, FormulaCase, model_of
 from support.pipeline_peaks import loss_of
 
-CASE = FormulaCase(family="llama", attention="sdpa", batch=2, sequence=64, more=(("num_hidden_layers", 3),))
 RANK = 4
+PAUSE_SECONDS = 0.003
 
 
-def peaks(args: dict[str, Any]) -> list[dict[str, int]]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to shard and train the model.
+
+    Args:
+        adapters: of PEFT, beside frozen weights.
+        full: every layer is computed again.
+        reshard: always, never, or torchtitan: norm and head stay whole until their backward.
+        mixed: products in bf16, gradients reduced in fp32.
+        outer: embedding, norm and head belong to the outermost unit; torchtitan's last layer is whole then, too.
+        ffn: width of feed-forward layers; 0: as the model has it.
+        segment: so many layers are one checkpoint, of twice as many.
+        events: every birth and death of a storage is told.
+    """
+
+    adapters: bool = False
+    full: bool = False
+    micro_batches: int = 1
+    reshard: str = "always"
+    mixed: bool = False
+    outer: bool = False
+    batch: int = 2
+    sequence: int = 64
+    ffn: int = 0
+    segment: int = 1
+    events: bool = False
+
+    @property
+    def formula(self) -> FormulaCase:
+        """The model, and its batch."""
+        depth = ("num_hidden_layers", 2 * self.segment if self.segment > 1 else 3)
+        return FormulaCase(
+            family="llama",
+            attention="sdpa",
+            batch=self.batch,
+            sequence=self.sequence,
+            more=(depth, *(("intermediate_size", self.ffn),) * bool(self.ffn)),
+            precision="fp32",
+        )
+
+    def told(self) -> dict[str, Any]:
+        """As ranks are given it."""
+        return asdict(self)
+
+
+class _Gathers(DefaultAllGather):
+    """gloo's threads hold tensors for a moment longer than an operation takes: they are given it."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        work = super().__call__(*args, **options)
+        time.sleep(PAUSE_SECONDS)
+        return work
+
+
+class _Reduces(DefaultReduceScatter):
+    """The same of gradients."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        work = super().__call__(*args, **options)
+        time.sleep(PAUSE_SECONDS)
+        return work
+
+
+def peaks(args: dict[str, Any]) -> list[dict[str, Any]]:
     """Of each case, this rank's bytes between steps and at the highest, without the batch and AdamW's counters."""
-    return [_peak(**case) for case in args["cases"]]
+    return [_peak(Case(**words)) for words in args["cases"]]
 
 
-def _peak(*, adapters: bool, full: bool, micro_batches: int) -> dict[str, int]:
-    model = _sharded(adapters, full)
-    ids = torch.randint(1, VOCABULARY, (CASE.batch * micro_batches, CASE.sequence))
+def _peak(case: Case) -> dict[str, Any]:
+    model = _sharded(case)
+    ids = torch.randint(1, VOCABULARY, (case.batch * case.micro_batches, case.sequence))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
     def step() -> None:
-        for rows in ids.split(CASE.batch):
-            (loss_of(model(input_ids=rows).logits, rows) / micro_batches).backward()
+        for rows in ids.split(case.batch):
+            (loss_of(model(input_ids=rows).logits, rows) / case.micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
-    state = [_local(t) for s in optimizer.state.values() for t in s.values()]
-    counters = sum(_local(s["step"]).nbytes for s in optimizer.state.values())
-    with AllocationCounter([*map(_local, static_tensors(model, ids)), *state]) as counter:
-        before = counter.live_bytes
-        step()
-    small = ids.nbytes + counters
-    return {"before": before - small, "peak": counter.peak_bytes - small}
+    state = [local(t) for s in optimizer.state.values() for t in s.values()]
+    counters = sum(local(s["step"]).nbytes for s in optimizer.state.values())
+    there = [*map(local, static_tensors(model, ids)), *state]
+    small, lowest = ids.nbytes + counters, 0
+    for _ in range(3):  # what gloo still holds may be in one, and not in all
+        with AllocationCounter(there, record_events=case.events) as counter:
+            before = counter.live_bytes
+            step()
+        lowest = min(lowest or counter.peak_bytes, counter.peak_bytes)
+    found: dict[str, Any] = {"before": before - small, "peak": lowest - small}
+    if case.events:
+        found["events"] = [(e.operator, e.storage, e.delta_bytes, e.live_bytes - small) for e in counter.events]
+    return found
 
 
-def _sharded(adapters: bool, full: bool) -> Any:
+def _sharded(case: Case) -> Any:
     """Embedding, each layer, and norm with head are groups of their own."""
-    model: Any = model_of(CASE)
-    if full:
+    model: Any = model_of(case.formula)
+    if case.full:
         model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     inner = model
-    if adapters:
+    if case.adapters:
+        import peft
+
         config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-        if full:
+        if case.full:
             model.enable_input_require_grads()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for group in (inner.model.embed_tokens, *inner.model.layers, [inner.model.norm, inner.lm_head], inner):
-        fully_shard(group, mesh=mesh, reshard_after_forward=True)
+    options: dict[str, Any] = {"mesh": mesh}
+    if case.mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = list(inner.model.layers)
+    if case.segment > 1:
+        found = [_Segment(layers[at : at + case.segment]) for at in range(0, len(layers), case.segment)]
+        inner.model.layers = nn.ModuleList(found)
+    again = case.reshard != "never"
+    ends = [] if case.outer else [inner.model.embed_tokens]
+    for group in (*ends, *layers):
+        last = case.outer and case.reshard == "torchtitan" and group is layers[-1]
+        fully_shard(group, reshard_after_forward=again and not last, **options)
+    if not case.outer:
+        fully_shard([inner.model.norm, inner.lm_head], reshard_after_forward=case.reshard == "always", **options)
+    fully_shard(inner, reshard_after_forward=case.reshard == "always", **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_Gathers())
+            module.set_custom_reduce_scatter(_Reduces())
     return model.train()
 
 
-def _local(tensor: Tensor) -> Tensor:
+class _Segment(nn.Module):
+    """Layers that are one checkpoint."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor, **options: Any) -> Any:
+        return checkpoint(self._run, hidden, options, use_reentrant=False, preserve_rng_state=False)
+
+    def _run(self, hidden: Tensor, options: dict[str, Any]) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden, **options)
+        return hidden
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

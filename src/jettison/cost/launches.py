@@ -219,7 +219,13 @@ class _Listing:
             if self._quantises(step) and not self.delayed_scaling:  # see NOTE [ Quantising ]
                 weight, x = step.weights[0], step.inputs[0]
                 yield Kernel(steps=indices, nbytes=x.nbytes + 2 * weight.nbytes + weight.numel, launches=3)
-            yield Kernel(steps=indices, nbytes=nbytes, product=self._product(step), rows=step.name in SCATTERS)
+            yield Kernel(
+                steps=indices,
+                nbytes=nbytes,
+                product=self._product(step),
+                rows=step.name in SCATTERS,
+                launches=step.rounds,
+            )
 
     def _quantises(self, step: TapeOp) -> bool:
         return self.product is not None and step.name in PRODUCTS
@@ -339,7 +345,7 @@ class _Listing:
             + weights
             + self.experts.clamps(own[0])[1]
         )
-        launches += any(step.learned for step in own)
+        launches += any(step.learned for step in own) + 2 * (own[0].rounds - 1)
         rows = own[0].name in SCATTERS
         yield Kernel(steps=indices, nbytes=nbytes, half=Half.INPUTS, launches=launches, rows=rows)
 

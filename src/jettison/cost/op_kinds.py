@@ -43,7 +43,7 @@ REDUCTIONS = frozenset(
     )
 )
 """Ops along rows."""
-LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default"))
+LOOKUPS = frozenset(("aten.embedding.default", "aten.index.Tensor", "aten.gather.default", "pad.rows"))
 """Ops that read as much of their first input as they write."""
 SCATTERS = frozenset(("aten.index_put.default", "aten.scatter_add.default"))
 """Ops that write rows where an index says."""

@@ -16,6 +16,7 @@ from typing import Final
 
 from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes
 from jettison.diagnose.finding import Change, Finding, Kind
+from jettison.diagnose.growth import lowest_rises, never_falls
 from jettison.units import MIB, format_bytes, format_percent
 
 FIRST_STEPS: Final = 2
@@ -25,6 +26,8 @@ LEAST_GROWTH: Final = 0.01
 SHARE_GROWING: Final = 0.8
 HIGHER_PEAK: Final = 1.05
 MOST_PARTS: Final = 5
+MUCH_OUTSIDE: Final = 0.1
+"""Of a device: CUDA's context, NCCL and cuBLAS have a few GiB between them."""
 _LOSS: Final = ("cross_entropy", "log_softmax", "lm_head", "nll_loss", "logits")
 
 
@@ -39,6 +42,8 @@ def diagnose_memory(facts: MemoryFacts) -> Finding:
             return _fragmentation(facts, short)
         if short and facts.other_processes_bytes >= short:
             return _others(facts, short)
+        if short and facts.outside_bytes >= max(short, MUCH_OUTSIDE * (facts.total_bytes or 0)):
+            return _outside(facts, short)
     if facts.failed and (facts.allocated_bytes is None or short == 0):
         return _unknown(facts)
     return _peak(facts, growth)
@@ -55,7 +60,9 @@ def grown_bytes(facts: MemoryFacts) -> int:
     rises = [after - before for before, after in pairwise(levels)]
     growing = sum(rise > 0 for rise in rises) / len(rises)
     total = levels[-1] - levels[0]
-    steady = growing == 1 if len(rises) < 8 else growing >= SHARE_GROWING
+    steady = growing == 1
+    if len(rises) >= 8:
+        steady = never_falls(levels) or (growing >= SHARE_GROWING and lowest_rises(levels))
     return total if steady and total >= LEAST_GROWTH * levels[0] else 0
 
 
@@ -132,6 +139,25 @@ def _others(facts: MemoryFacts, short: int) -> Finding:
         changes=(
             Change(line="nvidia-smi --query-compute-apps=pid,used_memory --format=csv", why="says which they are"),
             Change(line="CUDA_VISIBLE_DEVICES=1 python ...", why="takes another device"),
+        ),
+    )
+
+
+def _outside(facts: MemoryFacts, short: int) -> Finding:
+    outside = format_bytes(facts.outside_bytes)
+    return Finding(
+        kind=Kind.OTHERS,
+        claim=f"{outside} of this process are not PyTorch's; {format_bytes(short)} are missing",
+        evidence=_moment(facts),
+        changes=(
+            Change(
+                line="NCCL_DEBUG=INFO python ...",
+                why="says how many communicators there are: each has buffers of its own, and few groups need few",
+            ),
+            Change(
+                line="XLA_PYTHON_CLIENT_PREALLOCATE=false TF_FORCE_GPU_ALLOW_GROWTH=true python ...",
+                why="JAX and TensorFlow take most of a device for themselves when they start",
+            ),
         ),
     )
 
@@ -234,6 +260,8 @@ def _levels(steps: tuple[StepBytes, ...]) -> str:
 
 
 def _smaller_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tuple[Change, ...]:
+    if facts.phase is Phase.PARAMETERS:
+        return _SMALLER_PARAMETERS
     changes = []
     if facts.phase is Phase.OPTIMIZER:
         line = "torch.optim.AdamW(model.parameters(), foreach=False)"
@@ -265,3 +293,14 @@ def _smaller_peak(facts: MemoryFacts, short: int | None, *, shape: bool) -> tupl
             Change(line=f"jettison plan MODEL --budget {budget}MiB", why="says beforehand what that costs in time"),
         ]
     return tuple(changes)
+
+
+_SMALLER_PARAMETERS: Final = (
+    Change(line='state = torch.load(file, map_location="cpu", mmap=True)', why="what is read then has no second copy"),
+    Change(line="model = model.to(torch.bfloat16)    # before .to(device)", why="half of the bytes of fp32"),
+    Change(line="for block in model.layers: fully_shard(block)", why="each rank then holds its share of parameters"),
+    Change(
+        line="jettison ledger MODEL --dp 8 --zero 3", why="says what each rank would hold, before anything is built"
+    ),
+)
+"""No step has begun: nothing of activations would help."""

@@ -14,18 +14,28 @@ from jettison.diagnose.facts import MemoryFacts, Phase, StepBytes
 from jettison.errors import UsageError
 
 MOST_READ_BYTES: Final = 256 << 20
+RESTARTS_FROM: Final = 3
+"""Steps: a number that falls by less is another rank's line."""
 _SIZE: Final = r"([\d.,]+) ?(bytes|[KMGT]i?B|B)\b"
 _SCALE: Final = {"bytes": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SCALE_2: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_WRITTEN: Final = {unit.lower(): unit for unit in (_SCALE | _SCALE_2)}
 _BEGINS: Final = re.compile(rf"(?:CUDA|HIP|XPU) out of memory\. +Tried to allocate {_SIZE}")
 _HOST: Final = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried to allocate (\d+) bytes"
 )
+_MPS: Final = re.compile(
+    rf"MPS backend out of memory \(MPS allocated: {_SIZE}, other allocations: {_SIZE}, max allowed: {_SIZE}\)\. "
+    rf"Tried to allocate {_SIZE}"
+)
 _BARE: Final = re.compile(r"CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation")
-_STEP: Final = re.compile(r"\b(?:step|iter|iteration)\b[\s:=/#\[]*([\d,]+)", re.IGNORECASE)
+_STEP: Final = re.compile(r"\b(?:step|iter|iteration)\b[\s:=/#\['\"]*([\d,]+)", re.IGNORECASE)
 _ALLOCATED: Final = re.compile(r"(?<!max )(?<!max_)(?<!peak )\ballocated\b[^\d\n|]{0,12}([\d.,]+) ?([KMGT]i?B)\b")
+_UNIT_FIRST: Final = re.compile(
+    r"(?<!max )(?<!max_)(?<!peak )(?<!peak_)allocated[ _]?\(?(GiB|GB|MiB|MB)\)?[\"']?\s*[:=]\s*([\d.]+)", re.IGNORECASE
+)
 _MEGATRON: Final = re.compile(r"memory \((MB|GB)\) \| allocated: ([\d.]+)")
-_FILE: Final = re.compile(r'^\s*(?:\[[^\]]*\]:?)?\s*File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
+_FILE: Final = re.compile(r'\bFile "([^"\n]+)", line (\d+), in (\S+)')  # ranks and times may stand before it
 _LIBRARY: Final = ("/torch/", "site-packages", "/lib/python", "<frozen")
 _PHASES: Final = (  # the innermost part of a traceback that fits
     (Phase.OPTIMIZER, "torch/optim/", ""),
@@ -35,6 +45,7 @@ _PHASES: Final = (  # the innermost part of a traceback that fits
     (Phase.FORWARD, "torch/nn/modules/", "forward"),
     (Phase.FORWARD, "torch/nn/modules/module.py", "_call_impl"),
     (Phase.PARAMETERS, "torch/nn/modules/module.py", "_apply"),
+    (Phase.PARAMETERS, "torch/serialization.py", "load"),
 )
 
 
@@ -59,7 +70,7 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
     Raises:
         UsageError: nothing in it ran out of memory.
     """
-    found = _BEGINS.search(text) or _HOST.search(text) or _BARE.search(text)
+    found = _BEGINS.search(text) or _MPS.search(text) or _HOST.search(text) or _BARE.search(text)
     if found is None:
         raise UsageError(
             f"{name} says nowhere that memory ran out; expected a log with PyTorch's 'out of memory' message, a "
@@ -72,6 +83,8 @@ def facts_of_log(text: str, name: str) -> MemoryFacts:
         return MemoryFacts(asked_bytes=int(found[1]), device="cpu", **common)  # type: ignore[arg-type]
     if found.re is _BARE:
         return MemoryFacts(notes=("the message has no figures",), **common)  # type: ignore[arg-type]
+    if found.re is _MPS:
+        return MemoryFacts(device="mps", **_mps(found), **common)  # type: ignore[arg-type]
     times = len(_BEGINS.findall(text))
     notes = (f"memory ran out {times} times in this log: this is the first",) if times > 1 else ()
     message = text[found.start() : found.start() + 2000]
@@ -102,6 +115,14 @@ def _new_form(message: str) -> dict[str, int | None]:
         "other_processes_bytes": others,
         "outside_bytes": max(0, own - held) if own is not None else 0,
     }
+
+
+def _mps(found: re.Match[str]) -> dict[str, int]:
+    """Apple's: what is allowed is a share of the machine's memory, and other allocations are the process's as well."""
+    allocated, outside, total, asked = (_size(found[2 * i + 1], found[2 * i + 2]) for i in range(4))
+    free = max(0, total - allocated - outside)
+    figures = {"asked_bytes": asked, "allocated_bytes": allocated, "total_bytes": total, "free_bytes": free}
+    return {**figures, "outside_bytes": outside}
 
 
 def _old_form(message: str) -> dict[str, int | None]:
@@ -145,13 +166,29 @@ def _traceback(before: str) -> tuple[Phase, str]:
 
 
 def _steps(before: str) -> tuple[StepBytes, ...]:
-    """What a loop printed: the step, and what is allocated, in one line."""
-    found: dict[int, int] = {}
+    """What a loop printed: the step, and what is allocated, in one line. Numbers that begin anew go on counting."""
+    found: dict[tuple[int, int], int] = {}
+    epoch, last = 0, -1
+    first: int | None = None
     for line in before.splitlines():
-        step = _STEP.search(line)
-        megatron, plain = _MEGATRON.search(line), _ALLOCATED.search(line)
-        if step is None or (megatron is None and plain is None):
+        step, nbytes = _STEP.search(line), _allocated(line)
+        if step is None or nbytes is None:
             continue
-        pair = (megatron[2], megatron[1]) if megatron is not None else (plain[1], plain[2]) if plain else ("0", "B")
-        found.setdefault(int(step[1].replace(",", "")), _size(*pair))
-    return tuple(StepBytes(step=step, between_bytes=nbytes) for step, nbytes in sorted(found.items()))
+        number = int(step[1].replace(",", ""))
+        first = number if first is None else min(first, number)
+        if number == first and last >= first + RESTARTS_FROM:
+            epoch += 1
+        last = number
+        found.setdefault((epoch, number), nbytes)
+    in_order = sorted(found.items())
+    if epoch:
+        return tuple(StepBytes(step=at, between_bytes=nbytes) for at, (_, nbytes) in enumerate(in_order))
+    return tuple(StepBytes(step=number, between_bytes=nbytes) for (_, number), nbytes in in_order)
+
+
+def _allocated(line: str) -> int | None:
+    for pattern, number, unit in ((_MEGATRON, 2, 1), (_ALLOCATED, 1, 2), (_UNIT_FIRST, 2, 1)):
+        found = pattern.search(line)
+        if found is not None:
+            return _size(found[number], _WRITTEN.get(found[unit].lower(), found[unit]))
+    return None

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from jettison.diagnose.facts import MemoryFacts, Part, StepBytes, Survivor, phase_named
+from jettison.diagnose.growth import never_falls
 from jettison.traces.snapshot import DeviceSnapshot, Snapshot
 from jettison.traces.timeline import Ints, MemoryTimeline, by_module_and_role
 
@@ -22,6 +23,10 @@ FEWEST_STEPS: Final = 4
 """After the first ones, before anything is said of growth."""
 SHARE_OF_STEPS: Final = 0.6
 """In which a place has to leave something behind: prefetched batches are there from the last few only."""
+LEAST_TO_GROW: Final = 6
+"""After the first ones, before a place is said to hold more and more: of fewer, sizes of batches rise by chance."""
+MOST_LOOKED: Final = 30
+"""Ends of steps."""
 LEAST_GROWTH: Final = 0.001
 """Of the peak."""
 
@@ -142,4 +147,25 @@ def survivors(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]
         if steps >= max(3, SHARE_OF_STEPS * possible) and nbytes >= LEAST_GROWTH * timeline.peak_bytes:
             named = timeline.labels[label]
             found.append(Survivor(module=named.module, role=named.role, nbytes=nbytes, steps=steps))
+    return tuple(sorted(found, key=lambda one: -one.nbytes)) or _growing(timeline, ends)
+
+
+def _growing(timeline: MemoryTimeline, ends: list[int]) -> tuple[Survivor, ...]:
+    """Places that hold more and more, though not in most steps, or not in tensors of their own: a list that is added
+    to now and then, a buffer that is made anew, larger each time.
+    """
+    first, last = FIRST_STEPS, len(ends) - 1
+    if last - first < LEAST_TO_GROW:
+        return ()
+    looked = sorted({first + (last - first) * part // MOST_LOOKED for part in range(MOST_LOOKED + 1)})
+    held = np.zeros((len(looked), len(timeline.labels)), dtype=np.int64)
+    for at, end in enumerate(looked):
+        alive = timeline.alive(ends[end])
+        np.add.at(held[at], timeline.label_of[alive], timeline.nbytes[alive])
+    found = []
+    for label, named in enumerate(timeline.labels):
+        levels = held[:, label].tolist()
+        more = levels[-1] - levels[0]
+        if more >= LEAST_GROWTH * timeline.peak_bytes and never_falls(levels):
+            found.append(Survivor(module=named.module, role=named.role, nbytes=more, steps=last - first))
     return tuple(sorted(found, key=lambda one: -one.nbytes))

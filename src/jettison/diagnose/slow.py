@@ -22,6 +22,9 @@ LEAST_WAITED: Final = 0.02
 SMALL_KERNEL_NS: Final = 10_000
 MANY_KERNELS: Final = 300
 """A step."""
+ONE_PAUSE: Final = 0.5
+"""Of what a device waits for the host, and in how many steps at least."""
+FEWEST_FOR_A_PAUSE: Final = 3
 HELD_UNUSED: Final = 0.2
 LEAST_UNUSED_BYTES: Final = 64 * MIB
 STATE: Final = 0.05
@@ -112,8 +115,12 @@ def _copies(profile: StepProfile) -> Iterator[Finding]:
         evidence.append(
             f"{copies.pageable} of {copies.count} copies are of pageable memory, which cannot be asynchronous"
         )
-        line = "DataLoader(..., pin_memory=True)    # and batch.to(device, non_blocking=True)"
-        changes.append(Change(line=line, why="copies from pinned memory run beside computation"))
+        if copies.pageable > copies.to_host:
+            line = "DataLoader(..., pin_memory=True)    # and batch.to(device, non_blocking=True)"
+            changes.append(Change(line=line, why="copies from pinned memory run beside computation"))
+        if copies.to_host:
+            line = "host = torch.empty_like(x, device='cpu', pin_memory=True); host.copy_(x, non_blocking=True)"
+            changes.append(Change(line=line, why="and wait for an event before host is read, not for the device"))
     if copies.reads:
         evidence.append(f"{copies.reads} times a single number is read (.item(), float(), print of a tensor)")
         line = "if step % 50 == 0: print(loss.item())"
@@ -134,38 +141,58 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
             evidence=(
                 "cudaMalloc and cudaFree run in steps that should find all their memory in the allocator's cache",
             ),
-            changes=(
-                Change(
-                    line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-                    why="unless it is set: segments grow where they are; lengths that vary less help as well",
-                ),
-            ),
+            changes=_FROM_DRIVER,
         )
     if waiting.host_ns < LEAST * profile.ns:
         return
     each = profile.kernels // profile.steps
-    small = profile.median_kernel_ns < SMALL_KERNEL_NS and each >= MANY_KERNELS
+    once = profile.steps >= FEWEST_FOR_A_PAUSE and waiting.longest_ns >= ONE_PAUSE * waiting.host_ns
+    small = not once and profile.median_kernel_ns < SMALL_KERNEL_NS and each >= MANY_KERNELS
     median_time = format_seconds(profile.median_kernel_ns / 1e9)
+    evidence = [f"{each:,} kernel{'s' * (each != 1)} a step, {median_time} in the median"]
+    if once:
+        evidence.append(_one_pause(profile))
     claim = f"the device waits for the host to launch kernels: {_share(profile, waiting.host_ns)}"
     yield Finding(
         kind=Kind.SMALL_KERNELS if small else Kind.GAPS,
         claim=f"many small kernels: {claim}" if small else claim,
-        evidence=(f"{each:,} kernel{'s' * (each != 1)} a step, {median_time} in the median",),
-        changes=(
-            Change(
-                line="for block in model.layers: block.compile()",
-                why="fuses small kernels; plans of Jettison's know blocks that are compiled one by one",
-            ),
-            Change(line="torch.optim.AdamW(model.parameters(), fused=True)", why="one kernel for many parameters"),
-        )
-        if small
-        else (
-            Change(
-                line="torch.profiler.profile(with_stack=True)",
-                why="then the trace names the Python that runs in the gaps",
-            ),
-        ),
+        evidence=tuple(evidence),
+        changes=_ONE_PAUSE if once else _SMALL_KERNELS if small else _SLOW_HOST,
     )
+
+
+_FROM_DRIVER: Final = (
+    Change(
+        line="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        why="unless it is set: segments grow where they are; lengths that vary less help as well",
+    ),
+    Change(
+        line="# no torch.cuda.empty_cache() in the loop", why="what it gives back is what the next step asks for again"
+    ),
+)
+_ONE_PAUSE: Final = (
+    Change(
+        line="gc.collect(); gc.freeze(); gc.disable()    # and gc.collect() every 1000 steps",
+        why="one step alone waits: Python's garbage collector does so, or a checkpoint that is written",
+    ),
+)
+_SMALL_KERNELS: Final = (
+    Change(
+        line="for block in model.layers: block.compile()",
+        why="fuses small kernels; plans of Jettison's know blocks that are compiled one by one",
+    ),
+    Change(line="torch.optim.AdamW(model.parameters(), fused=True)", why="one kernel for many parameters"),
+)
+_SLOW_HOST: Final = (
+    Change(line="torch.profiler.profile(with_stack=True)", why="then the trace names the Python that runs in the gaps"),
+)
+
+
+def _one_pause(profile: StepProfile) -> str:
+    at = profile.waiting.longest_at_ns
+    number = next((number for number, (start, end) in profile.step_spans.items() if start <= at < end), None)
+    where = "between steps" if number is None else f"in step {number}"
+    return f"{format_seconds(profile.waiting.longest_ns / 1e9)} of it are one pause, {where}"
 
 
 def _first(profile: StepProfile) -> Iterator[Finding]:

@@ -46,6 +46,9 @@ class Waiting:
     allocator_ns: int = 0
     sync_ns: int = 0
     host_ns: int = 0
+    longest_ns: int = 0
+    """The longest gap that is put down to the host; it begins at ``longest_at_ns``."""
+    longest_at_ns: int = 0
 
     @property
     def ns(self) -> int:
@@ -63,6 +66,8 @@ class Copies:
     waited_ns: int = 0
     """Of the host, inside of operators that copy or read."""
     pageable: int = 0
+    to_host: int = 0
+    """Of these, from the device."""
     reads: int = 0
     """Of single numbers (``.item()``)."""
 
@@ -72,7 +77,7 @@ class StepProfile:
     """Of the steady steps of a trace, altogether; ``seconds`` and the like divide by their number.
 
     Args:
-        step_ns: of each step in the trace, by number.
+        step_spans: of each step in the trace, by number.
         window: from the beginning of the first steady step to the end of the last.
         has_device: kernels were recorded; else the work is that of the host's operators.
         collectives: by name, what of them is beside no computation.
@@ -82,7 +87,7 @@ class StepProfile:
     """
 
     steps: int
-    step_ns: Mapping[int, int]
+    step_spans: Mapping[int, Span]
     window: Span
     has_device: bool
     phase_ns: Mapping[str, int]
@@ -102,6 +107,11 @@ class StepProfile:
     peak_bytes: Mapping[str, int]
     state_bytes: int
     reserved_at_peak: tuple[int, int] | None
+
+    @property
+    def step_ns(self) -> dict[int, int]:
+        """How long each step took."""
+        return {number: end - start for number, (start, end) in self.step_spans.items()}
 
     @property
     def ns(self) -> int:
@@ -127,7 +137,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
     ran_again = launched if launched is not None else _spans(again)
     return StepProfile(
         steps=len(steady),
-        step_ns={number: one.ns for number, one in trace.steps},
+        step_spans={number: (one.start_ns, one.end_ns) for number, one in trace.steps},
         window=(start, end),
         has_device=has_device,
         phase_ns={name: total(within(spans, start, end)) for name, spans in phases.items()},
@@ -273,7 +283,7 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
     calls = [one for one in trace.runtime if one.name.startswith(_WAITS)]
     waits = sorted((one.end_ns, one.ns) for one in calls if "Async" not in one.name)
     ends, waiting = [stop for stop, _ in waits], joined(_spans(calls))
-    found = {"data_ns": 0, "allocator_ns": 0, "sync_ns": 0, "host_ns": 0}
+    found = {"data_ns": 0, "allocator_ns": 0, "sync_ns": 0, "host_ns": 0, "longest_ns": 0, "longest_at_ns": 0}
     for gap in gaps:
         inside = slice(bisect_right(ends, gap[0] - 1), bisect_right(ends, gap[1]))
         length = gap[1] - gap[0]
@@ -286,6 +296,8 @@ def _waiting(trace: ProfilerTrace, busy: list[Span], data: list[Span], start: in
             stopped = max(ahead, overlap([gap], waiting))
             found["sync_ns"] += stopped
             found["host_ns"] += length - stopped
+            if length - stopped > found["longest_ns"]:
+                found |= {"longest_ns": length - stopped, "longest_at_ns": gap[0]}
     return Waiting(**found)
 
 
@@ -303,6 +315,7 @@ def _copies(trace: ProfilerTrace, compute: list[Span], start: int, end: int) -> 
         alone_ns=total(without(joined(_spans(copies)), compute)),
         waited_ns=sum(one.ns for one in waits if _inside(one.start_ns, inside)),
         pageable=sum("Pageable" in one.name for one in copies),
+        to_host=sum("Pageable" in one.name and "DtoH" in one.name for one in copies),
         reads=sum(_inside(one.start_ns, joined(_spans(reads))) for one in waits),
     )
 

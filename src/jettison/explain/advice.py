@@ -61,7 +61,7 @@ def _recompute(run: Run) -> Iterator[str]:
 
 def _tensor_parallel(run: Run) -> Iterator[str]:
     layout = run.layout
-    if layout.tp > 1 and not layout.sp:
+    if layout.tp > 1 and not layout.sp and run.model.words:
         yield (
             f"without sequence parallelism all {layout.tp} tensor-parallel ranks hold what stands between the "
             "products whole (norms, dropouts, residuals); --sp shards it"

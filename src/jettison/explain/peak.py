@@ -20,8 +20,8 @@ from jettison.explain.remarks import cause, remarks, remedy
 from jettison.formula.region import Region, layer_region
 from jettison.ledger.timeline import StageLoad, moments
 from jettison.predict.forecast import Forecast, Stage, forecast
+from jettison.predict.passes import passes_of
 from jettison.predict.stages import StageRegion
-from jettison.predict.timeline_units import passes_of
 from jettison.solve.policy import attention_core
 from jettison.spec.model import AnyLayer
 from jettison.spec.run import Mode, Recompute, Run
@@ -81,7 +81,9 @@ def peak_parts(stage: Stage) -> tuple[Share, ...]:
         name: list(moments(_alone(stage.load, fields), first_step=False))[position].nbytes
         for name, fields in _PARTS.items()
     }
-    found["parameters"] -= stage.load.aside
+    whole = list(moments(_whole(stage.load), first_step=False))[position].nbytes
+    found["activations in flight"] -= whole
+    found["parameters"] += whole - stage.load.aside
     found[ASIDE] += stage.load.aside
     return _shares((name, nbytes) for name, nbytes in found.items() if nbytes or name != ASIDE)
 
@@ -108,6 +110,16 @@ def _alone(load: StageLoad, kept: frozenset[str]) -> StageLoad:
     of_load: dict[str, Any] = {name: 0 for name in zeros if hasattr(load, name)}
     chunks = tuple(tuple(replace(unit, **of_unit) for unit in chunk) for chunk in load.chunks)
     return replace(load, chunks=chunks, **of_load)
+
+
+def _whole(load: StageLoad) -> StageLoad:
+    """The stage as if it held nothing but weights that stay gathered behind a forward."""
+    nothing = _alone(load, frozenset())
+    chunks = tuple(
+        tuple(replace(empty, resident=unit.whole) for empty, unit in zip(bare, chunk, strict=True))
+        for bare, chunk in zip(nothing.chunks, load.chunks, strict=True)
+    )
+    return replace(nothing, chunks=chunks)
 
 
 def _roles(found: Forecast, stage: Stage) -> tuple[Share, ...]:
@@ -215,7 +227,10 @@ def _sequence_parallelism(run: Run) -> Iterator[tuple[str, Run]]:
 def _sharding(run: Run) -> Iterator[tuple[str, Run]]:
     if run.layout.shards > 1:
         for zero in (1, 3):
-            yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+            try:
+                yield f"--zero {zero}", replace(run, layout=replace(run.layout, zero=zero))
+            except UsageError:  # of some optimizers and recipes not every stage is described
+                continue
 
 
 def _compare(found: Forecast, runs: Iterable[tuple[str, Run]]) -> tuple[Variant, ...]:

@@ -1,5 +1,5 @@
-"""What files for plain torch and torchtitan have where something waits on the host, and what stands in for it when such
-a file is priced.
+"""What files for plain torch, torchtitan, torch_remat and Lightning have where something waits on the host, and what
+stands in for it when such a file is priced.
 
 NOTE [ What hooks move ]
 Around a layer that is left alone, hooks see each tensor that autograd saves, in the order in which the layer's program
@@ -41,6 +41,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 """
+WRAP: Final = """    for name, numbers in ON_HOST.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, _Waiting(model.get_submodule(name), numbers))
+"""
+"""Last in a function that has ``model``."""
 CODE: Final = '''
 
 class _Waiting(ActivationWrapper):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jettison.errors import DoesNotFit
 from jettison.export.described import DescribedPricer
-from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_on_host, kept_whole
+from jettison.export.policy import LayerPolicy, by_ops_and_host, checkpointed, checkpointed_on_host, kept_whole
 from jettison.export.result import Cost, Pricer, require_fit
 from jettison.export.subject import Decision, Subject
 
@@ -74,6 +74,40 @@ def with_host(subject: Subject, pricer: Pricer, choose: Callable[[Pricer, Checkp
         assert problem is not None  # what stays on the device is allowed
         raise problem
     return min(allowed, key=lambda one: (one[1].step_seconds or 0.0, one[1].host_bytes))
+
+
+def with_moves(
+    subject: Subject,
+    pricer: Pricer,
+    write: Write,
+    *,
+    target: str,
+    could: str,
+    checkpoint: Checkpoint,
+    partly: Checkpoint,
+) -> Priced:
+    """Whole layers as checkpoints, and what a live plan moves of layers that it leaves alone waits on the host.
+
+    Args:
+        checkpoint: what becomes of a layer that is one.
+        partly: what becomes of a layer of which the plan computes a part again.
+
+    Raises:
+        DoesNotFit: with every layer a checkpoint it does not fit.
+    """
+
+    def wish(decision: Decision) -> LayerPolicy:
+        if decision.plain or _only_moves(decision):
+            return by_ops_and_host(decision)
+        return checkpoint(decision) if decision.whole else partly(decision)
+
+    said = all(decision.plain or decision.whole or _only_moves(decision) for decision in subject.decisions)
+    wished = tuple(map(wish, subject.decisions))
+    return between(wished, subject, pricer, write, target=target, could=could, as_it_stands=said, checkpoint=checkpoint)
+
+
+def _only_moves(decision: Decision) -> bool:
+    return bool(decision.moved) and not decision.packed and not decision.program.recompute_set(decision.kept)
 
 
 def between(

@@ -9,7 +9,8 @@ plan that keeps one of two outputs, or leaves out an input that it can compute, 
 NOTE [ What selective contexts must not save ]
 Where a call is not run again its result is handed out in its place. That is wrong without an error for ops that write
 in place, since the code around them goes on with the tensor that they wrote to; and it moves the random stream on less
-than the forward did, for whoever draws next. So no op in place is saved, and of those that draw all or none.
+than the forward did, for whoever draws next. So no op in place is saved, and of those that draw all or none. Nor is
+what such an op writes to, its first argument: torch refuses to hand out what has changed since it was saved.
 """
 
 from __future__ import annotations
@@ -102,7 +103,11 @@ def checkpointed_together(decisions: Sequence[Decision]) -> Iterator[LayerPolicy
 
 def checkpointed_on_host(decision: Decision) -> LayerPolicy:
     """The layer is a checkpoint, and what it is given waits on the host."""
-    policy = checkpointed(decision)
+    return with_input_on_host(checkpointed(decision))
+
+
+def with_input_on_host(policy: LayerPolicy) -> LayerPolicy:
+    """A checkpoint, with what it is given on the host."""
     return replace(policy, moved=_inputs(policy), words="full, its input on the host")
 
 
@@ -149,7 +154,12 @@ def saving(decision: Decision, wanted: Sequence[OpCall]) -> LayerPolicy:
 def savable(program: Program, wanted: frozenset[OpCall]) -> frozenset[OpCall]:
     """See NOTE [ What selective contexts must not save ]."""
     calls = op_calls(program)
-    outside = {call for op, call in zip(program.ops, calls, strict=True) if writes_in_place(op)}
+    written = {op.inputs[0] for op in program.ops if op.inputs and writes_in_place(op)}
+    outside = {
+        call
+        for op, call in zip(program.ops, calls, strict=True)
+        if writes_in_place(op) or written.intersection(op.outputs)
+    }
     found = wanted - outside
     drawing = _drawing(program)
     return found if drawing <= found else found - drawing

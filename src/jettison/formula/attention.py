@@ -5,15 +5,17 @@ a heads · k key-value heads · d head dim. q, k and v are b × heads × s × d;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
+from jettison.formula.attention_biases import as_mask, biases_workspace, made_biases
+from jettison.formula.attention_masks import document_bounds, has_mask_tensor
 from jettison.formula.attention_sinks import sink_weight, softmax_with_sinks
 from jettison.formula.basic import add, batched_product, cast, copy, dropout, enter, leave, linear, multiply, scale
 from jettison.formula.norm import norm
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
-from jettison.spec.kernels import AttentionKernel, ContextExchange, Device, Documents
+from jettison.spec.biases import Biases
+from jettison.spec.kernels import AttentionKernel, ContextExchange, Device
 from jettison.spec.model import Attention, Norm, NormKind, QkNorm
 
 HEADS, ROWS = 1, 2
@@ -31,7 +33,11 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
     """
     with w.tape.scope("cross_attention" if asks else "attention"):
         whole, kept = enter(w, x)
-        q, k, v = _ask(w, whole, kept, spec) if asks else _project(w, whole, kept, spec, norm_spec)
+        gate: Value | None = None
+        if asks:
+            q, k, v = _ask(w, whole, kept, spec)
+        else:
+            q, k, v, gate = _project(w, whole, kept, spec, norm_spec)
         if w.kernels.copied_heads:
             q, k, v = copy(w, scale(w, q)), copy(w, k), copy(w, v)
         if spec.rotary_dim:
@@ -42,6 +48,8 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             q = _scaled(w, q)
         joined = w.kernels.copied_heads or (bool(spec.rotary_dim) and w.kernels.joined_rotary)
         context = core(w, q, k, v, spec, joined=joined)
+        if gate is not None:
+            context = multiply(w, context, _opened(w, gate), ("attention output", "attention gate"))
         out = linear(
             w,
             context,
@@ -51,6 +59,7 @@ def attention(w: Writer, x: Value, spec: Attention, norm_spec: Norm, *, asks: bo
             split="row",
             role="projection input",
             reference="arXiv 2205.05198 §4.1, linear projection: 2sbh",
+            original=True,
         )
         return leave(w, out)
 
@@ -83,10 +92,21 @@ def _ask(w: Writer, x: Value, kept: Value, spec: Attention) -> tuple[Value, Valu
     return heads_of(w, q, spec.heads, d), *(heads_of(w, y, spec.kv_heads, d, length) for y in (k, v))  # type: ignore[return-value]
 
 
-def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm) -> tuple[Value, Value, Value]:
+def _opened(w: Writer, gate: Value) -> Value:
+    """A sigmoid of what stands beside the queries, which is copied from between them."""
+    gate = copy(w, gate)
+    out = w.tape.empty(gate.shape, gate.dtype, gate.places, grad=gate.grad)
+    w.tape.record("aten.sigmoid.default", [gate], [out], saves=[saved(out, "attention gate")])
+    return out
+
+
+def _project(
+    w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm
+) -> tuple[Value, Value, Value, Value | None]:
+    """Queries, keys and values, and what weighs the output."""
     d, more = spec.head_dim, {"split": "column", "keeps": kept}
     reference = "arXiv 2205.05198 §4.1, shared input of Q, K and V: 2sbh"
-    widths = (spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
+    widths = ((2 if spec.gated else 1) * spec.heads * d, spec.kv_heads * d, spec.kv_heads * d)
     if spec.fused_qkv or w.kernels.fused_projections:
         joint = linear(w, x, sum(widths), "qkv", bias=spec.qkv_bias, reference=reference, **more)  # type: ignore[arg-type]
         joint = _clipped(w, joint) if spec.clipped else joint
@@ -100,6 +120,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
         ]
         parts = [_clipped(w, part) for part in parts] if spec.clipped else parts
     q, k, v = parts
+    gate = w.tape.view(q, (*q.shape[:-1], spec.heads * d)) if spec.gated else None
     if spec.qk_norm is QkNorm.WIDTH:
         q, k = (norm(w, x, norm_spec, f"{name}_norm", split=True) for x, name in ((q, "query"), (k, "key")))
     q, k, v = (heads_of(w, x, h, d) for x, h in ((q, spec.heads), (k, spec.kv_heads), (v, spec.kv_heads)))
@@ -110,7 +131,7 @@ def _project(w: Writer, x: Value, kept: Value, spec: Attention, norm_spec: Norm)
         q, k = (norm(w, x, plain, f"{name}_norm", apiece=True) for x, name in ((q, "query"), (k, "key")))
     if w.kernels.indexed_kv and spec.kv_heads < spec.heads:
         k, v = (_indexed(w, x, spec) for x in (k, v))
-    return q, k, v
+    return q, k, v, gate
 
 
 def _indexed(w: Writer, x: Value, spec: Attention) -> Value:
@@ -179,20 +200,22 @@ def core(w: Writer, q: Value, k: Value, v: Value, spec: Attention, *, joined: bo
     Args:
         joined: q comes out of a concatenation and has heads outermost in memory; a fused kernel's output follows it.
     """
-    masked = _has_mask_tensor(w, spec)
+    added = None if spec.biases is Biases.NONE else made_biases(w, spec, q.shape[ROWS], k.shape[ROWS])
+    masked = added is not None or has_mask_tensor(w, spec)
     fused = w.kernels.attention is AttentionKernel.FLASH
+    added = as_mask(w, spec, added) if fused and added is not None else added
     lone = w.kernels.indexed_kv and k.shape[HEADS] < q.shape[HEADS]  # no fused kernel is asked to take groups
     apart = not fused or (masked and not lone) or w.kernels.always_repeat_kv or not _takes_groups(k, v)
     if w.kernels.repeat_kv and apart:
         k, v = (_repeat(w, x, spec.heads) for x in (k, v))
     shape, places = w.shape(spec.heads * v.shape[-1]), w.on_tp(2)
     if not fused:
-        out = eager(w, q, k, v, spec)
-    elif written := lone or _falls_back(w, q, v):
-        out = written_out(w, q, k, v, spec)
+        out = eager(w, q, k, v, spec, added)
+    elif written := lone or _falls_back(w, q, v, added):
+        out = written_out(w, q, k, v, spec, added)
     else:
         q, k, v, back = _as_kernels_take_them(w, q, k, v)
-        out = flash(w, q, k, v, masked=masked, sinks=spec.sinks, alibi=spec.alibi)
+        out = flash(w, q, k, v, masked=masked, sinks=spec.sinks, alibi=spec.alibi, added=added)
         out = copy(w, out) if back else out
     copied = (not fused or written or joined) and out.local_shape[HEADS] > 1
     return copy(w, out, shape, places) if copied else w.tape.view(out, shape, places)
@@ -225,24 +248,18 @@ def _as_kernels_take_them(w: Writer, q: Value, k: Value, v: Value) -> tuple[Valu
     return q, k, v, back
 
 
-def _has_mask_tensor(w: Writer, spec: Attention) -> bool:
-    """Does a fused kernel need to be given a mask? A window as long as the sequence already does."""
-    windowed = spec.window is not None and spec.window <= w.run.seq
-    both_ways = w.kernels.bidirectional_masks and not spec.causal
-    if w.run.packed:
-        return w.kernels.documents is Documents.MASK
-    return w.kernels.tensor_masks and (windowed or both_ways or w.run.padding or w.kernels.made_masks)
-
-
 def _takes_groups(k: Value, v: Value) -> bool:
     """Can a fused kernel share key-value heads among query heads? Up to a head of 256, with keys as wide as values."""
     return k.shape[-1] == v.shape[-1] <= 256
 
 
-def _falls_back(w: Writer, q: Value, v: Value) -> bool:
-    """Does scaled_dot_product_attention leave its fused kernel? PyTorch's for the CPU has no dropout and one width."""
+def _falls_back(w: Writer, q: Value, v: Value, added: Value | None) -> bool:
+    """Does scaled_dot_product_attention leave its fused kernel? PyTorch's for the CPU has no dropout, one width, and no
+    gradient of what is added to scores.
+    """
     dropped = w.run.model.dropout_sites.attention and w.run.dropout > 0
-    return w.kernels.device is Device.CPU and (dropped or q.shape[-1] != v.shape[-1])
+    learned = added is not None and added.grad
+    return w.kernels.device is Device.CPU and (dropped or learned or q.shape[-1] != v.shape[-1])
 
 
 def _repeat(w: Writer, x: Value, heads: int) -> Value:
@@ -254,7 +271,15 @@ def _repeat(w: Writer, x: Value, heads: int) -> Value:
 
 
 def flash(
-    w: Writer, q: Value, k: Value, v: Value, *, masked: bool = False, sinks: bool = False, alibi: bool = False
+    w: Writer,
+    q: Value,
+    k: Value,
+    v: Value,
+    *,
+    masked: bool = False,
+    sinks: bool = False,
+    alibi: bool = False,
+    added: Value | None = None,
 ) -> Value:
     """One kernel (arXiv 2205.14135): q, k, v, the output and a log-sum-exp a row stay; scores never exist.
 
@@ -275,35 +300,19 @@ def flash(
     kept += [saved(out, "attention output", reference), saved(rows, "attention statistics", reference)]
     inputs = [q, k, v]
     if masked:
-        inputs.append(_mask_tensor(w, q, keys, alibi=alibi))
+        inputs.append(_mask_tensor(w, q, keys, alibi=alibi) if added is None else added)
         kept.append(saved(inputs[-1], "attention mask"))
-    kept += [saved(bounds, "document bounds") for bounds in _bounds(w)]
+    kept += [saved(bounds, "document bounds") for bounds in document_bounds(w)]
     w.tape.record(
         "aten._scaled_dot_product_flash_attention.default",
         inputs,
         [out, rows],
         saves=kept,
         flops=flops,
+        workspace=biases_workspace(q, added),
         weights=[sink_weight(w, q.shape[HEADS])] if sinks else [],
     )
     return out
-
-
-def _bounds(w: Writer) -> Iterator[Value]:
-    """Where documents begin, and the kernel's random state, as `torch.nn.attention.varlen` keeps both.
-
-    transformers makes bounds in each layer (``prepare_fa_kwargs_from_position_ids``), others once for all of them.
-    """
-    if not w.run.packed or w.kernels.documents is not Documents.VARLEN:
-        return
-    shape = (w.run.micro_batch * -(-w.run.seq // w.run.packed) + 1,)
-    if w.kernels.name == "huggingface":
-        ids = w.table("position ids", w.shape(), "int64")
-        yield w.tape.op("aten.nonzero.default", [ids], shape, "int32", ())
-        return
-    yield w.table("document bounds", shape, "int32")
-    if w.kernels.name == "pytorch":
-        yield w.tape.source("random state of the kernel", (2,), "int64")
 
 
 def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
@@ -316,7 +325,7 @@ def _mask_tensor(w: Writer, q: Value, keys: int, *, alibi: bool) -> Value:
     return w.tape.op("aten.where.ScalarOther", [given], dtype=q.dtype)
 
 
-def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
+def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
     """What scaled_dot_product_attention does without a fused kernel: everything fp32, scale and groups included."""
     places, dtype = head_places(w), q.dtype
     k, v = (x if x.shape[HEADS] == 1 else _repeat(w, x, spec.heads) for x in (k, v))
@@ -327,7 +336,8 @@ def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Val
     scores_shape = (*q.shape[:3], k.shape[ROWS])
     roles = ("attention query", "attention key")
     scores = batched_product(w, q, k, scores_shape, places, q.shape[-1], roles, dtype="float32")
-    out = _softmax(w, _mask(w, scores), "float32", spec, "aten._safe_softmax.default")
+    scores = _mask(w, scores) if added is None else add(w, scores, added)
+    out = _softmax(w, scores, "float32", spec, "aten._safe_softmax.default")
     out = dropout(w, out, site=w.run.model.dropout_sites.attention)
     roles = ("attention probabilities", "attention value")
     shape = (*q.shape[:3], v.shape[-1])
@@ -335,7 +345,7 @@ def written_out(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Val
     return cast(w, out, dtype)
 
 
-def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
+def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention, added: Value | None) -> Value:
     """Scores, softmax and dropout as tensors: 2as^2b for the softmax, as^2b for the mask, 2as^2b for its result.
 
     Products of b × heads × s × d tensors run as batches of matrices, for which torch copies what is no such batch.
@@ -364,6 +374,7 @@ def eager(w: Writer, q: Value, k: Value, v: Value, spec: Attention) -> Value:
         scores = _softcap(w, scores)
     if spec.alibi:
         scores = add(w, scores, w.table("distances", (spec.heads, 1, k.shape[ROWS]), scores.dtype, ()))
+    scores = scores if added is None else add(w, scores, added)
     if not w.kernels.fused_softmax:
         scores = _mask(w, scores)
     wide = "float32" if w.kernels.scores_float32 else scores.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.narrow import QUANTISE, narrow
 from jettison.formula.tape import Collective, Places, Saved, Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.ledger.program import Anchor
@@ -62,6 +63,7 @@ def linear(
     tied: bool = False,
     head: bool = False,
     weight: Weight | None = None,
+    original: bool = False,
 ) -> Value:
     """x @ W^T (+ bias). Backward needs x, for the weight's gradient.
 
@@ -71,6 +73,7 @@ def linear(
         keeps: what is saved in x's place (its shard, which backward gathers again).
         head: the head's product is torch's, whatever library has those of layers.
         weight: that an earlier product of the region has as well.
+        original: what is saved is kept by another op as well, as it is.
     """
     width = x.shape[-1]
     with w.tape.scope(name):
@@ -84,9 +87,15 @@ def linear(
         if split == "column" and w.tp > 1:
             places = tuple(sorted((*places, ("tp", last))))
         kept = x if keeps is None else keeps
-        if w.run.precision.product is not None:
-            kept = quantise(w, kept)
         inputs, workspace = [x], 0
+        saves: tuple[Saved, ...] = (Saved(kept, role, reference),)
+        if w.narrows(features, head=head):
+            local = w.tape.local_shape((features,), (("tp", 0),) if split == "column" else ())[0]
+            found = narrow(w, x, kept, local, name, role, original=original)
+            saves, workspace = found.saves, found.workspace
+        elif w.run.precision.product is not None and w.run.precision.recipe is None:
+            kept = quantise(w, kept)
+            saves = (Saved(kept, role, reference),)
         eight = weight.packed_bytes > 0 and w.base is Base.INT8
         if eight:  # forward multiplies bytes, backward has the matrix in 16 bits
             workspace = weight.numel * DTYPE_BYTES[w.compute]
@@ -100,7 +109,7 @@ def linear(
             inputs,
             (*x.shape[:-1], features),
             places=places,
-            saves=[Saved(kept, role, reference)] if not weight.frozen or (eight and x.grad) else [],
+            saves=saves if not weight.frozen or (eight and x.grad) else [],
             weights=weights,
             dtype=w.compute,
             contracted=x.local_shape[-1],
@@ -188,7 +197,7 @@ def quantise(w: Writer, x: Value) -> Value:
     if x.index not in w.quantised:
         product = w.run.precision.product
         assert product is not None
-        w.quantised[x.index] = w.tape.op("quantise.fp8", [x], dtype=product, grad=False)
+        w.quantised[x.index] = w.tape.op(QUANTISE, [x], dtype=product, grad=False)
     return w.quantised[x.index]
 
 

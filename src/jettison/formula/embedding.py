@@ -15,10 +15,14 @@ from jettison.formula.attention import READ
 from jettison.formula.basic import add, cast, dropout, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
+from jettison.formula.pair import show, tower
+from jettison.formula.sound import hear
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
+from jettison.spec.inputs import Patches, Source
 from jettison.spec.kernels import AttentionKernel
-from jettison.spec.model import Activation, Attention, LatentAttention, Patches, Source
+from jettison.spec.model import Activation, Attention, LatentAttention
+from jettison.spec.pair import Pair
 
 POSITIONS = "position ids"
 
@@ -30,11 +34,17 @@ def embedding(w: Writer) -> Value:
         rotary_tables(w)
     if model.patches is not None:
         return _patched(w, model.patches)
+    if model.waves is not None:
+        return _closed(w, hear(w, model.waves))
+    if model.pair is not None:
+        _seen(w, model.pair)
     if model.source is not None:
         read_source(w, model.source)
     eager = w.kernels.attention is AttentionKernel.EAGER
     if (w.kernels.filled_masks and eager) or (w.kernels.made_masks and not eager):
         _masks(w)
+    if w.run.padding and any(layer.scan is not None for layer in model.described):
+        w.tape.hold(w.tape.source("token mask", w.shape(), "int64"), "token mask")
     x = _scaled_tokens(w)
     if model.token_types:
         x = add(w, x, _looked_up(w, "segments", model.token_types, "segment ids"))
@@ -56,7 +66,8 @@ def _closed(w: Writer, x: Value) -> Value:
     model = w.run.model
     if model.embedding_norm is not None:
         x = norm(w, x, model.embedding_norm, "norm")
-    return dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+    x = dropout(w, x, site=model.dropout_sites.embedding, reference="arXiv 2205.05198 §4.3: sbh")
+    return cast(w, x, w.stream)
 
 
 def read_source(w: Writer, spec: Source) -> None:
@@ -74,7 +85,8 @@ def read_source(w: Writer, spec: Source) -> None:
         if model.final_norm is None:
             w.tape.hold(inner.hidden(READ), READ)
         else:
-            w.tape.hold(norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm"), READ)
+            read = norm(inner, inner.hidden("norm input"), model.final_norm, "output_norm")
+            w.tape.hold(dropout(inner, read, site=model.dropout_sites.output), READ)
     w.follow(inner)
 
 
@@ -90,6 +102,16 @@ def _heard(w: Writer, rows: int) -> Value:
         x = w.tape.op("aten.convolution.default", [x], shape, saves=kept, weights=weights, contracted=3 * width)
         x = activation(w, x, Activation.GELU)
     return w.tape.view(x, w.shape(hidden))
+
+
+def _seen(w: Writer, pair: Pair) -> None:
+    """Images, before the first layer of their tower and after the last."""
+    inner = tower(w, pair)
+    assert pair.images.patches is not None, "a tower of images without images"
+    with w.tape.scope("images"):
+        _patched(inner, pair.images.patches)
+        show(inner, pair)
+    w.follow(inner)
 
 
 def _patched(w: Writer, spec: Patches) -> Value:
@@ -167,7 +189,8 @@ def rotary_tables(w: Writer) -> None:
     Code that places text among images has a table for each sequence, b × s.
     """
     rows = w.run.micro_batch if w.kernels.batched_rotary or w.run.packed else 1
-    kinds = dict.fromkeys(_rotation(w, layer.attention) for layer in w.run.model.described)
+    mixers = [layer.attention for layer in w.run.model.described]
+    kinds = dict.fromkeys(_rotation(w, each) for each in mixers if isinstance(each, Attention | LatentAttention))
     with w.tape.scope("rotary"):
         for dim, _ in kinds:
             if dim:

@@ -37,6 +37,7 @@ def latent_attention(w: Writer, x: Value, spec: LatentAttention, norm_spec: Norm
             split="row",
             role="projection input",
             reference=f"{REFERENCE}, eq. 19",
+            original=True,
         )
         return leave(w, out)
 

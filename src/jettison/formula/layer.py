@@ -1,20 +1,27 @@
-"""One transformer layer: attention and feed-forward blocks, norms and residual sums in the arrangement asked for."""
+"""One layer: what mixes tokens and what works on each, norms and residual sums in the arrangement asked for."""
 
 from __future__ import annotations
 
 from jettison.formula.attention import attention
-from jettison.formula.basic import add, dropout
+from jettison.formula.basic import add, cast, dropout
+from jettison.formula.delta_rule import gated_delta
 from jettison.formula.latent import latent_attention
 from jettison.formula.mlp import mlp
 from jettison.formula.moe import moe
 from jettison.formula.norm import norm
+from jettison.formula.selective_scan import mamba1
+from jettison.formula.state_space import mamba2
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer
-from jettison.spec.model import Arrangement, Attention, Layer, Mlp
+from jettison.spec.mixers import GatedDelta, Mamba1, Mamba2
+from jettison.spec.model import Arrangement, Attention, LatentAttention, Layer, Mlp
 
 
 def layer(w: Writer, x: Value, spec: Layer) -> Value:
     """The residual stream after the layer."""
+    if spec.lone:
+        inner = norm(w, cast(w, x, w.compute), spec.norm, "mlp_norm" if spec.attention is None else "attention_norm")
+        return add(w, x, _dropped(w, _feed(w, inner, spec) if spec.attention is None else _attend(w, inner, spec)))
     match spec.arrangement:
         case Arrangement.PRE:
             normal = x if spec.plain_start else norm(w, x, spec.norm, "attention_norm")
@@ -52,12 +59,21 @@ def _dropped(w: Writer, x: Value) -> Value:
 
 
 def _attend(w: Writer, x: Value, spec: Layer) -> Value:
-    if isinstance(spec.attention, Attention):
-        return attention(w, x, spec.attention, spec.norm)
-    return latent_attention(w, x, spec.attention, spec.norm)
+    match spec.attention:
+        case Attention() as mixer:
+            return attention(w, x, mixer, spec.norm)
+        case LatentAttention() as mixer:
+            return latent_attention(w, x, mixer, spec.norm)
+        case GatedDelta() as mixer:
+            return gated_delta(w, x, mixer)
+        case Mamba2() as mixer:
+            return mamba2(w, x, mixer)
+        case Mamba1() as mixer:
+            return mamba1(w, x, mixer, spec.norm)
+        case _:
+            raise AssertionError(f"nobody wrote down {spec.attention}")
 
 
 def _feed(w: Writer, x: Value, spec: Layer) -> Value:
-    if isinstance(spec.mlp, Mlp):
-        return mlp(w, x, spec.mlp)
-    return moe(w, x, spec.mlp)
+    assert spec.mlp is not None, "a layer without a feed-forward block"
+    return mlp(w, x, spec.mlp) if isinstance(spec.mlp, Mlp) else moe(w, x, spec.mlp)

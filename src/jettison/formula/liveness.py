@@ -22,6 +22,18 @@ from jettison.spec.precision import GradientRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Around:
+    """Peaks of a region's passes, cut at its last step that reads a weight: behind it there is, if anything, a loss.
+
+    Args:
+        forward, backward: up to it, and behind it; as those of `Passes`.
+    """
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Passes:
     """Bytes of a region's two passes on one rank.
 
@@ -32,6 +44,8 @@ class Passes:
             region's weight gradients; it may let go of what it holds on the way.
         gradient: of weights, left behind.
         recompute_flops: of a backward.
+        around: the part of each peak at which no weight is read any more, or none yet.
+        opening: there in backward when weights are read first.
     """
 
     resident: int
@@ -40,6 +54,8 @@ class Passes:
     gradient: int
     recompute_flops: int
     output: int
+    around: Around
+    opening: int
 
 
 def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumulates: bool = False) -> Passes:
@@ -54,13 +70,17 @@ def replay(region: Region, kept: frozenset[int], rule: GradientRule, *, accumula
     resident = program.kept_bytes(kept)
     again = program.recompute_set(kept)
     backward = _Backward(region=region, kept=kept, again=frozenset(again), rule=rule, accumulates=accumulates)
+    last = region.last_read
+    around = Around(forward=_forward_peaks(region, kept, last), backward=backward.run(last))
     return Passes(
         resident=resident,
-        forward_peak=_forward_peak(region, kept),
-        backward_peak=backward.run(),
+        forward_peak=max(around.forward),
+        backward_peak=max(around.backward),
         gradient=weight_gradients(region, rule.kept),
         recompute_flops=sum(program.ops[o].flops for o in again),
         output=region.output.nbytes,
+        around=around,
+        opening=backward.opening,
     )
 
 
@@ -69,7 +89,8 @@ def weight_gradients(region: Region, dtype: str) -> int:
     return sum(w.numel for w in region.weights if not w.tied and not w.frozen) * DTYPE_BYTES[dtype]
 
 
-def _forward_peak(region: Region, kept: frozenset[int]) -> int:
+def _forward_peaks(region: Region, kept: frozenset[int], cut: int) -> tuple[int, int]:
+    """Up to the op with this number, and behind it."""
     program = region.program
     stays = set(kept) | set(program.outputs)
     last: dict[int, int] = {}
@@ -77,15 +98,17 @@ def _forward_peak(region: Region, kept: frozenset[int]) -> int:
         for b in (*op.inputs, *op.outputs):
             last[b] = op.index
     live = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
-    peak = live
+    peak, before = live, 0
     for op in program.ops:
+        if op.index == cut + 1:
+            before, peak = peak, live
         live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
         peak = max(peak, live)
         for b in {*op.inputs, *op.outputs}:
             buffer = program.buffers[b]
             if last[b] == op.index and b not in stays and buffer.producer is not None:
                 live -= buffer.nbytes
-    return peak
+    return (before, peak) if 0 <= cut < len(program.ops) - 1 else (peak, 0)
 
 
 class _Backward:
@@ -99,7 +122,7 @@ class _Backward:
         self.fused, self.dummies = rule.fused and accumulates, rule.dummies
         self.update_bytes = rule.update_bytes if accumulates else 0
         self.weight_bytes = DTYPE_BYTES[rule.added if accumulates else rule.kept]
-        self.live = self.peak = 0
+        self.live = self.peak = self.opening = 0
         self.pending = set(again)
         self.computed: set[int] = set()
         self.uses = self._count_uses(again)
@@ -122,13 +145,19 @@ class _Backward:
     def _saved(self, step: TapeOp) -> set[int]:
         return {self.region.buffers[s.value.storage] for s in step.saved} if step.differentiable else set()
 
-    def run(self) -> int:
-        output = self.region.output
+    def run(self, cut: int) -> tuple[int, int]:
+        """Peaks from the step with this number on, and before it comes to it."""
+        output, steps = self.region.output, self.region.tape.steps
         self._give(output.storage, output.nbytes)
-        for step in reversed(self.region.tape.steps):
-            if step.differentiable:
-                self._visit(step)
-        return self.peak
+        behind = 0
+        for number in reversed(range(len(steps))):
+            if number == cut:
+                self.opening = self.live
+                if number < len(steps) - 1:
+                    behind, self.peak = self.peak, self.live
+            if steps[number].differentiable:
+                self._visit(steps[number])
+        return self.peak, behind
 
     def _grow(self, nbytes: int) -> None:
         self.live += nbytes

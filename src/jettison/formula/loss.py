@@ -7,9 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from jettison.formula.basic import add, cast, enter, linear, scale
+from jettison.formula.basic import add, cast, dropout, enter, linear, scale
 from jettison.formula.mlp import activation
 from jettison.formula.norm import norm
+from jettison.formula.pair import contrast
+from jettison.formula.sound import align
 from jettison.formula.tape import Value, Weight
 from jettison.formula.writer import Writer, saved
 from jettison.spec.kernels import Loss
@@ -23,10 +25,16 @@ def head(w: Writer, x: Value) -> Value:
     model = w.run.model
     if model.head.pooling is not Pooling.NONE:
         return classify(w, x)
+    if model.pair is not None:
+        return contrast(w, x, model.pair)
     if model.further:
         return _with_further(w, x)
     if model.final_norm is not None:
-        x = norm(w, x, model.final_norm, "norm")
+        x = cast(w, norm(w, x, model.final_norm, "norm"), w.compute)
+    x = dropout(w, x, site=model.dropout_sites.output)
+    if model.waves is not None:
+        return align(w, x, model.waves)
+    x = scale(w, x) if model.head.scaled else x
     if model.head.transform is not None and model.embedding_norm is not None:
         x = linear(w, x, model.hidden, "transform", bias=model.head.transform_bias)
         x = norm(w, activation(w, x, model.head.transform), model.embedding_norm, "transform_norm")
@@ -77,7 +85,7 @@ def classify(w: Writer, x: Value) -> Value:
 def score(w: Writer, x: Value) -> Value:
     """One number for each position: ``transformers/modeling_layers.py``, ``GenericForSequenceClassification``."""
     if w.run.model.final_norm is not None:
-        x = norm(w, x, w.run.model.final_norm, "norm")
+        x = cast(w, norm(w, x, w.run.model.final_norm, "norm"), w.compute)
     whole, kept = enter(w, x)
     return linear(w, whole, 1, "score", bias=False, keeps=kept, head=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jettison.formula.basic import add, enter, leave, linear, multiply, power, scale
+from jettison.formula.basic import add, dropout, enter, leave, linear, multiply, power, scale
 from jettison.formula.tape import Value
 from jettison.formula.writer import Writer, saved
 from jettison.spec.model import Activation, Mlp
@@ -20,18 +20,22 @@ def mlp(w: Writer, x: Value, spec: Mlp, name: str = "mlp") -> Value:
     """The whole block, from the normed residual stream to what is added to it (without its dropout)."""
     with w.tape.scope(name):
         whole, kept = enter(w, x)
-        hidden = _gated(w, whole, kept, spec) if spec.gated else _plain(w, whole, kept, spec)
+        routed = name != "mlp" and "shared_experts" not in w.run.again  # the router keeps the input
+        block = _gated if spec.gated else _plain
+        hidden = block(w, whole, kept, spec, routed)
+        hidden = dropout(w, hidden, site=w.run.model.dropout_sites.inner)
         out = linear(w, hidden, w.run.model.hidden, "down", bias=spec.bias, split="row", reference=f"{PAPER}: 8sbh")
         return leave(w, out)
 
 
-def _plain(w: Writer, x: Value, kept: Value, spec: Mlp) -> Value:
-    up = linear(w, x, spec.ffn, "up", bias=spec.bias, split="column", keeps=kept, reference=f"{PAPER}: 2sbh")
+def _plain(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
+    more = {"bias": spec.bias, "split": "column", "keeps": kept, "original": routed}
+    up = linear(w, x, spec.ffn, "up", reference=f"{PAPER}: 2sbh", **more)  # type: ignore[arg-type]
     return activation(w, up, spec.activation)
 
 
-def _gated(w: Writer, x: Value, kept: Value, spec: Mlp) -> Value:
-    more = {"bias": spec.bias, "split": "column", "keeps": kept}
+def _gated(w: Writer, x: Value, kept: Value, spec: Mlp, routed: bool) -> Value:
+    more = {"bias": spec.bias, "split": "column", "keeps": kept, "original": routed}
     if spec.fused_gate_up or w.kernels.fused_projections:
         joint = linear(w, x, 2 * spec.ffn, "gate_up", **more)  # type: ignore[arg-type]
         gate, up = (w.tape.view(joint, (*joint.shape[:-1], spec.ffn)) for _ in range(2))

@@ -37,6 +37,7 @@ from jettison.formula.basic import add, cast, enter, leave, linear, multiply, qu
 from jettison.formula.every_token import every_token
 from jettison.formula.looped_experts import looped_experts
 from jettison.formula.mlp import activation, gate_product, mlp
+from jettison.formula.narrow import narrow_rows, padded, unpadded
 from jettison.formula.router import route, scores_of_all
 from jettison.formula.tape import Places, Value
 from jettison.formula.writer import Writer, saved
@@ -134,8 +135,10 @@ def _experts(w: Writer, tokens: Value, weights: Value, choice: Value, spec: Moe)
     x = _send(w, x, order, spec.top_k)
     early = w.kernels.combine is Combine.ACTIVATION
     sent = _send(w, scores, order, spec.top_k) if early and scores is not None else None
+    arrived, experts = x.shape[0], spec.experts // w.run.layout.ep
+    x, sent = padded(w, x, experts), None if sent is None else padded(w, sent, experts)
     hidden = _hidden(w, x, sent, order, spec)
-    out = _product(w, hidden, tokens.shape[1], "down", order, spec, split="row")
+    out = unpadded(w, _product(w, hidden, tokens.shape[1], "down", order, spec, split="row"), arrived)
     out = _return(w, out, order, tokens.places, spec.top_k)
     return _combined(w, out, scores, order, tokens)
 
@@ -206,15 +209,22 @@ def _product(w: Writer, x: Value, features: int, name: str, order: _Order, spec:
         axis = w.expert_axis
         if split == "column" and w.tape.mesh[axis] > 1:
             places = tuple(sorted((*places, (axis, 1))))
-        kept = x if w.run.precision.product is None else quantise(w, x)
+        saves, workspace = [saved(x, "linear input")], 0
+        if w.run.precision.recipe is not None:
+            original = split == "row" and "moe_act" in w.run.again
+            found = narrow_rows(w, x, weight, spec.experts // w.run.layout.ep, "linear input", original=original)
+            saves, workspace = [*found.saves], found.workspace
+        elif w.run.precision.product is not None:
+            saves = [saved(quantise(w, x), "linear input")]
         out = w.tape.op(
             "aten._grouped_mm.default",
             [x, order.ends],
             (x.shape[0], features),
             w.compute,
             places,
-            saves=[*([] if weight.frozen else [saved(kept, "linear input")]), saved(order.ends, "ends of experts")],
+            saves=[*([] if weight.frozen else saves), saved(order.ends, "ends of experts")],
             weights=[weight],
+            workspace=workspace,
             contracted=x.local_shape[1],
         )
         if order.expert is None:

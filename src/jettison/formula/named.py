@@ -36,6 +36,11 @@ NAMES: Final[Mapping[type, Mapping[str, str]]] = MappingProxyType(
 MODEL_NAMES: Final = MappingProxyType({"hidden": "h", "vocab": "V", "max_positions": "P", "position_rows": "rows"})
 
 
+def has_names(layer: Layer) -> bool:
+    """Is each of its sizes one of those that formulas have names for?"""
+    return layer.cross is None and type(layer.attention) in NAMES and type(layer.mlp) in NAMES
+
+
 def layer_sizes(layer: Layer) -> dict[str, int]:
     """What a layer's named sizes are."""
     return {

@@ -26,7 +26,7 @@ def norm(
     with w.tape.scope(name):
         if not spec.weight:
             if spec.kind is NormKind.RMS and not w.kernels.fused_norm:
-                return cast(w, _root_mean_square(w, x), x.dtype)
+                return cast(w, root_mean_square(w, x), x.dtype)
             return cast(w, _fused(w, cast(w, x, "float32") if w.kernels.wide_norm else x, spec, []), x.dtype)
         shape = (x.shape[1], size) if apiece else (size,)
         weight = w.parameter("weight", *shape, split=0 if split or apiece else None)
@@ -75,7 +75,7 @@ def _fused(
     return out
 
 
-def _root_mean_square(w: Writer, x: Value) -> Value:
+def root_mean_square(w: Writer, x: Value) -> Value:
     """x / rms(x) in fp32, op by op: the fp32 copy and the reciprocal root stay."""
     wide = cast(w, x, "float32")
     rows = (*x.shape[:-1], 1)
@@ -85,18 +85,18 @@ def _root_mean_square(w: Writer, x: Value) -> Value:
     variance = w.tape.op("aten.add.Tensor", [mean], passes=True)
     root = w.tape.empty(rows, "float32", places, grad=x.grad)
     w.tape.record("aten.rsqrt.default", [variance], [root], saves=[saved(root, "norm statistics", STATISTICS)])
-    return multiply(w, wide, root, ("norm input", "norm statistics"))
+    return multiply(w, x if w.kernels.unwidened_norm else wide, root, ("norm input", "norm statistics"), "float32")
 
 
 def _written(w: Writer, x: Value, weight: Weight) -> Value:
     """weight * (x / rms(x)).to(dtype): transformers' LlamaRMSNorm. The normalised value stays for the weight."""
-    normal = cast(w, _root_mean_square(w, x), x.dtype)
+    normal = cast(w, root_mean_square(w, x), x.dtype)
     return weigh(w, normal, weight, "normalised input")
 
 
 def _written_wide(w: Writer, x: Value, weight: Weight) -> Value:
     """(weight * x / rms(x)).to(dtype), all in fp32: transformers' Olmo2RMSNorm."""
-    normal = _root_mean_square(w, x)
+    normal = root_mean_square(w, x)
     return cast(w, _weighed_wide(w, normal, weight), x.dtype)
 
 
@@ -137,6 +137,6 @@ def _shifted(w: Writer, weight: Weight, dtype: str) -> Value:
 
 def _written_offset(w: Writer, x: Value, weight: Weight) -> Value:
     """(x / rms(x) * (1 + weight)).to(dtype), all in fp32: transformers' GemmaRMSNorm."""
-    normal = _root_mean_square(w, x)
+    normal = root_mean_square(w, x)
     product = multiply(w, normal, _shifted(w, weight, "float32"), ("normalised input", "norm weight"))
     return cast(w, product, x.dtype)

@@ -51,6 +51,11 @@ class Region:
         return sum(step.flops for step in self.tape.steps)
 
     @cached_property
+    def last_read(self) -> int:
+        """The last step that reads a weight; -1: none does."""
+        return max((number for number, step in enumerate(self.tape.steps) if step.weights), default=-1)
+
+    @cached_property
     def buffers(self) -> dict[int, int]:
         """Storage -> its buffer in the program."""
         owners = [v.index for v in self.tape.values if v.storage == v.index]
@@ -207,7 +212,10 @@ def layer_region(scene: Scene, layer: AnyLayer) -> Region:
     """One transformer layer."""
     if isinstance(layer, RecordedLayer):
         return _recorded(scene).blocks[layer.call]
-    writer = Writer.of(replace(scene, seq=scene.source_seq) if layer.source else scene)
+    if layer.source:
+        pair = scene.model.pair
+        scene = replace(scene, seq=scene.source_seq, model=scene.model if pair is None else pair.images)
+    writer = Writer.of(scene)
     hidden = writer.hidden(detached=layer.detached)
     output = further(writer, hidden, layer) if layer.ahead else write_layer(writer, hidden, layer)
     return Region(output=output, tape=writer.tape)

@@ -88,6 +88,7 @@ def static(
     """
     parameters = gradients = state = master = copies = gathered = reduced = largest = 0
     host_state = host_elements = 0
+    freed = on_host.frees_gradients
     for w in weights:
         ranks = layout.expert_shards if w.expert else layout.shards
         owned = -(-w.numel // ranks)  # elements that one rank keeps of what is sharded
@@ -98,9 +99,12 @@ def static(
             gathered += (w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute]) if shared else 0
             continue
         held = _wide(precision) if w.wide else precision
-        parameters += at[2] * DTYPE_BYTES[held.parameter]
+        narrow = precision.recipe if w.narrow_bytes else None
+        parameters += w.narrow_bytes
+        if narrow is None or not narrow.parameters:
+            parameters += at[2] * DTYPE_BYTES[held.parameter]
         accumulated = DTYPE_BYTES[held.accumulator] if held.accumulator else 0
-        if not (on_host.frees_gradients and at[0] >= on_host.least_elements):
+        if not (freed and at[0] >= on_host.least_elements):
             gradients += at[1] * (DTYPE_BYTES[held.gradient] + accumulated)
         copy = at[0] * (DTYPE_BYTES[held.master] if held.master else 0)
         own = state_bytes(w, at[0], held, optimizer, in_layer=in_layer and not w.tied)
@@ -113,7 +117,7 @@ def static(
         copies += at[0] * (DTYPE_BYTES[held.optimizer_gradient] if held.optimizer_gradient else 0)
         state += own
         if layout.zero == 3 and ranks > 1:
-            gathered += w.numel * DTYPE_BYTES[precision.compute]
+            gathered += w.numel * (1 if _travels_narrow(w, precision) else DTYPE_BYTES[precision.compute])
         if layout.zero >= 2 and ranks > 1:
             reduced += w.numel * DTYPE_BYTES[precision.gradient]
         largest = max(largest, at[0] * 4)
@@ -129,6 +133,12 @@ def static(
         host_state=host_state,
         host_elements=host_elements,
     )
+
+
+def _travels_narrow(weight: Weight, precision: Precision) -> bool:
+    """Do FSDP's units gather it as bytes? Of torchao: NOTE [ Copies in torchao ] in `spec.fp8`."""
+    held = precision.recipe is not None and precision.recipe.parameters
+    return held and weight.product and not weight.head
 
 
 def _wide(precision: Precision) -> Precision:
@@ -160,7 +170,7 @@ def state_bytes(weight: Weight, elements: int, precision: Precision, kind: Optim
             return 8 * elements if elements < SMALL_TENSOR else 2 * (elements + 4 * -(-elements // SCALE_BLOCK))
         case Optimizer.ADAFACTOR:
             return _factored(weight, elements) if matrix else 4 * elements
-        case Optimizer.MUON:
+        case Optimizer.MUON | Optimizer.DIST_MUON | Optimizer.DIST_MUON_PINGPONG:
             return (1 if matrix and in_layer else 2) * moment * elements
 
 

@@ -57,6 +57,7 @@ class Weight:
     ``megatron/core/tensor_parallel/layers.py``, or TransformerEngine's, which is kept. ``frozen``: it has no gradient.
     ``wide``: it is held in fp32 whatever the others are, with its gradient and its state.
     ``packed_bytes``: on one rank, where it is held in fewer bits than it is read with; 0: it is not.
+    ``narrow_bytes``: of copies for narrow products that are held for good, on one rank.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Weight:
     frozen: bool = False
     packed_bytes: int = 0
     wide: bool = False
+    narrow_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -116,6 +118,7 @@ class TapeOp:
     gradients: tuple[int, ...] | None  # bytes of each input's gradient where it has another size than the input
     workspace: int  # bytes that only live while its backward runs
     in_place: bool = False  # its backward writes the gradient of its input where a saved tensor was
+    rounds: int = 1  # kernels that follow one another, where it is a loop
 
     @property
     def learned(self) -> tuple[Weight, ...]:
@@ -177,14 +180,14 @@ class Tape:
         frozen: bool = False,
         packed_bytes: int = 0,
         wide: bool = False,
+        narrow_bytes: int = 0,
     ) -> Weight:
         """Declare a parameter of the region."""
         local = self.local_shape(tuple(shape), places)
         full = ".".join([*self._scope, name])
         nbytes = prod(local) * DTYPE_BYTES[dtype]
-        made = Weight(
-            full, tuple(shape), places, nbytes, prod(local), expert, tied, product, head, frozen, packed_bytes, wide
-        )
+        kind = (expert, tied, product, head, frozen)
+        made = Weight(full, tuple(shape), places, nbytes, prod(local), *kind, packed_bytes, wide, narrow_bytes)
         self.weights.append(made)
         return made
 
@@ -251,6 +254,7 @@ class Tape:
         gradients: tuple[int, ...] | None = None,
         workspace: int = 0,
         in_place: bool = False,
+        rounds: int = 1,
     ) -> None:
         """Write down an op whose results exist already (`empty`). It saves nothing if nothing is differentiated."""
         moved = sum(v.nbytes for v in (*inputs, *outputs)) + sum(w.nbytes for w in weights)
@@ -270,6 +274,7 @@ class Tape:
                 gradients,
                 workspace,
                 in_place,
+                rounds,
             )
         )
 

@@ -27,8 +27,8 @@ _PRODUCT, _COPY, _WEIGHTS = "aten.bmm.default", "aten.clone.default", "aten._sof
 _CORE = frozenset((_PRODUCT, _WEIGHTS, "aten._scaled_dot_product_flash_attention.default"))
 
 
-def forward_height(region: Region, *, names_outputs: bool = False) -> int:
-    """Bytes at its worst moment, its input and its output among them."""
+def forward_height(region: Region, *, names_outputs: bool = False) -> tuple[int, int]:
+    """Bytes at its worst moment, its input and its output among them: while weights are read, and behind that."""
     program, of = region.program, region.buffers
     last: dict[int, int] = {}
     for op in program.ops:
@@ -40,13 +40,17 @@ def forward_height(region: Region, *, names_outputs: bool = False) -> int:
     for buffer, index in last.items():
         ends.setdefault(index, []).append(buffer)
     live = peak = sum(b.nbytes for b in program.buffers if b.producer is None and not b.free)
+    reads = region.last_read
+    before = 0
     for op in program.ops:
+        if op.index == reads + 1 and reads >= 0:
+            before, peak = peak, live
         live += sum(program.buffers[b].nbytes for b in op.outputs if program.buffers[b].producer == op.index)
         peak = max(peak, live)
         for b in ends.get(op.index, ()):
             if b not in program.outputs and program.buffers[b].producer is not None:
                 live -= program.buffers[b].nbytes
-    return peak
+    return (before, peak) if before else (peak, 0)
 
 
 def _held(region: Region, names_outputs: bool) -> Iterator[tuple[Value, int]]:

@@ -43,6 +43,11 @@ class Writer:
         return self.run.precision.compute
 
     @property
+    def stream(self) -> str:
+        """Dtype of the residual stream."""
+        return "float32" if self.run.model.wide_stream else self.compute
+
+    @property
     def tp(self) -> int:
         """t."""
         return self.run.layout.tp
@@ -88,7 +93,7 @@ class Writer:
         rows = list(self.shape(self.run.model.hidden))
         rows[self.seq_dim] *= depths
         shape = tuple(rows)
-        return self.tape.source(role, shape, self.compute, self.outside(), grad=not detached)
+        return self.tape.source(role, shape, self.stream, self.outside(), grad=not detached)
 
     def table(self, name: str, shape: tuple[int, ...], dtype: str, places: Places = ()) -> Value:
         """Something that every layer reads and none pays for."""
@@ -129,7 +134,10 @@ class Writer:
         if expert and self.run.layout.ep > 1:
             places.append(("ep", 0))
         frozen = fixed or (self.run.tuning is not None and not adapter)
-        packed = 0
+        packed = copies = 0
+        recipe = self.run.precision.recipe
+        if recipe is not None and self.narrows(shape[-2] if product else 1, head=head) and not frozen:
+            copies = recipe.weight_bytes(self.tape.local_shape(shape, tuple(sorted(places))))
         if frozen and product and not head and not expert and self.base.packed:
             local = self.tape.local_shape(shape, tuple(sorted(places)))
             packed = self.base.packed_bytes(prod(local), local[0])
@@ -145,7 +153,12 @@ class Writer:
             frozen=frozen,
             packed_bytes=packed,
             wide=wide,
+            narrow_bytes=copies,
         )
+
+    def narrows(self, features: int, *, head: bool) -> bool:
+        """Is a product with so many results done with narrow copies by a recipe? The head is torch's, as are gates."""
+        return self.run.precision.recipe is not None and features > 1 and not head
 
     @property
     def base(self) -> Base:

@@ -2,7 +2,8 @@
 
 Two front ends name paths, ops and storages each in its own way, but bytes are bytes. So storages are paired within a
 layer: first those of equal role, dtype and bytes, then of equal dtype and bytes, then of equal role. What pairs by role
-alone is reported as a difference in bytes or dtype; what pairs with nothing is missing or extra.
+alone is reported as a difference in bytes or dtype; what pairs with nothing is missing or extra. Before all that, what
+a formula has as one tensor of a loop's rounds (`EACH_ROUND`) takes as many equal storages of a trace.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from jettison.ledger.ledger import Ledger
-from jettison.ledger.record import SavedTensor
+from jettison.ledger.record import EACH_ROUND, SavedTensor
 from jettison.units import format_bytes
 
 AROUND = "embedding, head and loss"
@@ -100,6 +101,7 @@ def _storages_by_layer(ledger: Ledger) -> defaultdict[str, list[SavedTensor]]:
 
 
 def _compare_layer(layer: str, expected: list[SavedTensor], found: list[SavedTensor]) -> list[Difference]:
+    expected, found = _without_rounds(expected, found)
     _, expected, found = _pair(expected, found, lambda entry: (entry.role, entry.dtype, entry.storage_bytes))
     _, expected, found = _pair(expected, found, lambda entry: (entry.dtype, entry.storage_bytes))
     pairs, expected, found = _pair(expected, found, lambda entry: entry.role or None)
@@ -133,6 +135,22 @@ def _pair(
             unmatched.append(entry)
     taken = {id(entry) for _, entry in pairs}
     return pairs, unmatched, [entry for entry in found if id(entry) not in taken]
+
+
+def _without_rounds(
+    expected: list[SavedTensor], found: list[SavedTensor]
+) -> tuple[list[SavedTensor], list[SavedTensor]]:
+    """What remains once those of rounds have taken the equal ones that are their rows."""
+    unmatched = []
+    for entry in expected:
+        count = entry.shape[0] if entry.role.startswith(EACH_ROUND) else 0
+        rows = [each for each in found if (each.dtype, each.storage_bytes * count) == (entry.dtype, _bytes(entry))]
+        if count and len(rows) >= count:
+            taken = {id(each) for each in rows[:count]}
+            found = [each for each in found if id(each) not in taken]
+        else:
+            unmatched.append(entry)
+    return unmatched, found
 
 
 def _bytes(entry: SavedTensor | None) -> int:

@@ -35,6 +35,7 @@ class Anchor(StrEnum):
     DISCRETE = "discrete choice"  # router top-k and the like: a second answer may differ
     GENERATOR = "private generator"  # draws from a generator that is not the default one
     COLLECTIVE = "collective order"
+    HANDED = "handed on"  # other regions read it, and have it anyway
     ASKED = "read by a backward inside the forward"  # when it wants it, the rest may not be there yet
     UNWRITTEN = "leaves part of its results unwritten"  # what stands there is chance, and other bits the next time
     NONDETERMINISTIC = "order of additions"  # the kernel adds in whatever order its threads come

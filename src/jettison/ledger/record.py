@@ -9,9 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import prod
+from typing import Final
 
 from jettison.dtypes import dtype_bytes, dtype_name
 from jettison.errors import UsageError
+
+EACH_ROUND: Final = "each round's "
+"""Roles of what the rounds of a loop keep begin so where a formula has it as one tensor; its first dim counts them."""
 
 
 class Origin(StrEnum):

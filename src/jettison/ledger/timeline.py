@@ -51,7 +51,7 @@ class Unit:
     Bytes are of each one, as in NOTE [ What is there when ].
     ``backward_peak`` counts its own weight gradients; ``adding_peak`` is the same where gradients are there already.
     ``frozen``: of these peaks, a frozen model's forward, before the first unit's forward or before the last one's
-    backward.
+    backward. ``whole``: of what is resident, weights that stay gathered.
     """
 
     names: tuple[str, ...]
@@ -63,6 +63,24 @@ class Unit:
     pending: int = 0  # of it, what cannot be added before a tied weight's other use has passed
     is_loss: bool = False
     frozen: int = 0
+    whole: int = 0
+
+    def named(self, names: tuple[str, ...]) -> Unit:
+        """The same of others."""
+        if names == self.names:
+            return self
+        return Unit(
+            names=names,
+            resident=self.resident,
+            forward_peak=self.forward_peak,
+            backward_peak=self.backward_peak,
+            adding_peak=self.adding_peak,
+            gradient=self.gradient,
+            pending=self.pending,
+            is_loss=self.is_loss,
+            frozen=self.frozen,
+            whole=self.whole,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from jettison.errors import UsageError
 from jettison.models.huggingface import ConfigRequest
+from jettison.spec.waves import CHARACTERS, SECOND
 
 DEFAULT_SEQUENCE: Final = 2048
-SECONDS_OF_SOUND: Final = 16_000
-"""Samples of a second, which a batch of raw sound has where nothing says how many."""
-CHARACTERS: Final = 16
-"""Of a second of speech, which is labelled with its text."""
 
 
 def batch_for(model: nn.Module, config: Any, asked: ConfigRequest) -> dict[str, Any]:
@@ -102,11 +99,13 @@ class _Batch:
         return {"input_features": self._noise(shape), "labels": ids}
 
     def sound(self) -> dict[str, Any] | None:
-        """Of a model that writes down a second of sound."""
-        if "labels" not in self.takes or not getattr(self.config, "vocab_size", None):
+        """Of a model that writes down a second of sound; no label is the blank between others."""
+        vocabulary = getattr(self.config, "vocab_size", None)
+        if "labels" not in self.takes or not vocabulary:
             return None
-        ids = self._ids(self.config.vocab_size, CHARACTERS)
-        return {"input_values": self._noise((self.rows, SECONDS_OF_SOUND)), "labels": ids}
+        ids = self._ids(max(1, vocabulary - 1), CHARACTERS)
+        ids += ids >= (getattr(self.config, "pad_token_id", 0) or 0)
+        return {"input_values": self._noise((self.rows, SECOND)), "labels": ids}
 
     # parts ------------------------------------------------------------------------------------------------------------
 

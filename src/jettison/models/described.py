@@ -10,7 +10,8 @@ from typing import Any
 from jettison.errors import NotDescribed
 from jettison.predict.run_request import RunRequest, model_spec
 from jettison.spec.hub import hub_config, is_hub_id
-from jettison.spec.huggingface_config import TOWERS, read_values
+from jettison.spec.huggingface_config import read_values
+from jettison.spec.left_out import TOWERS
 from jettison.spec.model import ModelSpec
 from jettison.spec.presets import PRESETS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -69,8 +70,8 @@ def read_config(path: Path) -> Any:
         raise UsageError(f"{path} has no config.json")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UsageError(f"{file} is not a Hugging Face config: it has no model_type")
     return config_of(values, str(file))
@@ -146,7 +147,7 @@ def class_for(config: Any) -> Any:
     transformers = _transformers()
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None)
-        if cls is not None and ("For" in name or name.endswith("LMHeadModel")):
+        if cls is not None and ("For" in name or name.endswith("LMHeadModel") or _compares(cls)):
             return cls
     from transformers.models.auto import modeling_auto
 
@@ -159,6 +160,11 @@ def class_for(config: Any) -> Any:
         f"transformers has no class with a loss for model_type {config.model_type!r}; use module:factory and return "
         "(model, batch, loss_fn)"
     )
+
+
+def _compares(cls: Any) -> bool:
+    """Does a class of no task have a loss all the same: does it hold images against texts?"""
+    return "return_loss" in inspect.signature(cls.forward).parameters
 
 
 def _mappings(config: Any) -> tuple[str, ...]:

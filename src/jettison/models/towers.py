@@ -15,7 +15,7 @@ from torch import nn
 from jettison.capture.fakes import fake_mode
 from jettison.formula.parameters import parameter_count
 from jettison.models.huggingface import ConfigRequest, build, config_of
-from jettison.spec.huggingface_config import TOWERS
+from jettison.spec.left_out import TOWERS
 from jettison.spec.model import ModelSpec
 
 

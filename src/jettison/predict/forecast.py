@@ -17,11 +17,13 @@ from jettison.ledger.record import SavedTensor
 from jettison.ledger.schedule import stage_occupancies
 from jettison.ledger.timeline import Moment, StageLoad, moments, peak
 from jettison.predict.frozen_models import frozen_bytes
+from jettison.predict.gathered import whole_in_flight
 from jettison.predict.set_aside import loader_mask, packed_batch, set_aside
 from jettison.predict.stage_buffers import buffer_bytes, sending, sent_last, stream_bytes
 from jettison.predict.stages import Chosen, Chunk, StageRegion, outline, walk
 from jettison.predict.states_on_host import HostStates, device_buffer, host_states
 from jettison.predict.timeline_units import units
+from jettison.predict.whole_tensors import muon_step_bytes, with_whole_tensors
 from jettison.spec.kernels import Device
 from jettison.spec.precision import Optimizer
 from jettison.spec.run import Gradients, Recompute, Run
@@ -65,7 +67,8 @@ class Stage:
     @cached_property
     def activation_bytes(self) -> int:
         """Held between forwards and backwards, at most."""
-        held = [self.load.held(chunk) for chunk in range(len(self.load.chunks))]
+        whole = [sum(len(unit.names) * unit.whole for unit in units) for units in self.load.chunks]
+        held = [self.load.held(chunk) - whole[chunk] for chunk in range(len(self.load.chunks))]
         return max(
             sum((f + w) * (nbytes + self.load.sent) for f, w, nbytes in zip(o.forward, o.weight, held, strict=True))
             for o in self.load.occupancies
@@ -211,9 +214,10 @@ def _stage(
             known[id(chunk)] = units(plain(run), chunk)
     alike = tuple(map(id, chunks))
     if alike not in known:
-        known[alike] = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
+        even = sum((g.part.static.times(len(g.names)) for chunk in chunks for g in chunk), Static())
+        known[alike] = with_whole_tensors(run, chunks, even)
     total: Static = known[alike]
-    whole = 0 if layout.resharded else total.gathered  # ZeRO 3 that does not shard again after the forward
+    gathered = sum(whole_in_flight(run, chunk) for chunk in chunks) if layout.resharding_differs else 0
     before, late = set_aside(run, chunks)
     aside = before + late + buffer_bytes(run, index)
     passes = sending(run, index)
@@ -230,10 +234,10 @@ def _stage(
             sending=passes,
         ),
         micro_batches=run.micro_batches,
-        fixed=total.parameters + whole + aside + device_buffer(run, chunks) + _frozen(run),
+        fixed=total.parameters + aside + device_buffer(run, chunks) + _frozen(run),
         state=total.state,
         gradients=run.gradients,
-        optimizer_transient=_transient(run, total),
+        optimizer_transient=_transient(run, total, chunks),
         sent=_output_bytes(run, chunks[0]) if _keeps_outputs(run) and index < layout.pp - 1 else 0,
         twins=bool(twins),
         master=total.state if run.gradients is Gradients.IN_BACKWARD else total.master,  # made in the first backward
@@ -242,7 +246,7 @@ def _stage(
         late=late,
         received=_received(run) if layout.keeps_received and layout.pp > 1 else 0,
         receives=1 if index == 0 else 0,
-        around=mask + packed_batch(run) + _around(run, index),
+        around=mask + packed_batch(run) + _around(run, index) + gathered,
         passed=stream_bytes(run) if passes else 0,
         sending=passes,
     )
@@ -291,7 +295,7 @@ def _around(run: Run, index: int) -> int:
     return each if index else 0
 
 
-def _transient(run: Run, total: Static) -> int:
+def _transient(run: Run, total: Static, chunks: tuple[Chunk, ...]) -> int:
     """What an optimizer step allocates for its own arithmetic.
 
     On the CPU PyTorch walks through the parameters one by one and needs two tensors of each one's size; fused kernels,
@@ -304,5 +308,7 @@ def _transient(run: Run, total: Static) -> int:
         return 0
     if run.optimizer is Optimizer.ADAMW_FOREACH:
         return (total.state - total.master) // 2
+    if muon := muon_step_bytes(run, chunks):
+        return muon
     adaptive = run.optimizer in (Optimizer.ADAMW, Optimizer.MUON)
     return 2 * total.largest if run.kernels.device is Device.CPU and adaptive else 0

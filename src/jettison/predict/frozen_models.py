@@ -6,7 +6,7 @@ are all frozen, no dropout (TRL's ``disable_dropout_in_model``) and the policy's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,10 +14,12 @@ from jettison.formula.region import Region, score_region
 from jettison.formula.static import Static, static
 from jettison.formula.without_gradients import forward_height
 from jettison.ledger.program import Source
+from jettison.predict.gathered import Grouped
 from jettison.predict.stages import RegionGroup, outline
 from jettison.spec.conventions import kernels_for
 from jettison.spec.frozen_models import FrozenModel, Role, When
 from jettison.spec.kernels import Kernels, Loss
+from jettison.spec.layout import Reshard
 from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Gradients, Recompute, Run
 from jettison.spec.tuning import Base, Tuning
@@ -58,7 +60,7 @@ def _frozen_run(run: Run, beside: FrozenModel) -> Run:
     model = run.model if beside.model is None else beside.model
     layout = run.layout
     if not (beside.sharded and layout.zero == 3):
-        layout = replace(layout, zero=0, zero_replicas=1, resharded=True)
+        layout = replace(layout, zero=0, zero_replicas=1, reshard=Reshard.ALWAYS)
     compute, base = _held(run, beside)
     return replace(
         run,
@@ -117,15 +119,36 @@ def _known_bytes(run: Run, beside: FrozenModel) -> FrozenBytes:
     groups = frozen_groups(run, beside)
     own = frozen_run(run, beside)
     total = sum((group.part.static.times(len(group.names)) for group in groups), Static())
-    resharded = own.layout.resharded
-    beside_it = 2 * max(group.part.static.gathered for group in groups) if resharded else 0
-    tables = sum(_held_over(groups[0].part.region))
-    if own.kernels.name == "huggingface":  # its ``inputs_embeds``
-        tables += groups[0].part.region.output.nbytes
-    named = own.kernels.name == "huggingface" and own.model.family == "gpt2"
-    heights = [_height(group.part.region, named) + (tables if group.part.is_layer else 0) for group in groups]
-    own_bytes = 0 if beside.model is None else total.parameters + (0 if resharded else total.gathered)
-    return FrozenBytes(beside=beside, parameters=own_bytes, forward=max(heights) + beside_it)
+    tables, huggingface = sum(_held_over(groups[0].part.region)), own.kernels.name == "huggingface"
+    embedded = groups[0].part.region.output.nbytes if huggingface else 0  # its ``inputs_embeds``
+    named = huggingface and own.model.family == "gpt2"
+    heights = {group.part.region: _height(group.part.region, named) for group in groups}
+    whole, forward = _gathered(own, groups, heights, tables + embedded, embedded)
+    own_bytes = 0 if beside.model is None else total.parameters + whole
+    return FrozenBytes(beside=beside, parameters=own_bytes, forward=forward)
+
+
+def _gathered(
+    run: Run, groups: Sequence[RegionGroup], heights: Mapping[Region, tuple[int, int]], beside: int, embedded: int
+) -> tuple[int, int]:
+    """Weights that stay whole for good, since no backward comes; and the height, with what is gathered.
+
+    See NOTE [ What FSDP2 holds ] in `gathered`.
+
+    Args:
+        heights: by region, while it reads weights and behind that.
+        beside: what there is beside layers.
+        embedded: of it, what the embedding returned.
+    """
+    chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
+    outer = chunk.outer if run.layout.reshard is Reshard.ALWAYS else 0  # the outermost group's, sharded at the end
+    highest, left = 2 * outer, 0
+    for part in chunk.parts:
+        (reading, behind), gathered = heights[part.region], chunk.again(part)
+        there = 2 * gathered + outer + (beside if part.is_layer else 0)
+        highest = max(highest, reading + there, left + there, behind)
+        left = gathered + part.region.output.nbytes - (0 if part.is_layer else embedded)
+    return sum(map(chunk.whole, chunk.parts)) - outer, highest
 
 
 def _held_over(embedding: Region) -> Iterator[int]:
@@ -135,14 +158,16 @@ def _held_over(embedding: Region) -> Iterator[int]:
             yield from (embedding.tape.sizes[s.value.storage] for s in step.saved)
 
 
-def _height(region: Region, named: bool) -> int:
+def _height(region: Region, named: bool) -> tuple[int, int]:
     """Of a forward after which nothing stays but its output. What the batch brings is the policy's as well."""
     program = region.program
     batch = sum(
         b.nbytes for b in program.buffers if b.source is Source.INPUT and b.name in _OF_THE_BATCH and not b.free
     )
     working = max((step.workspace for step in region.tape.steps if step.name in _IN_CHUNKS), default=0)
-    return forward_height(region, names_outputs=named) + working - batch
+    reading, behind = forward_height(region, names_outputs=named)
+    more = working - batch
+    return reading + more, behind + more if behind else 0
 
 
 _OF_THE_BATCH = ("labels", "token ids", "segment ids")

@@ -12,7 +12,7 @@ bytes; the edge that the search ends on is checked on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any, Final
@@ -92,7 +92,7 @@ def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None
         return peak(replace(run, micro_batch=count))
 
     def with_sequence(count: int) -> int:
-        return peak(replace(run, seq=count * step))
+        return peak(replace(run, seq=count * step, source_seq=0 if run.model.waves else run.source_seq))
 
     return FitAnswer(
         budget_bytes=budget_bytes,
@@ -101,8 +101,17 @@ def fit(run: Run, *, budget_bytes: int, peak: Callable[[Run], int] | None = None
         micro_batch=_largest(with_batch, budget_bytes, most=_MOST),
         seq=_in_steps(_largest(with_sequence, budget_bytes, most=positions // step), step),
         tp=_smallest(peak, _tensor_parallel(run), budget_bytes),
-        zero=_smallest(peak, ((z, replace(run, layout=replace(run.layout, zero=z))) for z in range(4)), budget_bytes),
+        zero=_smallest(peak, _sharding(run), budget_bytes),
     )
+
+
+def _sharding(run: Run) -> Iterator[tuple[int, Run]]:
+    """Stages of ZeRO; of some optimizers and recipes not all are described."""
+    for zero in range(4):
+        try:
+            yield zero, replace(run, layout=replace(run.layout, zero=zero))
+        except UsageError:
+            continue
 
 
 def _peak(run: Run) -> int:

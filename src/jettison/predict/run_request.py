@@ -17,21 +17,23 @@ from typing import Final
 from jettison.errors import UsageError
 from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
+from jettison.predict.precision_request import precision_of
 from jettison.predict.request_words import given_or, word
 from jettison.spec.conventions import kernels_for
 from jettison.spec.further import with_further
 from jettison.spec.hub import hub_config, is_hub_id
 from jettison.spec.huggingface_config import read_config
 from jettison.spec.kernels import HUGGINGFACE, ContextExchange, Dispatcher, Kernels, Loss
-from jettison.spec.layout import Layout, Schedule
+from jettison.spec.layout import Layout, Reshard, Schedule
 from jettison.spec.like import rule
 from jettison.spec.model import Layer, ModelSpec, Pooling, RecordedLayer
 from jettison.spec.modules import listed
-from jettison.spec.precision import Adding, optimizer, precision
+from jettison.spec.precision import Adding, optimizer
 from jettison.spec.presets import PRESETS, preset, unknown_preset
 from jettison.spec.recorded import refuse_as_built
 from jettison.spec.run import MOST, Gradients, Mode, Recompute, Run, Software
 from jettison.spec.stage_layers import stage_layers
+from jettison.spec.waves import SECOND
 from jettison.spec.workspaces import workspaces
 
 PAPER: Final = "paper"
@@ -47,12 +49,15 @@ class CommonRequest:
 
     Args:
         seq: Tokens in a sequence, such as 4096, 8k or 1M: as many as the model has positions, at most 4096.
-        source_seq: Tokens that an encoder beside a decoder reads: as many as --seq, or as its configuration says.
+        source_seq: Tokens that an encoder beside a decoder reads, as many as --seq if it can; samples of raw sound.
         attention: eager, flash, sdpa, flex or flash-attn (the library, which copies what --kernels megatron gives it).
         dropout: Probability, at every site that the architecture has: as the model says.
         precision: fp32, bf16, bf16-grad32, bf16-main32, bf16-pure, bf16-autocast, fp16-main32 or fp8.
+        fp8_recipe: How products are narrow, beside a --precision in bf16: TransformerEngine's delayed[:N], tensorwise
+            (either -blackwell), blockwise, mxfp8 or nvfp4; torchao's tensorwise, rowwise, rowwise_with_gw_hp or mxfp8.
+        fp8_param_gather: Weights are held as bytes (Megatron), or gathered so (torchao's tensorwise).
         optimizer: adamw, which is fused; adamw-foreach, as torch has it by default; sgd, sgd-momentum, adam8bit,
-            adafactor, muon or none.
+            adafactor, muon, dist-muon, dist-muon-pingpong or none.
         kernels: megatron, pytorch, huggingface or torchtune: whose code runs.
         loss: upcast, compiled, dtensor, vocab-parallel, native, te, fused, chunked, listed or dpo.
         capacity_factor: Rows that an expert takes, as a multiple of an even share; else no token is dropped.
@@ -71,6 +76,10 @@ class CommonRequest:
         workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
+        reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never or
+            torchtitan, its default: all but those whose backward comes first, in a pipeline none.
+        outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
+            them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
         context_exchange: How attention sees a sequence that --cp shards: ring, p2p or a2a.
         packed: Tokens of a document: sequences are several of them, packed, which do not see each other.
@@ -96,6 +105,8 @@ class CommonRequest:
     attention: str | None = None
     dropout: float | None = None
     precision: str | None = None
+    fp8_recipe: str | None = None
+    fp8_param_gather: bool | None = None
     optimizer: str | None = None
     kernels: str | None = None
     loss: str | None = None
@@ -115,6 +126,8 @@ class CommonRequest:
     workspaces: str | None = None
     keep_received: bool | None = None
     stage_buffers: bool | None = None
+    reshard_after_forward: str | None = None
+    outer_ends: bool | None = None
     loader_masks: bool | None = None
     context_exchange: str | None = None
     packed: Tokens | None = None
@@ -274,13 +287,15 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
+    if model.waves is not None:
+        seq = model.waves.tokens(model.name, given_or(request.source_seq, SECOND))
     run = Run(
         model=model,
         seq=given_or(request.seq, seq),
         micro_batch=given_or(request.micro_batch, 2 if kernels.loss is Loss.DPO else 1),
         micro_batches=given_or(request.micro_batches, layout.pp),
         layout=layout,
-        precision=precision(given_or(request.precision, "bf16" if tuning is None else "bf16-autocast")),
+        precision=precision_of(request, kernels, tuned=tuning is not None),
         optimizer=optimizer(given_or(request.optimizer, "adamw")),
         kernels=kernels,
         recompute=_recompute(request, model.depth),
@@ -325,6 +340,8 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
         for field, value in rule(name, tp=given_or(request.tp, 1)).items()
         if getattr(request, field) is None
     }
+    if given_or(request.zero, said.get("zero", 0)) != 3:
+        said.pop("reshard_after_forward", None)  # nothing is gathered
     found = resolve(model, replace(request, like=None, **said))
     shown = ", ".join(flag_of(field) + ("" if value is True else f" {value}") for field, value in said.items())
     return replace(found, assumed=found.assumed | frozenset(said), like=f"{name}: {shown}")
@@ -332,10 +349,13 @@ def _resolve_like(model: ModelSpec, request: RunRequest, name: str) -> Resolved:
 
 def _source_length(model: ModelSpec, request: RunRequest, seq: int) -> int:
     """What an encoder beside a decoder reads: as much as that writes, where its length is not its own."""
+    if model.waves is not None:
+        return given_or(request.source_seq, SECOND if request.seq is None else 0)
+    if model.pair is not None:
+        return given_or(request.source_seq, model.pair.tokens)
     if model.source is None:
         return given_or(request.source_seq, 0)
-    longest = model.source.max_positions
-    return given_or(request.source_seq, longest if model.source.sound else min(seq, longest))
+    return given_or(request.source_seq, model.source.longest(seq))
 
 
 def _with_positions(model: ModelSpec, positions: int) -> ModelSpec:
@@ -351,9 +371,10 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
     tp, pp, virtual = given_or(request.tp, 1), given_or(request.pp, 1), given_or(request.virtual_stages, 1)
     cut = request.stage_layers
     uneven = () if cut is None else stage_layers(cut, layers=depth, chunks=pp * virtual)
+    reshard = given_or(request.reshard_after_forward, str(Reshard.ALWAYS))
     return Layout(
         tp=tp,
-        sp=given_or(request.sp, tp > 1 and model.patches is None and model.source is None),
+        sp=given_or(request.sp, tp > 1 and model.words and not model.two_stacks),
         cp=given_or(request.cp, 1),
         ep=given_or(request.ep, 1),
         expert_tp=given_or(request.expert_tp, 0),
@@ -369,6 +390,8 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
         stage_buffers=given_or(request.stage_buffers, False),
+        reshard=word(Reshard, reshard, "reshard-after-forward"),
+        outer_ends=given_or(request.outer_ends, False),
     )
 
 
@@ -389,6 +412,9 @@ def _kernels(model: ModelSpec, request: RunRequest) -> Kernels:
         kernels = replace(kernels, context_exchange=exchange)
     if request.loss is None:
         return kernels
+    if model.waves is not None or model.pair is not None:
+        does = "aligns text with sound" if model.waves else "holds images against texts"
+        raise UsageError(f"got --loss {request.loss}; {model.name} {does}: leave it away")
     if model.head.pooling is not Pooling.NONE:
         raise UsageError(f"got --loss {request.loss}; {model.name} has one prediction a sequence: leave it away")
     return replace(kernels, loss=word(Loss, request.loss, "loss"))

@@ -23,13 +23,14 @@ from typing import Final
 
 from jettison.cost.collective import host_seconds
 from jettison.cost.layer import PriceModel
-from jettison.formula.region import Region
+from jettison.formula.region import HEAD, Region
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
+from jettison.predict.gathered import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_segments import HELD, StageSegments
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import MIXED, Chunk, RegionGroup, StageRegion, Staying
+from jettison.predict.stages import MIXED, RegionGroup, StageRegion, Staying
 from jettison.predict.timeline_units import unit_within
 from jettison.solve.actions import ActionPoint, action_points, kept_points
 from jettison.solve.chain import choose as choose_options
@@ -289,25 +290,26 @@ class StageChoice:
 
     def _regions(self) -> Iterator[ProblemRegion]:
         """One a part; what is alike is worked out once."""
-        known: dict[tuple[int, int, bool], ProblemRegion] = {}
+        known: dict[tuple[object, ...], ProblemRegion] = {}
         points = iter(self.points)
         for chunk, parts in enumerate(self.stage.parts):
             copies = max(o.forward[chunk] + o.weight[chunk] for o in self.stage.load.occupancies)
             for part in parts:
                 options = next(points)
-                alike = id(options), copies, part is parts[-1]
+                alike = id(options), copies, part.name == HEAD, self._places[part.name].shards
                 if alike not in known:
                     known[alike] = self._region(part, options, copies)
                 yield replace(known[alike], name=part.name, class_key=part.name)
 
     def _region(self, part: StageRegion, options: Points, copies: int) -> ProblemRegion:
         made = []
+        whole = self._unit(part, options[-1].stays).whole
         for point in options:
             forward, backward = self._peaks(part, point.stays)
             made.append(
                 RegionOption(
                     key=point.key,
-                    resident_bytes=copies * point.kept_bytes,
+                    resident_bytes=copies * point.kept_bytes + whole,
                     forward_peak_bytes=forward,
                     backward_peak_bytes=backward,
                     seconds=point.seconds,
@@ -332,17 +334,13 @@ class StageChoice:
 
     def _unit(self, part: StageRegion, stays: frozenset[int]) -> Unit:
         alone = replace(part, policy=MIXED, chosen=Staying(stays)) if part.is_layer else part
-        chunk, last = self._places[part.name]
-        return unit_within(self.run, [RegionGroup(part=alone, names=(part.name,))], chunk, last=last)
+        return unit_within(self.run, [RegionGroup(part=alone, names=(part.name,))], self._places[part.name])
 
     @cached_property
-    def _places(self) -> dict[str, tuple[Chunk, bool]]:
-        """By region, the chunk that it is in, and whether it ends it."""
-        return {
-            part.name: (groups, part is parts[-1])
-            for groups, parts in zip(self.stage.groups, self.stage.parts, strict=True)
-            for part in parts
-        }
+    def _places(self) -> dict[str, Place]:
+        """By region, where it is in its chunk."""
+        chunks = (Grouped.of(self.run, parts) for parts in self.stage.parts if parts)
+        return {part.name: Place.of(chunk, at, at + 1) for chunk in chunks for at, part in enumerate(chunk.parts)}
 
     def _staying(self, choice: Choice) -> tuple[Staying | None, ...]:
         found: list[Staying | None] = []

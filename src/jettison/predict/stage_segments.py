@@ -21,9 +21,10 @@ from typing import Final
 from jettison.cost.recompute import everything, repeated
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Stage, stage_sizes
+from jettison.predict.gathered import Grouped, Place
 from jettison.predict.peak import stage_peak_bytes
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, MIXED, Chunk, RegionGroup, StageRegion, Staying, kept_by
+from jettison.predict.stages import FULL, MIXED, RegionGroup, StageRegion, Staying, kept_by
 from jettison.predict.timeline_units import unit_within
 from jettison.solve.problem import SegmentOption, StepProblem
 from jettison.spec.run import Mode, Recompute, Run
@@ -141,11 +142,12 @@ class StageSegments:
         return found
 
     @cached_property
-    def _chunks(self) -> list[tuple[Chunk, int]]:
-        """By region's place in the stage, its chunk, and one past the last region of that."""
-        sizes = accumulate(len(parts) for parts in self.stage.parts)
-        chunks = zip(self.stage.groups, self.stage.parts, sizes, strict=True)
-        return [(groups, end) for groups, parts, end in chunks for _ in parts]
+    def _chunks(self) -> list[tuple[int, Grouped]]:
+        """By region's place in the stage, where its chunk begins, and the regions of that."""
+        begins = accumulate((len(parts) for parts in self.stage.parts), initial=0)
+        chunks = zip(begins, self.stage.parts, strict=False)
+        found = ((begin, Grouped.of(self.run, parts)) for begin, parts in chunks if parts)
+        return [(begin, chunk) for begin, chunk in found for _ in chunk.parts]
 
     @property
     def _beginnings(self) -> Iterator[tuple[int, int]]:
@@ -159,11 +161,12 @@ class StageSegments:
         return [numbers.setdefault((part.layer, part.region), len(numbers)) for part in self._parts]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], tuple[Unit, float]]:
+    def _known(self) -> dict[tuple[object, ...], tuple[Unit, float]]:
         return {}
 
     def _option(self, problem: StepProblem, start: int, stop: int) -> SegmentOption:
-        kinds = (*self._kinds[start:stop], self._chunks[start][1] == stop)
+        place = self._place(start, stop)
+        kinds = (*self._kinds[start:stop], place.shards)
         if kinds not in self._known:
             self._known[kinds] = self._unit(start, stop), self.seconds(start, stop)
         unit, seconds = self._known[kinds]
@@ -184,8 +187,11 @@ class StageSegments:
         groups = [
             RegionGroup(part=replace(part, policy=MIXED, chosen=chosen), names=(part.name,)) for part, chosen in layers
         ]
-        chunk, end = self._chunks[start]
-        return unit_within(self.run, groups, chunk, last=stop == end)
+        return unit_within(self.run, groups, self._place(start, stop))
+
+    def _place(self, start: int, stop: int) -> Place:
+        begin, chunk = self._chunks[start]
+        return Place.of(chunk, start - begin, stop - begin)
 
     def _sent(self, start: int) -> int:
         region = self._parts[start].region

@@ -9,10 +9,11 @@ from itertools import accumulate, groupby
 
 from jettison.formula.region import EMBEDDING, HEAD, Region, embedding_region, head_region, layer_region
 from jettison.formula.static import Static, static
+from jettison.solve.compiled import NARROW, Compiled
 from jettison.solve.compiled import WORD as COMPILED
-from jettison.solve.compiled import Compiled
 from jettison.solve.modules import OWN, Again, computed_again, predicts_further, sent
 from jettison.solve.policy import policy_named
+from jettison.spec.fp8 import Fp8Recipe
 from jettison.spec.layout import Layout
 from jettison.spec.model import AnyLayer, ModelSpec
 from jettison.spec.precision import Optimizer, Precision
@@ -103,11 +104,16 @@ Chunk = tuple[RegionGroup, ...]
 """What a micro-batch passes on one visit to a stage, in the order of the forward."""
 
 
+def compiled_word(recipe: Fp8Recipe | None) -> str:
+    """Which rule of a compiler goes with a recipe."""
+    return COMPILED if recipe is None or recipe.wide_weight_gradient else NARROW
+
+
 @lru_cache(maxsize=65536)
 def kept_by(region: Region, policy: str) -> frozenset[int]:
     """Buffers that a named policy keeps."""
-    if policy == COMPILED:
-        return Compiled().kept(region.program)
+    if policy in (COMPILED, NARROW):
+        return Compiled(word=policy).kept(region.program)
     found = again_by(region, FURTHER if policy == FULL and predicts_further(region.program) else policy)
     return policy_named(policy).kept(region.program) if found is None else found.kept
 
@@ -255,7 +261,7 @@ def _policy(run: Run, position: int) -> str:
         case Mode.AUTO:
             return NONE
         case Mode.NONE:
-            return COMPILED if run.compiled else NONE
+            return compiled_word(run.precision.recipe) if run.compiled else NONE
         case Mode.MODULES:
             return f"{mode}:{'+'.join(names_of(run, run.recompute.modules))}"
         case _:

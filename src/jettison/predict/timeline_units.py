@@ -9,19 +9,19 @@ recompute holds, on top of one input.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from jettison.dtypes import DTYPE_BYTES
-from jettison.formula.liveness import Passes, replay
-from jettison.formula.region import EMBEDDING, HEAD, Region
+from jettison.formula.liveness import Passes
+from jettison.formula.region import EMBEDDING, HEAD
 from jettison.ledger.timeline import Unit
 from jettison.predict.frozen_models import highest_forward
+from jettison.predict.gathered import Place, beside, with_shards
+from jettison.predict.passes import named_passes, passes_of
 from jettison.predict.stage_buffers import with_ends
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, kept_by, names_of, sent_by
 from jettison.spec.frozen_models import When
-from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients, Mode, Run
 
 
@@ -29,8 +29,9 @@ def units(run: Run, groups: Sequence[RegionGroup]) -> tuple[Unit, ...]:
     """The units of one chunk, in order; none of a stage without layers."""
     if not groups:
         return ()
-    made = _made(run, groups)
-    made = _with_transients(run, groups, list(with_ends(run, groups, list(made))) if run.layout.pp > 1 else made)
+    made = list(_made(run, groups))
+    made = with_shards(run, groups, list(with_ends(run, groups, made)) if run.layout.pp > 1 else made)
+    made = list(_with_copies(run, groups, made)) if run.recompute.to_host else made
     return tuple(map(_with_frozen, made) if run.frozen else made)
 
 
@@ -38,14 +39,28 @@ def _made(run: Run, groups: Sequence[RegionGroup]) -> Sequence[Unit] | Iterator[
     size = run.recompute.number if run.recompute.mode is Mode.EVERY else 1
     if size > 1 or any(group.part.segment > 1 for group in groups):
         return _segments(run, groups, size)
-    return [_unit(run, group) for group in groups]
+    how = _How.of(run)
+    return [_unit(run, group, how) for group in groups]
 
 
-def _unit(run: Run, group: RegionGroup) -> Unit:
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What `_unit` asks of a run, asked once: `Run.frees_gradients`, `Run.gradients_come_whole`."""
+
+    frees: bool
+    whole: bool
+
+    @classmethod
+    def of(cls, run: Run) -> _How:
+        return cls(run.frees_gradients, run.gradients_come_whole)
+
+
+def _unit(run: Run, group: RegionGroup, how: _How) -> Unit:
     part, rule, dtype = group.part, run.gradient_rule, run.precision.gradient
-    passes, adding = passes_of(part, rule), passes_of(part, rule, accumulates=True)
+    passes = passes_of(part, rule)
+    adding = passes if how.whole else passes_of(part, rule, accumulates=True)
     gradient, backward, pending = part.static.gradients, passes.backward_peak, 0
-    if run.frees_gradients:  # it goes as one that is added to others does
+    if how.frees:  # it goes as one that is added to others does
         gradient, backward = _left(run, [part]), adding.backward_peak
     if run.model.tied_embeddings and run.layout.pp == 1:
         if part.name == HEAD:
@@ -94,9 +109,10 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
     Args:
         size: of every segment; 1: as a planner has cut them, and layers that it has left alone are units of their own.
     """
+    how = _How.of(run)
     for is_own, run_of_groups in groupby(groups, lambda group: _is_own_layer(group.part)):
         if not is_own:
-            yield from (_unit(run, group) for group in run_of_groups)
+            yield from (_unit(run, group, how) for group in run_of_groups)
             continue
         parts = [(group.part, name) for group in run_of_groups for name in group.names]
         for _, same in groupby(_cut(parts, size), lambda segment: [part for part, _name in segment]):
@@ -104,7 +120,7 @@ def _segments(run: Run, groups: Sequence[RegionGroup], size: int) -> Iterator[Un
             names = tuple(s[0][1] if len(s) == 1 else f"{s[0][1]} to {s[-1][1]}" for s in segments)
             first = segments[0][0][0]
             if size == 1 and first.segment == 1:
-                yield _unit(run, RegionGroup(part=first, names=names))
+                yield _unit(run, RegionGroup(part=first, names=names), how)
             else:
                 yield _segment(run, [part for part, _ in segments[0]], names)
 
@@ -128,8 +144,8 @@ def _cut(parts: Sequence[_Named], size: int) -> Iterator[Sequence[_Named]]:
 def _segment(run: Run, parts: Sequence[StageRegion], names: tuple[str, ...]) -> Unit:
     rule = run.gradient_rule
     full = [passes_of(part, rule) for part in parts]
-    plain = [_named(part.region, NONE, rule, False) for part in parts]
-    adding = [_named(part.region, NONE, rule, True) for part in parts]
+    plain = [named_passes(part.region, NONE, rule, False) for part in parts]
+    adding = plain if run.gradients_come_whole else [named_passes(part.region, NONE, rule, True) for part in parts]
     held = full[0].resident
     first = parts[0].region
     shared = first.program.kept_bytes(kept_by(first, FULL) & kept_by(first, NONE))
@@ -168,52 +184,25 @@ def sent_to_host(run: Run, groups: Sequence[RegionGroup]) -> dict[str, int]:
     return {name: moved for unit, moved, _ in _sending(run, groups, made) for name in unit.names if moved}
 
 
-def _with_transients(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit] | Iterator[Unit]) -> Iterator[Unit]:
-    """With what ZeRO and offloading add to each unit's transients.
+def _with_copies(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[Unit]:
+    """With what offloading adds: what is on its way beside the next unit's passes.
 
-    ZeRO 3 gathers a region while it runs and prefetches the next one; ZeRO 2 and 3 hold a region's whole gradients
-    until they have been reduced, which overlaps with the backward of the region before it: the last one finds none
-    that wait. What is offloaded is on its way beside the next unit's passes: NOTE [ What is on its way ] in
-    `solve.problem`.
+    See NOTE [ What is on its way ] in `solve.problem`.
     """
-    gathered, reduced = _moving(run, groups)
-    if not (gathered or reduced or run.recompute.to_host):
-        yield from made
-        return
-    made = list(made)
     for unit, moved, before in _sending(run, groups, made):
-        waiting = 0 if unit.names == made[-1].names and len(unit.names) == 1 else reduced
         yield replace(
             unit,
             resident=unit.resident - moved,
-            forward_peak=unit.forward_peak + gathered + before,
-            backward_peak=unit.backward_peak + gathered + waiting + moved + before,
-            adding_peak=unit.adding_peak + gathered + waiting + moved + before,
+            forward_peak=unit.forward_peak + before,
+            backward_peak=unit.backward_peak + moved + before,
+            adding_peak=unit.adding_peak + moved + before,
         )
 
 
-def _moving(run: Run, groups: Sequence[RegionGroup]) -> tuple[int, int]:
-    """Bytes of weights that are gathered beside any pass of a chunk, and of gradients that wait to be reduced."""
-    gathered = 2 * max(group.part.static.gathered for group in groups) if run.layout.resharded else 0
-    return gathered, max(group.part.static.reduced for group in groups)
-
-
-def unit_within(run: Run, groups: Sequence[RegionGroup], chunk: Sequence[RegionGroup], *, last: bool) -> Unit:
-    """What some neighbours of a chunk are together, with the transients that they have there, and nothing sent.
-
-    Args:
-        last: they end it.
-    """
+def unit_within(run: Run, groups: Sequence[RegionGroup], place: Place) -> Unit:
+    """What some neighbours of a chunk are together, with the transients that they have there, and nothing sent."""
     (unit,) = _made(run, groups)
-    gathered, reduced = _moving(run, chunk)
-    beside = gathered + (0 if last else reduced)
-    there = replace(
-        unit,
-        forward_peak=unit.forward_peak + gathered,
-        backward_peak=unit.backward_peak + beside,
-        adding_peak=unit.adding_peak + beside,
-    )
-    return _with_frozen(there)
+    return _with_frozen(beside(run, unit, place, groups[0].part))
 
 
 def _sending(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> Iterator[tuple[Unit, int, int]]:
@@ -254,20 +243,3 @@ def moved_bytes(run: Run, part: StageRegion) -> int:
         return part.region.program.kept_bytes(sent_by(part.region, part.policy, names_of(run, run.recompute.sent)))
     moved = frozenset[int]() if run.recompute.mode is Mode.AUTO else part.kept
     return part.region.program.kept_bytes(moved if part.chosen is None else part.chosen.moved)
-
-
-def passes_of(part: StageRegion, rule: GradientRule, *, accumulates: bool = False) -> Passes:
-    """A region's replay under its policy."""
-    if part.chosen is None:
-        return _named(part.region, part.policy, rule, accumulates)
-    return chosen_passes(part.region, part.chosen.buffers, rule, accumulates)
-
-
-@lru_cache(maxsize=65536)
-def _named(region: Region, policy: str, rule: GradientRule, accumulates: bool) -> Passes:
-    return replay(region, kept_by(region, policy), rule, accumulates=accumulates)
-
-
-@lru_cache(maxsize=4096)
-def chosen_passes(region: Region, kept: frozenset[int], rule: GradientRule, accumulates: bool) -> Passes:
-    return replay(region, kept, rule, accumulates=accumulates)

@@ -9,12 +9,12 @@ from itertools import groupby, product
 from typing import Any, Final
 
 from jettison.errors import UsageError
-from jettison.formula.named import Choices, structure
+from jettison.formula.named import Choices, has_names, structure
 from jettison.predict.closed_form import Form, form_of, sizes_of
 from jettison.predict.closed_form_document import closed_form_document
 from jettison.report.explorer_models import Subject
 from jettison.spec.layout import Layout
-from jettison.spec.model import LatentAttention, Layer, ModelSpec, Moe
+from jettison.spec.model import Layer, ModelSpec, Moe
 
 SEQUENCES: Final = tuple(2**n for n in range(7, 21))
 """Tokens, from 128 to 1,048,576: what a slider of the page offers."""
@@ -26,7 +26,12 @@ _LAYOUTS: Final = ((False, False, False), (True, False, False), (True, True, Fal
 
 def closed_form_data(subjects: Sequence[Subject]) -> dict[str, Any]:
     """``{"document": the formulas, "layers": [one for each kind of layer of each model], "sequences": ...}``."""
-    kinds = [(subject, layer) for subject in subjects for layer in subject.model.described if layer.cross is None]
+    kinds = [
+        (subject, layer)
+        for subject in subjects
+        for layer in subject.model.described
+        if has_names(layer) and not (layer.source and subject.model.pair)
+    ]
     structures = list(dict.fromkeys(structure(subject.model, layer) for subject, layer in kinds))
     forms = [_form([k for k in kinds if structure(k[0].model, k[1]) == each]) for each in structures]
     return {
@@ -124,7 +129,4 @@ def _which(model: ModelSpec, layer: Layer) -> str:
 
 def _words(layer: Layer) -> str:
     mlp = "experts" if isinstance(layer.mlp, Moe) else "dense"
-    if isinstance(layer.attention, LatentAttention):
-        return mlp
-    window = layer.attention.window
-    return mlp if window is None else f"{mlp}, window {window}"
+    return mlp if layer.window is None else f"{mlp}, window {layer.window}"

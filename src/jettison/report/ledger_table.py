@@ -155,9 +155,10 @@ def batch_text(asked: Resolved) -> str:
     def stated(name: str, text: str) -> str:
         return f"{text} (default)" if name in asked.assumed else text
 
+    read = "samples of sound" if run.model.waves else "of an image" if run.model.pair else "of the encoder"
     parts = (
         stated("seq", f"{run.seq} tokens" + (f" in documents of {run.packed}" if run.packed else "")),
-        *([stated("source_seq", f"{run.source_seq} of the encoder")] if run.source_seq else []),
+        *([stated("source_seq", f"{run.source_seq} {read}")] if run.source_seq else []),
         stated("micro_batch", f"{run.micro_batch} a micro-batch"),
         stated("micro_batches", f"{run.micro_batches} of these a step"),
     )
@@ -169,7 +170,7 @@ def _training(asked: Resolved) -> str:
     kernels = f"{run.kernels.name} kernels, {run.kernels.attention} attention, {run.kernels.loss} loss"
     if run.model.recorder is not None:
         kernels = f"recorded kernels, {run.kernels.attention} attention"
-    return f"{run.precision.name}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
+    return f"{run.precision.words}, {run.optimizer}, {kernels}, dropout {run.dropout:g}, gradients {run.gradients}"
 
 
 def tuning_text(run: Run) -> str:

@@ -245,6 +245,7 @@ def request_document(asked: Resolved) -> dict[str, Any]:
         "micro_batches": run.micro_batches,
         "layout": asdict(layout) | {"schedule": str(layout.schedule), "world": layout.world},
         "precision": run.precision.name,
+        "fp8_recipe": None if run.precision.recipe is None else str(run.precision.recipe),
         "optimizer": str(run.optimizer),
         "kernels": run.kernels.name,
         "attention": str(run.kernels.attention),

@@ -42,6 +42,7 @@ class ActiveFrame(Frame):
         "expected",
         "fake",
         "given",
+        "looked",
         "moves",
         "nested",
         "number",
@@ -62,6 +63,7 @@ class ActiveFrame(Frame):
         self.fake = False  # its arguments are
         self.given: set[int] = set()  # storages that the outermost of the running calls was given
         self.start = next_sequence_number()
+        self.looked = True  # whether its graph was compared
         self.nested: list[tuple[int, int]] = []  # sequence numbers of the nodes that nested regions made
         self.taps_seen: dict[tuple[str, bool], int] = {}
 
@@ -150,13 +152,17 @@ class ActiveFrame(Frame):
             return super().witness(slot, tensor, index)
 
     def wrong(self, handle: Handle) -> WrongValue:
-        """As any frame's, and the region is not trusted again."""
+        """As any frame's, and what this region and others have recorded is not trusted as before."""
         plain_words = str(super().wrong(handle))
         kind = likely_kind(self.recipe, handle.index, self.region)
-        self.region.recordings.distrust(self.recipe, f"{plain_words}. {kind}")
+        after = self.region.recordings.wrong(self.recipe, f"{plain_words}. {kind}", looked=self.looked)
+        for module in self.region.model.modules():  # what has changed for one may have for others, a step later
+            recordings = getattr(vars(module).get("forward"), "recordings", None)
+            if recordings is not None:
+                recordings.forget()
         return WrongValue(
             f"{plain_words} (call {self.number} of this region). {kind} The gradients of this step must not be used; "
-            "from the next step on this region runs without a recording"
+            f"from the next step on this region {after}"
         )
 
     def lost(self, handle: Handle) -> WrongValue:

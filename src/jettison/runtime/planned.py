@@ -406,8 +406,8 @@ class PlannedForward:
             self.recordings.diverged(prepared, key, frame.broken)
             return output
         unseen = self.how is Check.OFF or frame.share > 1
-        looks = recipe.is_needed and (unseen or is_turn(prepared.calls, self.turn))
-        if looks and not self._has_graph_of(prepared, frame, output, leaves):
+        frame.looked = unseen or is_turn(prepared.calls, self.turn)
+        if frame.looked and recipe.is_needed and not self._has_graph_of(prepared, frame, output, leaves):
             why = "its autograd graph is another one"
             if unseen and any(slot.kind == "drop" for slot in recipe.slots):
                 raise Diverged(why)

@@ -206,6 +206,21 @@ class Recordings:
         else:
             self.lose(key, why)
 
+    def wrong(self, recipe: Recipe, why: str, *, looked: bool) -> str:
+        """A tensor came back wrong. What its calls do from now on, in words: one that is known for it, and those whose
+        graph was the recorded one, are not trusted again; the others count as runs with another graph.
+        """
+        found = next(((key, p) for (_, key), p in self.prepared.items() if p.recipe is recipe), None)
+        if found is not None:
+            key, prepared = found
+            if looked:
+                self.distrust(recipe, why)
+            else:
+                self.diverged(prepared, key, why)
+            if key in self._distrusted:
+                return "runs without a recording"
+        return "has a new recording"
+
     def lose(self, key: Any, why: str) -> None:
         """Calls of this signature have no program from now on."""
         self._distrusted[key] = why

@@ -36,17 +36,17 @@ from functools import lru_cache
 from typing import Final
 
 from jettison.cost.execution import execution_of
-from jettison.formula.liveness import Passes
 from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.passes import passes_of
 from jettison.predict.stage_time import Timing
-from jettison.predict.stages import FULL, Chunk, StageRegion, kept_by, outline
+from jettison.predict.stages import FULL, Chunk, kept_by, outline
 from jettison.predict.time import Estimate
-from jettison.predict.timeline_units import passes_of
 from jettison.search.memory_bound import LayerBytes, Parts, ShardBytes, segments_in_flight
 from jettison.search.space import Setup
 from jettison.search.time_bound import PassSeconds, Pipeline, Sends, ShardSeconds, pass_seconds, shard_seconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.layout import Schedule
+from jettison.spec.precision import GradientRule
 from jettison.spec.run import Gradients, Mode, Recompute, Run
 
 SHAVED: Final = 1e-6
@@ -185,11 +185,11 @@ def bound(run: Run, hardware: Hardware, modes: tuple[Mode, ...] = _TREATMENTS) -
     """
     alone = replace(run.layout, pp=1, virtual_stages=1, stage_layers=(), schedule=Schedule.ONE_F_ONE_B)
     inner, upfront = _inner(run), run.gradients is Gradients.UPFRONT
-    there = upfront or run.micro_batches > 1 or run.frees_gradients
-    execution = execution_of(run)
+    there = (upfront or run.micro_batches > 1 or run.frees_gradients) and not run.gradients_come_whole
+    rule, execution = run.gradient_rule, execution_of(run)
     return Bounds(
-        plans={mode: _plan_bound(inner, mode, there, hardware) for mode in modes},
-        plain=_layer_bytes(inner, there),
+        plans={mode: _plan_bound(inner, mode, rule, there, hardware) for mode in modes},
+        plain=_layer_bytes(inner, rule, there),
         shard=_shard_bound(replace(run, layout=alone, recompute=Recompute()), hardware),
         sends=Sends(
             seconds=Timing(run=run, hardware=hardware, execution=execution).sending(), waited=not execution.hides_stages
@@ -210,9 +210,16 @@ def _shard_bound(run: Run, hardware: Hardware) -> ShardBound:
             everything=_everything(chunk),
             settled=_parts([(layer, s.parameters + s.state) for layer, s in statics]),
             gradients=_parts([(layer, s.gradients) for layer, s in statics]),
-            gathered=2 * min(s.gathered for layer, s in statics if layer) if run.layout.resharded else 0,
+            gathered=_least_gathered(run, [s.gathered for _, s in statics]),
         ),
     )
+
+
+def _least_gathered(run: Run, gathered: Sequence[int]) -> int:
+    """Whole weights beside any layer's backward, at least: its own, and a neighbour's."""
+    if not run.layout.resharded:
+        return 0
+    return min(gathered[1:-1]) + min(gathered)
 
 
 def _parts(nbytes: Sequence[tuple[bool, int]]) -> Parts:
@@ -247,22 +254,22 @@ def _pass_seconds(run: Run, hardware: Hardware) -> PassSeconds:
 
 
 @lru_cache(maxsize=4096)
-def _plan_bound(inner: Run, mode: Mode, there: bool, hardware: Hardware) -> PlanBound:
-    """Args: there: gradients are, before a backward."""
+def _plan_bound(inner: Run, mode: Mode, rule: GradientRule, there: bool, hardware: Hardware) -> PlanBound:
+    """Args: rule: of gradients, which ZeRO decides as well; there: they are, before a backward."""
     run = replace(inner, recompute=Recompute(mode=mode))
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
     return PlanBound(
         seconds=_pass_seconds(run, hardware),
         held=min(part.region.program.kept_bytes(part.kept) for part in layers),
-        rise=min(_passes(run, part, there).backward_peak for part in layers),
+        rise=min(passes_of(part, rule, accumulates=there).backward_peak for part in layers),
     )
 
 
 @lru_cache(maxsize=4096)
-def _layer_bytes(run: Run, there: bool) -> LayerBytes:
+def _layer_bytes(run: Run, rule: GradientRule, there: bool) -> LayerBytes:
     """Args: run: with nothing computed again."""
     layers = [group.part for group in outline(run)[0][0] if group.part.is_layer]
-    passes = [_passes(run, part, there) for part in layers]
+    passes = [passes_of(part, rule, accumulates=there) for part in layers]
     return LayerBytes(
         resident=min(p.resident for p in passes),
         forward=min(p.forward_peak for p in passes),
@@ -270,11 +277,6 @@ def _layer_bytes(run: Run, there: bool) -> LayerBytes:
         output=min(p.output for p in passes),
         shared=max(part.region.program.kept_bytes(kept_by(part.region, FULL) & part.kept) for part in layers),
     )
-
-
-def _passes(run: Run, part: StageRegion, there: bool) -> Passes:
-    """Where gradients are there, a backward adds to them: one that follows others, or has a buffer for them."""
-    return passes_of(part, run.gradient_rule, accumulates=there)
 
 
 def least_seconds(plain: Estimate) -> float:

@@ -78,7 +78,7 @@ def _read(path: Path) -> tuple[dict[str, Figures], int]:
         try:
             document = json.loads(line)
             known[str(document["key"])] = figures_of(document)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(
                 f"--state {path}: line {number} is not what a search writes; remove it, or give another file"
             ) from None

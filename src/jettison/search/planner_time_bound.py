@@ -37,11 +37,12 @@ from jettison.formula.region import Region
 from jettison.ledger.schedule import Occupancy, ScheduledPass, Work, order
 from jettison.ledger.timeline import Unit
 from jettison.predict.forecast import Forecast, Stage
+from jettison.predict.gathered import beside_last
+from jettison.predict.passes import chosen_passes
 from jettison.predict.stage_choice import layer_points
 from jettison.predict.stage_time import StageSeconds, Timing
 from jettison.predict.stages import FULL, NONE, Chunk, kept_by
 from jettison.predict.time import Estimate
-from jettison.predict.timeline_units import chosen_passes
 from jettison.search.bounds import least_seconds, with_ends
 from jettison.solve.frontier import pareto_frontier
 from jettison.spec.layout import Schedule
@@ -182,17 +183,16 @@ def _above(timing: Timing, groups: Chunk, chunk_units: Sequence[Unit], there: bo
     Args:
         there: gradients are, already.
     """
-    statics = [group.part.static for group in groups]
-    gathered = 2 * max((s.gathered for s in statics), default=0) if timing.run.layout.resharded else 0
-    level = lowest = 0
-    for group, unit in zip(reversed(groups), reversed(chunk_units), strict=True):
-        if group.part.is_layer:
-            # of a chunk's last region nothing waits to be reduced, see `timeline_units`
-            beside = level + gathered + (max(s.reduced for s in statics) if group is not groups[-1] else 0)
-            ways = _ways(timing.prices(group.part.layer), group.part.region, timing.run.gradient_rule, there)
+    run, level, lowest, units = timing.run, 0, 0, list(chunk_units)
+    for at in reversed(range(len(groups))):
+        part = groups[at].part
+        if part.is_layer:
+            beside = level + beside_last(run, groups, at)
+            ways = _ways(timing.prices(part.layer), part.region, run.gradient_rule, there)
             return lowest, tuple((beside + rise, released, seconds) for rise, released, seconds in ways)
+        unit = units.pop()  # ends of a model are units of their own
         lowest = max(lowest, level + (unit.adding_peak if there else unit.backward_peak))
-        level += len(group.names) * ((unit.pending if there else unit.gradient) - unit.resident)
+        level += (unit.pending if there else unit.gradient) - unit.resident
     return lowest, ()
 
 

@@ -12,10 +12,12 @@ from jettison.errors import UsageError
 from jettison.parse_units import Tokens  # noqa: F401 - annotations of the base class are resolved in this module
 from jettison.predict.run_request import CommonRequest, RunRequest, flag_of, resolve
 from jettison.search.space import PLANS, SCHEDULES, Axes, OverTensorRanks, Space
+from jettison.spec.fp8 import Library
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Loss
 from jettison.spec.like import rule
 from jettison.spec.model import ModelSpec
+from jettison.spec.precision import MUONS
 from jettison.spec.run import Gradients, Recompute
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base
@@ -64,6 +66,23 @@ class SearchRequest(CommonRequest):
     whole_micro_batches: bool | None = None
     uneven: bool | None = None
 
+    def _zero(self) -> tuple[tuple[int, ...], str]:
+        """Stages of ZeRO that are described, and the field that says so; empty where they all are."""
+        host = self.states_on_host
+        if host == StatesOnHost.TORCHAO_GRADIENTS:
+            raise UsageError(
+                "a search tries micro-batches; --states-on-host torchao-gradients goes with one: say torchao"
+            )
+        if self.optimizer in MUONS[1:]:
+            return (1,), "optimizer"
+        if self.outer_ends or self.reshard_after_forward:
+            return (3,), "outer_ends" if self.outer_ends else "reshard_after_forward"
+        if host == StatesOnHost.DEEPSPEED:
+            return (2, 3), "states_on_host"
+        if host == StatesOnHost.TORCHAO:
+            return (0, 3), "states_on_host"
+        return (0, 1, 2, 3), "states_on_host" if host else ""
+
     def space(self, model: ModelSpec, hardware: Hardware, *, gpus: int, global_batch: int) -> Space:
         """What is to be searched.
 
@@ -71,8 +90,11 @@ class SearchRequest(CommonRequest):
             UsageError: a word or a number that makes no sense.
         """
         common = {f.name: getattr(self, f.name) for f in fields(CommonRequest)}
-        kept = _zero_of(self.states_on_host)
-        template = resolve(model, RunRequest(**common, zero=kept[0] if self.states_on_host else None)).run
+        kept, by = self._zero()
+        template = resolve(model, RunRequest(**common, zero=kept[0] if by else None)).run
+        recipe = template.precision.recipe
+        if recipe is not None and recipe.library is Library.TE:  # whose weights under FSDP are not described
+            kept, by = tuple(z for z in kept if z < 3), by or "fp8_recipe"
         lists = (template.recompute,) if template.recompute != Recompute() else ()
         template = replace(template, recompute=Recompute())
         if template.gradients is Gradients.IN_BACKWARD:
@@ -85,7 +107,7 @@ class SearchRequest(CommonRequest):
         if max(zero) > 3:
             raise UsageError(f"got --zero {self.zero}; expected some of 0, 1, 2 and 3")
         if not set(zero) <= set(kept):
-            raise UsageError(f"got --zero {self.zero}; --states-on-host {self.states_on_host} is described for {kept}")
+            raise UsageError(f"got --zero {self.zero}; {flag_of(by)} {getattr(self, by)} is described for {kept}")
         alone = [f"--{beside.role}" for beside in template.frozen]
         alone += [f"--states-on-host {self.states_on_host}"] if template.states_on_host.frees_gradients else []
         if alone:  # what no stage of a pipeline is described with
@@ -128,15 +150,6 @@ class SearchRequest(CommonRequest):
             loss=Loss(over["loss"]) if "loss" in said else None,
             gathered_inputs=over["gathered_inputs"] if "gathered_inputs" in said else None,
         )
-
-
-def _zero_of(states_on_host: str | None) -> tuple[int, ...]:
-    """Stages of ZeRO under which a framework keeps states on the host."""
-    if states_on_host == StatesOnHost.DEEPSPEED:
-        return (2, 3)
-    if states_on_host == StatesOnHost.TORCHAO_GRADIENTS:
-        raise UsageError("a search tries micro-batches; --states-on-host torchao-gradients goes with one: say torchao")
-    return (0, 3) if states_on_host == StatesOnHost.TORCHAO else (0, 1, 2, 3)
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -267,16 +267,27 @@ class Space:
                 if layout.virtual_stages > 1 and count % layout.pp:
                     refused[f"interleaving takes a multiple of {layout.pp} micro-batches, not {count}"] += 1
                     continue
+                if misfit := self._misfit(layout, micro_batch):
+                    refused[misfit] += 1
+                    continue
                 loss = self.over_tensor_ranks.loss if layout.tp > 1 else None
                 yield Setup(layout=layout, micro_batch=micro_batch, micro_batches=count, loss=loss)
             if self.axes.micro_batch and not set(self.axes.micro_batch) & set(_divisors(each)):
                 refused[f"--micro-batch {self.axes.micro_batch[0]} does not divide the {each} of one rank"] += 1
+
+    def _misfit(self, layout: Layout, micro_batch: int) -> str:
+        """Why narrow products refuse these sizes; empty where they do not."""
+        recipe, template = self.template.precision.recipe, self.template
+        return (
+            "" if recipe is None else recipe.misfit(template.model, layout, seq=template.seq, micro_batch=micro_batch)
+        )
 
     def _layouts(self, refused: Counter[str]) -> Iterator[Layout]:
         axes, template = self.axes, self.template
         flags: dict[str, Any] = {"keeps_stage_outputs": template.layout.keeps_stage_outputs}
         flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
         flags |= {"stage_buffers": template.layout.stage_buffers}
+        grouped: dict[str, Any] = {"reshard": template.layout.reshard, "outer_ends": template.layout.outer_ends}
         alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):
@@ -296,6 +307,7 @@ class Space:
                                 schedule=schedule,
                                 gathered_inputs=alone if tp == 1 or over is None else over,
                                 **flags,
+                                **(grouped if zero == 3 else {}),
                             )
                             layout.check(template.model, seq=template.seq, source_seq=template.source_seq)
                         except UsageError as error:

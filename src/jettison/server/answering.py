@@ -65,7 +65,8 @@ def _ledger(model: str, flags: dict[str, Any], run: dict[str, Any], say: Progres
     from jettison.verbs.ledger import ledger
 
     say("adding up")
-    report = ledger(model, RunRequest(**run), **flags, progress=say)
+    compiled = flags.pop("compile")
+    report = ledger(model, RunRequest(**run), compiled=compiled, **flags, progress=say)
     text = json_text(report.document())
     try:
         report.require()

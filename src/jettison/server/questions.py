@@ -42,7 +42,7 @@ Share = Annotated[float, Field(allow_inf_nan=False)]
 
 _OWN: Final[Mapping[Verb, dict[str, Any]]] = {
     "plan": {"budget": Text | None, "gpu": Text | None, "host_budget": Text | None, "what_if": bool},
-    "ledger": {"budget": Text | None, "gpu": Text | None, "fit": bool, "explain": bool},
+    "ledger": {"budget": Text | None, "gpu": Text | None, "fit": bool, "explain": bool, "compile": bool},
     "estimate": {
         "gpu": Text,
         "compile": bool,

@@ -7,6 +7,9 @@ reductions whose results are less than a quarter of what they read; and whatever
 for an op that nothing is fused into, such as a product (``is_materialized_backwards``). So what products read and
 return stays, and statistics of norms; activations, sums and rotations between them are computed again. A fused op of
 ours stands for several of torch's, all of which run again or none.
+
+A product of narrow copies reads what a cast makes, and casts are fused: what it casts may run again. torchao's
+products have that for all three of a layer, unless the weight's gradient is a product of 16-bit tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from jettison.solve.frontier import fewest_bytes_point
 from jettison.solve.policy import MATMULS
 
 WORD: Final = "compiled"
+NARROW: Final = "compiled, narrow products"
 REDUCES: Final = 4
 """Times as many bytes as it makes, that an op reads, make it a reduction that does not run again."""
 _PRODUCTS: Final = (*MATMULS, "aten.bmm", "aten.baddbmm")
@@ -32,10 +36,24 @@ class Compiled:
 
     def kept(self, program: Program) -> frozenset[int]:
         """Buffers that stay."""
-        read = {b for op in program.ops if op.name.startswith(_PRODUCTS) for b in op.inputs}
+        casting = MATMULS if self.word == NARROW else ()
+        wide = [op for op in program.ops if op.name.startswith(_PRODUCTS) and not op.name.startswith(tuple(casting))]
+        read = {b for op in wide for b in op.inputs}
         ops = tuple(op if _runs_again(program, op, read) else _once(op) for op in program.ops)
         seconds = [0.0] * len(ops)
-        return fewest_bytes_point(replace(program, ops=ops), seconds).kept
+        found = fewest_bytes_point(replace(program, ops=ops), seconds).kept
+        return found | _statistics(program) if self.word == NARROW else found
+
+
+def _statistics(program: Program) -> frozenset[int]:
+    """Of norms that are one op and run again for what they return: of torch's ops the reduction does not."""
+    small = {
+        b
+        for op in program.ops
+        for b in op.outputs
+        if REDUCES * program.buffers[b].nbytes < sum(program.buffers[i].nbytes for i in op.inputs)
+    }
+    return program.saved_buffers() & small
 
 
 def _once(op: Op) -> Op:

@@ -23,6 +23,10 @@ def _bart(k: Kernels) -> Kernels:
     return replace(k, shifted_labels=False, loss_float32=False, scores_float32=False)
 
 
+def _t5(k: Kernels) -> Kernels:
+    return replace(_bart(k), unwidened_norm=True)
+
+
 def _tower(k: Kernels) -> Kernels:
     return replace(k, shifted_labels=False, loss_float32=False)
 
@@ -70,14 +74,25 @@ _CONVENTIONS: Final[Mapping[str, Callable[[Kernels], Kernels]]] = MappingProxyTy
         "qwen2_5_vl_text": lambda k: replace(k, batched_rotary=True),
         "qwen3_vl_text": lambda k: replace(k, batched_rotary=True),
         "qwen3_vl_moe_text": lambda k: replace(k, batched_rotary=True, weights_float32=False),
+        "jamba": lambda k: replace(k, weights_float32=False),
+        "nemotron_h": lambda k: replace(k, wide_norm=True, cast_weights=True, router_float32=True),
+        "qwen3_next": lambda k: replace(k, joined_rotary=True, weights_float32=False),
+        "qwen3_5_text": lambda k: replace(k, joined_rotary=True, batched_rotary=True),
+        "qwen3_5_moe_text": lambda k: replace(k, joined_rotary=True, batched_rotary=True, weights_float32=False),
         "qwen2_moe": lambda k: replace(k, weights_float32=False),
         "stablelm": lambda k: replace(k, joined_rotary=True),
         "bart": _bart,
         "mbart": _bart,
+        "hubert": lambda k: replace(k, scores_float32=False),
+        "mt5": _t5,
+        "t5": _t5,
+        "umt5": _t5,
+        "wav2vec2": lambda k: replace(k, scores_float32=False),
         "whisper": lambda k: replace(
             k, shifted_labels=False, loss_float32=False, scores_float32=False, batched_positions=True, copied_heads=True
         ),
         "vit": _tower,
+        "clip": lambda k: replace(_tower(k), stored_positions=True),
         "clip_vision_model": _tower,
         "bloom": _eager,
         "codegen": lambda k: replace(_gptj(k), wide_rotary=True),

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.biases import Biases
 from jettison.spec.families import SIZES, DropoutKeys, Family
 from jettison.spec.model import Arrangement, Norm, NormKind, Pooling
+from jettison.spec.waves import NO_END
 
 _LAYER_NORM: Final = Norm(kind=NormKind.LAYER, bias=True)
 _IMAGES: Final[dict[str, Any]] = {
@@ -50,6 +52,101 @@ _BART: Final = {
     "attention_dropout": 0.0,
 }
 
+_RELATIVE: Final[dict[str, Any]] = {
+    "norm": Norm(kind=NormKind.RMS),
+    "required": (*_TWO_STACKS["required"], "head_dim"),
+    "spelling": {
+        "hidden_size": ("d_model",),
+        "num_hidden_layers": ("num_decoder_layers", "num_layers"),
+        "num_attention_heads": ("num_heads",),
+        "intermediate_size": ("d_ff",),
+        "head_dim": ("d_kv",),
+        "encoder_layers": ("num_layers",),
+        "encoder_attention_heads": ("num_heads",),
+        "encoder_ffn_dim": ("d_ff",),
+        "max_position_embeddings": ("n_positions",),
+    },
+    "source": True,
+    "gated": False,
+    "rotary": False,
+    "refused": ("add_cross_attention",),
+    "dropout": DropoutKeys(
+        embedding="dropout_rate",
+        attention="dropout_rate",
+        residual="dropout_rate",
+        inner="dropout_rate",
+        output="dropout_rate",
+    ),
+}
+_T5: Final = {
+    "hidden_act": "relu",
+    "max_position_embeddings": 512,
+    "relative_attention_num_buckets": 32,
+    "tie_word_embeddings": True,
+    "scale_decoder_outputs": False,
+    "dropout_rate": 0.1,
+}
+
+HEARD: Final = ("hubert", "wav2vec2")
+"""Those that hear sound as it was recorded."""
+_HEARS: Final[dict[str, Any]] = {
+    "norm": _LAYER_NORM,
+    "required": (*SIZES, "intermediate_size"),
+    "defaults": {
+        "hidden_act": "gelu",
+        "max_position_embeddings": NO_END,
+        "conv_dim": (512,) * 7,
+        "conv_kernel": (10, 3, 3, 3, 3, 2, 2),
+        "conv_stride": (5, 2, 2, 2, 2, 2, 2),
+        "conv_bias": False,
+        "feat_extract_norm": "group",
+        "feat_extract_activation": "gelu",
+        "feat_proj_layer_norm": True,
+        "num_conv_pos_embeddings": 128,
+        "num_conv_pos_embedding_groups": 16,
+        "apply_spec_augment": True,
+        "mask_time_prob": 0.05,
+        "mask_feature_prob": 0.0,
+        "ctc_loss_reduction": "sum",
+        "ctc_zero_infinity": False,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "final_dropout"), 0.1),
+        "feat_proj_dropout": 0.0,
+    },
+    "waves": True,
+    "bidirectional": True,
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "head_bias": True,
+    "rotary": False,
+    "refused": ("add_adapter", "adapter_attn_dim", "conv_pos_batch_norm"),
+    "dropout": DropoutKeys(
+        embedding="hidden_dropout",
+        residual="hidden_dropout",
+        projected="feat_proj_dropout",
+        inner="activation_dropout",
+        output="final_dropout",
+    ),
+}
+
+CLIP_TEXTS: Final = Family(
+    norm=_LAYER_NORM,
+    defaults={
+        "hidden_act": "quick_gelu",
+        "max_position_embeddings": 77,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+    },
+    gated=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    rotary=False,
+)
+"""The tower of texts beside ``clip_vision_model``: it has no loss of its own, and so no entry."""
+
 ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "bart": Family(
@@ -70,6 +167,7 @@ ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
             pooling=Pooling.PATCHES,
             **_IMAGES,
         ),
+        "hubert": Family(**_HEARS),
         "mbart": Family(
             norm=_LAYER_NORM,
             spelling=_DECODER_SPELLING,
@@ -112,6 +210,9 @@ ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
             refused=("attention_dropout", "mlp_dropout", "sparse_prediction"),
             dropout=DropoutKeys(embedding="embedding_dropout", attention=None),
         ),
+        "mt5": Family(defaults=_T5, biases=Biases.FIRST, **_RELATIVE),
+        "t5": Family(defaults=_T5, biases=Biases.FIRST, **_RELATIVE),
+        "umt5": Family(defaults=_T5, biases=Biases.OWN, **_RELATIVE),
         "vit": Family(
             norm=_LAYER_NORM,
             spelling={"attention_bias": ("qkv_bias",)},
@@ -131,6 +232,7 @@ ENCODERS: Final[Mapping[str, Family]] = MappingProxyType(
             ),
             **_IMAGES,
         ),
+        "wav2vec2": Family(**_HEARS),
         "whisper": Family(
             norm=_LAYER_NORM,
             spelling={**_DECODER_SPELLING, "max_position_embeddings": ("max_target_positions",)},

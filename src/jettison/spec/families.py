@@ -9,12 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
+from jettison.spec.biases import Biases
 from jettison.spec.model import Activation, Arrangement, Norm, NormKind, Pooling, QkNorm, Router
 
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+class ScanKind(StrEnum):
+    """What carries a state along the sequence in layers without attention."""
+
+    DELTA = "gated delta rule"  # Qwen3.5
+    GROUPED_DELTA = "gated delta rule, projections by groups of heads"  # Qwen3-Next
+    MAMBA2 = "state space duality"
+    MAMBA1 = "selective state space"
+    NORMED_MAMBA1 = "selective state space, what it selects by normalised"  # Jamba
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +36,9 @@ class DropoutKeys:
     embedding: str | None = None
     attention: str | None = "attention_dropout"
     residual: str | None = None
+    projected: str | None = None
+    inner: str | None = None
+    output: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +72,7 @@ class Family:
         refused: keys that may not be set: what the code does then is not described.
         patches: it reads images; ``pooling`` is what of them it classifies.
         rotary_keys: top-level keys that say which share of a head is rotated.
+        scan: what layers have that are not of attention; ``layer_types`` says which. ``lone``: a layer is one block.
     """
 
     norm: Norm
@@ -80,6 +96,9 @@ class Family:
     latent: bool = False
     sinks: bool = False
     alibi: bool = False
+    gated_attention: bool = False  # what it returns is weighted by a part of the queries' product
+    scan: ScanKind | None = None
+    lone: bool = False
     start_norm: bool = False  # the embedding ends with a norm
     plain_where_full: bool = False  # layers without a window have no rotary positions, where some have one: EXAONE 4
     experts: Experts | None = None
@@ -89,6 +108,7 @@ class Family:
     source: bool = False  # an encoder beside a decoder, whose sizes have names of their own
     sound: bool = False  # which reads a spectrum
     key_bias: bool = True
+    waves: bool = False  # it hears sound as it was recorded
     patches: bool = False
     patch_bias: bool = True
     bidirectional: bool = False
@@ -96,6 +116,7 @@ class Family:
     half_window: bool = False  # the configuration says how wide it is, both ways together
     pooling: Pooling = Pooling.NONE
     plain_first: bool = False  # and the first layer's attention therefore has none
+    biases: Biases = Biases.NONE  # of scores, by distance
     more_positions: int = 0  # rows of learned positions beyond the longest sequence
     dropout: DropoutKeys = field(default_factory=DropoutKeys)
 

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Final
 
 from jettison.dtypes import DTYPE_BYTES
 from jettison.errors import NotDescribed, UsageError
-from jettison.spec.families import ACTIVATIONS, Family
-from jettison.spec.further import FURTHER_LEFT_OUT
+from jettison.spec.config_fields import TRACE, ConfigFields
+from jettison.spec.encoder_families import CLIP_TEXTS
+from jettison.spec.families import Family
+from jettison.spec.inputs import Patches
+from jettison.spec.left_out import left_out_of
+from jettison.spec.mixed_layers import mixed_layers
 from jettison.spec.model import (
-    Activation,
     Arrangement,
     Attention,
     DropoutSites,
@@ -30,21 +35,17 @@ from jettison.spec.model import (
     ModelSpec,
     Moe,
     Norm,
-    Patches,
     QkNorm,
-    Source,
 )
 from jettison.spec.more_families import EVERY_FAMILY, EVERY_WRAPPER
 from jettison.spec.own_words import in_usual_words
+from jettison.spec.pair import IMAGE_SIZES, TEXT_SIZES, is_pair, paired
+from jettison.spec.two_stacks import biases, source, stacks
+from jettison.spec.waves import waves_of
 
-MOST_LAYERS: Final = 100_000  # a slip of the keyboard must not fill the memory with layers
-_TRACE: Final = "trace the model instead: --trace builds it with transformers, or give module:factory"
-_TRACE_IT: Final = _TRACE[0].upper() + _TRACE[1:]
-_NOT_EXPRESSED: Final = ("add_cross_attention", "is_encoder_decoder", "per_layer_config")
+_TRACE_IT: Final = TRACE[0].upper() + TRACE[1:]
 _OUT_BIAS: Final = "attention_out_bias"
 _ROTARY_DIM: Final = "rotary_dim"
-TOWERS: Final = ("vision", "audio")
-"""What may stand beside a text model."""
 _SLIDING: Final = {"sliding_attention": True, "full_attention": False, "attention": False}
 _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 _FLOATS: Final = tuple(name for name in DTYPE_BYTES if "float" in name)
@@ -85,53 +86,30 @@ def parse_config(values: Mapping[str, Any], *, name: str) -> ModelSpec:
     """
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: got {short(values)}; expected an object with a model_type, as config.json has")
+    if is_pair(values):
+        return _pair(values, name)
     outer = values
     kind, values = _language_model(values, name)
     family, values = in_usual_words(kind, EVERY_FAMILY[kind], values, name=name)
-    fields = _Fields(name=name, family=family, values=values)
+    fields = ConfigFields(name=name, family=family, values=values)
     fields.check_complete()
-    return replace(_model(fields, kind), left_out=tuple(_left_out(outer, values, fields.family)))
+    return replace(_model(fields, kind), left_out=tuple(left_out_of(outer, values, fields.family)))
 
 
-def _left_out(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """What a configuration has that the text model does not, one remark each."""
-    if family.patches:
-        if "text_config" in outer:
-            yield "the text tower is left out: an image is classified, and no text is held against it"
-        return
-    for key in (f"{tower}_config" for tower in TOWERS):
-        tower = outer.get(key)
-        if isinstance(tower, Mapping) and tower:
-            about = _tower_parameters(tower)
-            size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
-            yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
-    for remark in not_built(outer, inner):
-        yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
-
-
-def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
-    """What a configuration has that the code of transformers does not build, one remark each."""
-    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
-    if isinstance(further, int) and further > 0:
-        count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
-        yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
-    quantised = outer.get("quantization_config") or inner.get("quantization_config")
-    if isinstance(quantised, Mapping) and quantised:
-        method = quantised.get("quant_method", "a method that it does not name")
-        yield f"quantization_config ({method}) is left out: weights are those of --precision"
-
-
-def _tower_parameters(tower: Mapping[str, Any]) -> int:
-    """Of an encoder's layers: four projections of attention, and two of the feed-forward block or three where gated."""
-    sizes = [tower.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
-    sizes[0] = sizes[0] or tower.get("embed_dim") or tower.get("width") or tower.get("d_model")
-    sizes[2] = sizes[2] or tower.get("depth") or tower.get("encoder_layers")
-    width, ffn, depth = (size if isinstance(size, int) and not isinstance(size, bool) else 0 for size in sizes)
-    if not width or not depth:
-        return 0
-    ffn = ffn or 4 * width
-    products = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
-    return depth * (4 * width * width + products * width * ffn)
+def _pair(values: Mapping[str, Any], name: str) -> ModelSpec:
+    """Both towers of a configuration, each with the sizes that its part leaves out."""
+    parts = [values.get(key) or {} for key in ("text_config", "vision_config")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise UsageError(f"{name}: got {short(parts)} for text_config and vision_config; expected two objects")
+    texts, images = (
+        ConfigFields(name=name, family=family, values=_inherit({**sizes, **part}, values))
+        for family, sizes, part in zip(
+            (CLIP_TEXTS, EVERY_FAMILY["clip_vision_model"]), (TEXT_SIZES, IMAGE_SIZES), parts, strict=True
+        )
+    )
+    for fields in (texts, images):
+        fields.check_complete()
+    return paired(_model(texts, "clip"), _model(images, "clip_vision_model"), values.get("projection_dim", 512))
 
 
 def _language_model(values: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, Any]]:
@@ -168,98 +146,12 @@ def _inherit(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> Mapping[str,
     return merged
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Fields:
-    """A configuration's values, each read with its type, its spelling and its default."""
-
-    name: str
-    family: Family
-    values: Mapping[str, Any]
-
-    def check_complete(self) -> None:
-        """Are all sizes there, and nothing that a `ModelSpec` cannot say?"""
-        missing = [self.spelled(key) for key in self.family.required if self.spelled(key) not in self.values]
-        if missing:
-            raise UsageError(f"{self.name}: the configuration lacks {', '.join(missing)}; expected all of them")
-        for key in (*(() if self.family.source else _NOT_EXPRESSED), *self.family.refused):
-            if self.values.get(key):
-                raise NotDescribed(
-                    f"{self.name}: got {key} {short(self.values[key])}, which has no closed form; {_TRACE}"
-                )
-
-    def knows(self, key: str) -> bool:
-        """Does this architecture read the key?"""
-        return key in self.family.defaults or key in self.family.required
-
-    def spelled(self, key: str) -> str:
-        """The key as this configuration writes it; as the family does where it is not there."""
-        spellings = self.family.spelling.get(key, (key,))
-        present = [s for s in spellings if s in self.values]
-        return next((s for s in present if self.values[s] is not None), (*present, *spellings)[0])
-
-    def value(self, key: str) -> Any:
-        """As it stands in the file, else the default; None where the architecture does not read it."""
-        return self.values.get(self.spelled(key), self.family.defaults.get(key)) if self.knows(key) else None
-
-    def error(self, key: str, expected: str) -> UsageError:
-        """One line about a key."""
-        return UsageError(f"{self.name}: got {self.spelled(key)} {short(self.value(key))}; expected {expected}")
-
-    def size(self, key: str, *, least: int = 1) -> int:
-        """A whole number."""
-        value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(key, f"a whole number of {least} or more")
-        if value >= 2**63:  # no tensor counts further
-            raise self.error(key, "a number below 2^63")
-        return value
-
-    def depth(self, key: str) -> int:
-        """A number of layers."""
-        found = self.size(key)
-        if found > MOST_LAYERS:
-            raise self.error(key, f"at most {MOST_LAYERS}")
-        return found
-
-    def optional_size(self, key: str, *, least: int = 1) -> int | None:
-        """A whole number, or None."""
-        return None if self.value(key) is None else self.size(key, least=least)
-
-    def flag(self, key: str) -> bool:
-        """True or false; null is the default."""
-        value = self.value(key)
-        value = bool(self.family.defaults.get(key)) if value is None else value
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def number(self, key: str) -> float:
-        """A number; null is 0."""
-        value = self.value(key)
-        if value is None:
-            return 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, "a number")
-        return value
-
-    def activation(self, key: str = "hidden_act") -> Activation:
-        """The nonlinearity. Gemma's first files say "gelu" and mean the approximation."""
-        if self.family.activation is not None:
-            return self.family.activation
-        word = self.value(key)
-        word = self.family.defaults[key] if word is None else word
-        if not isinstance(word, str) or word not in ACTIVATIONS:
-            raise self.error(key, f"one of {', '.join(ACTIVATIONS)}")
-        found = ACTIVATIONS[word]
-        return Activation.GELU_TANH if self.family.embedding_scale and found is Activation.GELU else found
-
-
-def _model(fields: _Fields, kind: str) -> ModelSpec:
+def _model(fields: ConfigFields, kind: str) -> ModelSpec:
     family = fields.family
     norm = _norm(fields)
     layers = _layers(fields, norm)
     if family.source:
-        layers = _stacks(fields, layers)
+        layers = stacks(fields, layers)
     sites, dropout = _dropout(fields)
     masked = family.masked_language_model
     transform = "classifier_activation" if fields.knows("classifier_activation") else "hidden_act"
@@ -271,21 +163,24 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
         hidden=fields.size("hidden_size"),
         vocab=fields.size("vocab_size") if patches is None else _classes(fields),
         patches=patches,
-        source=_source(fields) if family.source else None,
+        source=source(fields) if family.source else None,
+        waves=waves_of(fields) if family.waves else None,
         layers=layers,
         final_norm=None if family.arrangement is Arrangement.OUTER else norm,
         max_positions=positions,
-        learned_positions=not family.rotary and not family.alibi,
+        learned_positions=not (family.rotary or family.alibi or family.waves or family.scan or family.biases.made),
         position_rows=positions + family.more_positions if family.more_positions else 0,
         token_types=fields.size("type_vocab_size") if fields.knows("type_vocab_size") else 0,
         embedding_norm=norm if family.start_norm else None,
         embedding_scale=family.embedding_scale or (family.source and fields.flag("scale_embedding")),
+        wide_stream=fields.flag("residual_in_fp32"),
         tied_embeddings=fields.flag("tie_word_embeddings"),
         head=Head(
             bias=family.head_bias or fields.flag("decoder_bias") or fields.flag("lm_head_bias"),
             transform=fields.activation(transform) if masked else None,
             transform_bias=not fields.knows("classifier_bias") or fields.flag("classifier_bias"),
             pooling=family.pooling,
+            scaled=fields.flag("scale_decoder_outputs"),
             softcap=bool(fields.number("final_logit_softcapping")),
         ),
         dropout_sites=sites,
@@ -294,39 +189,12 @@ def _model(fields: _Fields, kind: str) -> ModelSpec:
     )
 
 
-def _stacks(fields: _Fields, decoder: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The encoder's layers, which read both ways, and after them the decoder's, which ask what came out of it."""
-    first = decoder[0]
-    assert isinstance(first.attention, Attention) and isinstance(first.mlp, Mlp)
-    heads = fields.size("encoder_attention_heads")
-    hidden = fields.size("hidden_size")
-    if hidden % heads:
-        raise fields.error("encoder_attention_heads", f"a divisor of the hidden size {hidden}")
-    both_ways = replace(first.attention, heads=heads, kv_heads=heads, head_dim=hidden // heads, causal=False)
-    encoder = replace(
-        first, attention=both_ways, mlp=replace(first.mlp, ffn=fields.size("encoder_ffn_dim")), source=True
-    )
-    asking = replace(first, cross=replace(first.attention, causal=False))
-    return (encoder,) * fields.depth("encoder_layers") + (asking,) * len(decoder)
-
-
-def _source(fields: _Fields) -> Source:
-    key = "max_source_positions" if fields.knows("max_source_positions") else "max_position_embeddings"
-    longest = fields.size(key)
-    return Source(
-        max_positions=longest,
-        position_rows=longest + fields.family.more_positions,
-        trained_positions=not fields.family.sound,
-        sound=fields.size("num_mel_bins") if fields.family.sound else 0,
-    )
-
-
-def _norm(fields: _Fields) -> Norm:
+def _norm(fields: ConfigFields) -> Norm:
     norm = fields.family.norm
     return replace(norm, bias=fields.flag("norm_bias")) if fields.knows("norm_bias") else norm
 
 
-def _patches(fields: _Fields) -> Patches:
+def _patches(fields: ConfigFields) -> Patches:
     image = fields.value("image_size")
     sides = image if isinstance(image, list | tuple) else (image, image)
     if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
@@ -340,7 +208,7 @@ def _patches(fields: _Fields) -> Patches:
     )
 
 
-def _classes(fields: _Fields) -> int:
+def _classes(fields: ConfigFields) -> int:
     """What an image may show: as many as are named, or two, as transformers has it."""
     names = fields.values.get("id2label")
     count = fields.values.get("num_labels", len(names) if isinstance(names, Mapping) and names else 2)
@@ -349,7 +217,7 @@ def _classes(fields: _Fields) -> int:
     return count
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     for key in _DTYPE_KEYS:
         if (value := fields.values.get(key)) is not None:
             name = str(value).removeprefix("torch.")
@@ -359,13 +227,13 @@ def _dtype(fields: _Fields) -> str:
     return "bfloat16"
 
 
-def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
+def _dropout(fields: ConfigFields) -> tuple[DropoutSites, float]:
     """Where the model drops out and with which probability (the largest, where they differ). A site whose probability
     is 0 is switched off, unless all are: then the sites are those of the code, for a probability given elsewhere.
     """
     keys = fields.family.dropout
     chances = {}
-    for site in ("embedding", "attention", "residual"):
+    for site in (field.name for field in dataclass_fields(DropoutSites)):
         if (key := getattr(keys, site)) is not None:
             chances[site] = fields.number(key)
             if not 0 <= chances[site] < 1:
@@ -374,10 +242,20 @@ def _dropout(fields: _Fields) -> tuple[DropoutSites, float]:
     return DropoutSites(**{site: chance > 0 or not most for site, chance in chances.items()}), most
 
 
-def _layers(fields: _Fields, norm: Norm) -> tuple[Layer, ...]:
+def _layers(fields: ConfigFields, norm: Norm) -> tuple[Layer, ...]:
     """All layers, one object a kind."""
     family = fields.family
     depth = fields.depth("num_hidden_layers")
+    if family.scan is not None:
+        return mixed_layers(
+            fields,
+            norm,
+            depth=depth,
+            attention=partial(_attention, fields),
+            dense=partial(_mlp, fields),
+            experts=partial(_experts, fields),
+            sparse=_sparse(fields, depth),
+        )
     attention = _latent_attention(fields) if family.latent else _attention(fields)
     arrangement = Arrangement.PARALLEL if fields.flag("use_parallel_residual") else family.arrangement
     kinds: dict[tuple[int | None, bool, bool], Layer] = {}
@@ -404,7 +282,7 @@ def _placed(attention: Attention, family: Family, window: int | None, rotates: b
     return replace(attention, rotary_dim=0, qk_norm=kind)
 
 
-def _rotates(fields: _Fields, windows: Sequence[int | None]) -> Iterator[bool]:
+def _rotates(fields: ConfigFields, windows: Sequence[int | None]) -> Iterator[bool]:
     """Which layers have rotary positions."""
     if fields.family.plain_where_full and any(window is not None for window in windows):
         yield from (window is not None for window in windows)
@@ -422,7 +300,7 @@ def _rotates(fields: _Fields, windows: Sequence[int | None]) -> Iterator[bool]:
     yield from (bool(one) for one in listed)
 
 
-def _attention(fields: _Fields) -> Attention:
+def _attention(fields: ConfigFields) -> Attention:
     family = fields.family
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.optional_size("num_key_value_heads") or heads
@@ -447,11 +325,13 @@ def _attention(fields: _Fields) -> Attention:
         sinks=family.sinks,
         alibi=family.alibi,
         clipped=bool(fields.number("clip_qkv")),
+        gated=family.gated_attention,
         causal=_causal(fields),
+        **biases(fields),
     )
 
 
-def _causal(fields: _Fields) -> bool:
+def _causal(fields: ConfigFields) -> bool:
     if fields.family.bidirectional:
         return False
     if fields.knows("is_decoder"):
@@ -459,7 +339,7 @@ def _causal(fields: _Fields) -> bool:
     return not fields.flag("use_bidirectional_attention")
 
 
-def _rotated_share(fields: _Fields, head_dim: int) -> float:
+def _rotated_share(fields: ConfigFields, head_dim: int) -> float:
     """Share of a head that is rotated. transformers 5 writes it into ``rope_parameters``, and that counts first; older
     files may say how much of a head it is.
     """
@@ -479,7 +359,7 @@ def _rotated_share(fields: _Fields, head_dim: int) -> float:
     return share
 
 
-def _latent_attention(fields: _Fields) -> LatentAttention:
+def _latent_attention(fields: ConfigFields) -> LatentAttention:
     return LatentAttention(
         heads=fields.size("num_attention_heads"),
         query_rank=fields.optional_size("q_lora_rank"),
@@ -491,7 +371,7 @@ def _latent_attention(fields: _Fields) -> LatentAttention:
     )
 
 
-def _mlp(fields: _Fields) -> Mlp:
+def _mlp(fields: ConfigFields) -> Mlp:
     family = fields.family
     ffn = fields.optional_size("intermediate_size")
     if ffn is None:
@@ -507,11 +387,11 @@ def _mlp(fields: _Fields) -> Mlp:
     )
 
 
-def _experts(fields: _Fields) -> Moe:
+def _experts(fields: ConfigFields) -> Moe:
     style = fields.family.experts
     assert style is not None, "a sparse layer of a family without experts"
     if fields.flag("mlp_bias"):
-        raise fields.error("mlp_bias", f"false where there are experts: only shared ones would have it; or {_TRACE}")
+        raise fields.error("mlp_bias", f"false where there are experts: only shared ones would have it; or {TRACE}")
     experts, ffn = fields.size("num_experts"), fields.size(style.width)
     top_k = fields.size("num_experts_per_tok")
     if top_k > experts:
@@ -542,7 +422,7 @@ def _experts(fields: _Fields) -> Moe:
     )
 
 
-def _groups(fields: _Fields, experts: int) -> tuple[int, int]:
+def _groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
     """Into how many groups the experts are sorted, and how many of them a token may reach."""
     if fields.knows("topk_method"):
         method = fields.value("topk_method") or "greedy"
@@ -559,7 +439,7 @@ def _groups(fields: _Fields, experts: int) -> tuple[int, int]:
     return groups, top_groups
 
 
-def _windows(fields: _Fields, depth: int) -> Iterator[int | None]:
+def _windows(fields: ConfigFields, depth: int) -> Iterator[int | None]:
     """How far each layer looks back; None: to the beginning."""
     off = fields.knows("use_sliding_window") and not fields.flag("use_sliding_window")
     window = None if off else fields.optional_size("sliding_window")
@@ -571,7 +451,7 @@ def _windows(fields: _Fields, depth: int) -> Iterator[int | None]:
         yield window if sliding else None
 
 
-def _slides(fields: _Fields, depth: int) -> list[bool]:
+def _slides(fields: ConfigFields, depth: int) -> list[bool]:
     """Which layers have the window: those that ``layer_types`` says, else those of the family's rule."""
     types = fields.value("layer_types")
     if types is not None:
@@ -579,7 +459,7 @@ def _slides(fields: _Fields, depth: int) -> list[bool]:
             raise fields.error("layer_types", f"a list of {depth}, one word a layer")
         strange = [word for word in types if not isinstance(word, str) or word not in _SLIDING]
         if strange:
-            expected = f"sliding_attention or full_attention; for any other, {_TRACE}"
+            expected = f"sliding_attention or full_attention; for any other, {TRACE}"
             raise NotDescribed(f"{fields.name}: got {short(strange[0])} in layer_types; expected {expected}")
         return [_SLIDING[word] for word in types]
     if fields.knows("max_window_layers"):
@@ -592,7 +472,7 @@ def _slides(fields: _Fields, depth: int) -> list[bool]:
     return [True] * depth
 
 
-def _sparse(fields: _Fields, depth: int) -> Iterator[bool]:
+def _sparse(fields: ConfigFields, depth: int) -> Iterator[bool]:
     """Which layers are mixtures of experts."""
     first = fields.optional_size("first_k_dense_replace", least=0) or 0
     period = fields.size("moe_layer_freq") if fields.knows("moe_layer_freq") else 1

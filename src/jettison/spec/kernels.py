@@ -96,6 +96,7 @@ class Kernels:
         made_masks: it is given one whatever it knows, and where scores get distances one of its own for each head.
         fused_norm: a norm is one kernel that saves its input and its statistics.
         wide_norm: where an RMSNorm is written out, its weight multiplies the fp32 value, not the one cast back.
+        unwidened_norm: where an RMSNorm is written out, its mean is an fp32 copy's, and the input itself is scaled.
         cast_weights: where norms are fp32, the weight is cast, too, and its copy stays.
         written_layer_norm: LayerNorm is written out in fp32, op by op, and not one kernel.
         fused_projections: query, key and value come out of one product, gate and up out of another, whatever the
@@ -159,6 +160,7 @@ class Kernels:
     made_masks: bool = False
     fused_norm: bool = True
     wide_norm: bool = False
+    unwidened_norm: bool = False
     cast_weights: bool = False
     written_layer_norm: bool = False
     fused_projections: bool = False

@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from jettison.errors import UsageError
+from jettison.spec.mixers import Scan
 from jettison.spec.model import ModelSpec, Moe, RecordedLayer
 from jettison.spec.recorded import uncut
 from jettison.spec.stage_layers import check_stage_layers
@@ -22,6 +23,14 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"  # all forwards, then all backwards (arXiv 1811.06965)
     ONE_F_ONE_B = "1f1b"  # PipeDream-flush (arXiv 2006.09503); interleaved with virtual stages (arXiv 2104.04473)
     ZERO_BUBBLE = "zero-bubble"  # backward split in two, ZB-H1 (arXiv 2401.10241)
+
+
+class Reshard(StrEnum):
+    """With zero 3, which weights are sharded again after a forward that has gathered them."""
+
+    ALWAYS = "always"  # all
+    TORCHTITAN = "torchtitan"  # all but those whose backward comes first; in a pipeline none: its default policy
+    NEVER = "never"  # none: ``reshard_after_forward=False``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,8 @@ class Layout:
             ``torch.distributed.pipelining``.
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
-        resharded: with zero 3, parameters are sharded again after each layer's forward.
+        reshard: with zero 3, which parameters are sharded again after a forward.
+        outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
 
     Raises:
         UsageError: a size below one, or choices that contradict each other.
@@ -63,7 +73,8 @@ class Layout:
     keeps_stage_outputs: bool = False
     keeps_received: bool = False
     stage_buffers: bool = False
-    resharded: bool = True
+    reshard: Reshard = Reshard.ALWAYS
+    outer_ends: bool = False
     stage_layers: tuple[int, ...] = ()
     further: int = 0
 
@@ -74,6 +85,7 @@ class Layout:
                 raise UsageError(f"got --{name.replace('_', '-')} {value!r}; expected a whole number of 1 or more")
         if self.zero not in (0, 1, 2, 3):
             raise UsageError(f"got --zero {self.zero!r}; expected 0, 1, 2 or 3")
+        self._check_groups()
         if self.virtual_stages > 1 and self.pp == 1:
             raise UsageError(f"got --virtual-stages {self.virtual_stages} without a pipeline; give --pp 2 or more")
         if self.stage_layers and self.pp == 1:
@@ -88,6 +100,20 @@ class Layout:
                 f"--zero-replicas {self.zero_replicas} does not divide the {self.dp * self.cp // self.ep} ranks that "
                 "hold the same parameters (dp x cp, by ep where there are experts)"
             )
+
+    def _check_groups(self) -> None:
+        """Do choices about gathered parameters have any?"""
+        flags = {f"--reshard-after-forward {self.reshard}": self.resharding_differs, "--outer-ends": self.outer_ends}
+        for flag, given in flags.items():
+            if given and self.zero != 3:
+                raise UsageError(f"got {flag} and --zero {self.zero}; it goes with --zero 3")
+        if self.outer_ends and self.pp > 1:
+            raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
+
+    @property
+    def resharding_differs(self) -> bool:
+        """Does any group keep its parameters whole after a forward?"""
+        return self.reshard is not Reshard.ALWAYS
 
     def _check_experts(self) -> None:
         """Do the ranks that have experts come out?"""
@@ -105,6 +131,11 @@ class Layout:
         ranks = self.tp * self.dp * self.cp // self.expert_tp
         if ranks % self.ep:
             raise UsageError(f"--ep {self.ep} does not divide tp x dp x cp / expert tp = {ranks}")
+
+    @property
+    def resharded(self) -> bool:
+        """Are layers sharded again after a forward?"""
+        return self.reshard is Reshard.ALWAYS or (self.reshard is Reshard.TORCHTITAN and self.pp == 1)
 
     @property
     def world(self) -> int:
@@ -172,7 +203,12 @@ class Layout:
         if model.recorder is not None:
             self._check_whole(model)
         for layer in model.described:
-            self._check_heads(layer.attention.heads, layer.attention.kv_heads)
+            if isinstance(layer.attention, Scan):
+                self._check_scan(layer.attention, model.name)
+            elif layer.attention is not None:
+                self._check_heads(layer.attention.heads, layer.attention.kv_heads)
+            if layer.mlp is None:
+                continue
             width, narrow = layer.mlp.ffn, self.splits_tp and isinstance(layer.mlp, Moe)
             if width % (self.expert_tp if narrow else self.tp):
                 flag = f"--expert-tp {self.expert_tp}" if narrow else f"--tp {self.tp}"
@@ -187,13 +223,13 @@ class Layout:
             )
         self.layers_per_chunk(model.depth)
         ways = self.cp * (self.tp if self.sp else 1)
-        if model.patches is not None and ways > 1:
-            flag = f"--cp {self.cp}" if self.cp > 1 else "--sp"
-            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} reads images: leave it away")
-        if model.source is not None and max(self.cp, self.pp) > 1:
-            flag = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}"
+        if not model.words and ways > 1:
+            flag, reads = f"--cp {self.cp}" if self.cp > 1 else "--sp", "hears sound" if model.waves else "reads images"
+            raise UsageError(f"got {flag}, which cuts a sequence; {model.name} {reads}: leave it away")
+        cut = f"--cp {self.cp}" if self.cp > 1 else f"--pp {self.pp}" if self.pp > 1 else "--sp" if ways > 1 else ""
+        if model.two_stacks and cut and (cut != "--sp" or model.pair):
             raise UsageError(
-                f"got {flag}; {model.name} is an encoder with a decoder, for which no description has it: leave it away"
+                f"got {cut}; {model.name} is {model.two_stacks}, for which no description has it: leave it away"
             )
         for length in (seq, source_seq):
             if length % ways:
@@ -245,3 +281,11 @@ class Layout:
             raise UsageError(f"--tp {self.tp} does not divide the {heads} attention heads")
         if kv_heads % self.tp and self.tp % kv_heads:
             raise UsageError(f"--tp {self.tp} neither divides the {kv_heads} key-value heads nor is a multiple of them")
+
+    def _check_scan(self, scan: Scan, name: str) -> None:
+        if self.tp > 1 or self.cp > 1:
+            flag = f"--tp {self.tp}" if self.tp > 1 else f"--cp {self.cp}"
+            raise UsageError(
+                f"got {flag}; layers of {name} have a {scan.words}, and no description says how ranks would share one. "
+                "--dp, --zero, --pp, --ep, --recompute, --offload and budgets apply"
+            )

@@ -26,13 +26,16 @@ LIKE: Final[Mapping[str, Rule]] = MappingProxyType(
             "keep_received": True,
             "loader_masks": True,
         },
-        # torchtitan: fully_shard with bf16 parameters and fp32 reduction, eager loss; torch.distributed.pipelining
+        # torchtitan: fully_shard with bf16 parameters and fp32 reduction, its default policy of resharding
+        # (torchtitan/models/llama3/infra/parallelize.py, apply_fsdp, from 28 July 2025 on), eager loss;
+        # torch.distributed.pipelining
         "torchtitan": {
             "kernels": "pytorch",
             "attention": "flash",
             "precision": "bf16-autocast",
             "gradients": "one-by-one",
             "zero": 3,
+            "reshard_after_forward": "torchtitan",
             "loss": "upcast",
             "workspaces": "torch-hopper",
             "stage_buffers": True,

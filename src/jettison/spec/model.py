@@ -11,8 +11,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
 
 from jettison.errors import UsageError
+from jettison.spec.biases import Biases
+from jettison.spec.inputs import Patches, Source
+from jettison.spec.mixers import Scan
+from jettison.spec.sizes import positive
+
+if TYPE_CHECKING:
+    from jettison.spec.pair import Pair
+    from jettison.spec.waves import Waves
 
 
 class NormKind(StrEnum):
@@ -100,14 +109,17 @@ class Attention:
     alibi: bool = False  # scores get a multiple of the distance, one factor a head (arXiv 2108.12409)
     clipped: bool = False  # what the projections give is clamped
     scaled_queries: bool = False  # by a factor that grows with the position (arXiv 2501.19399)
+    gated: bool = False  # what it returns is weighted, by as many numbers as queries have, of the same product
     causal: bool = True
+    biases: Biases = Biases.NONE  # are added to scores
+    buckets: int = 0  # rows of their table, one for distances that are taken together; 0: they are zeros
 
     def __post_init__(self) -> None:
-        _positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        positive("attention", heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
         if self.window is not None:
-            _positive("attention", window=self.window)
+            positive("attention", window=self.window)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +135,7 @@ class LatentAttention:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive(
+        positive(
             "latent attention",
             heads=self.heads,
             kv_rank=self.kv_rank,
@@ -154,7 +166,7 @@ class Mlp:
     fused_gate_up: bool = False  # one weight for both halves: Phi-3
 
     def __post_init__(self) -> None:
-        _positive("feed-forward block", ffn=self.ffn)
+        positive("feed-forward block", ffn=self.ffn)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,23 +194,25 @@ class Moe:
     top_groups: int = 1
 
     def __post_init__(self) -> None:
-        _positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        positive("mixture of experts", experts=self.experts, top_k=self.top_k, ffn=self.ffn)
         if self.top_k > self.experts:
             raise UsageError(f"top_k {self.top_k} is more than the {self.experts} experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One transformer layer. Equal layers are equal objects: they are worked out once.
+    """One layer: what mixes tokens, what works on each of them, or one of both alone. Equal layers are equal objects:
+    they are worked out once.
 
+    ``attention``: what mixes tokens; None: nothing does. ``mlp``: what works on each; None: nothing does.
     ``detached``: no gradient leaves through its input, as of the first layer over a frozen embedding.
     ``source``: it is of the encoder, and as long as what that reads. ``cross``: what its queries ask of the encoder.
     ``plain_start``: no norm before its attention, since the embedding ends with one.
     ``ahead``: it predicts a token that many places further on, after the model's own layers; 0: it is one of these.
     """
 
-    attention: Attention | LatentAttention
-    mlp: Mlp | Moe
+    attention: Attention | LatentAttention | Scan | None
+    mlp: Mlp | Moe | None
     norm: Norm
     arrangement: Arrangement = Arrangement.PRE
     detached: bool = False
@@ -206,6 +220,20 @@ class Layer:
     source: bool = False
     cross: Attention | None = None
     ahead: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lone and (self.arrangement is not Arrangement.PRE or self.cross is not None):
+            raise UsageError("a layer that is one block alone has its norm before it, and asks no encoder")
+
+    @property
+    def lone(self) -> bool:
+        """Is it one block alone?"""
+        return self.attention is None or self.mlp is None
+
+    @property
+    def scan(self) -> Scan | None:
+        """What carries a state along the sequence, where something does."""
+        return self.attention if isinstance(self.attention, Scan) else None
 
     @property
     def experts(self) -> Moe | None:
@@ -222,18 +250,23 @@ class Layer:
         """Does a token see those before it alone?"""
         if self.cross is not None:
             return False  # counted in full, since most of what it asks of the encoder is seen
+        if self.attention is None or self.scan is not None:
+            return False  # has no scores that a mask leaves out
         return self.attention.causal if isinstance(self.attention, Attention) else True
 
     @property
     def heads(self) -> int:
-        """Of queries."""
-        return self.attention.heads
+        """Of queries; one where there are none, since nothing divides that."""
+        return self.attention.heads if isinstance(self.attention, Attention | LatentAttention) else 1
 
     @property
     def attended_width(self) -> int:
         """Of all heads' values together: h in PaLM's formula."""
-        attention = self.attention
-        return self.heads * (attention.head_dim if isinstance(attention, Attention) else attention.value_dim)
+        match self.attention:
+            case Attention(heads=heads, head_dim=width) | LatentAttention(heads=heads, value_dim=width):
+                return heads * width
+            case _:
+                return 0
 
 
 class Recorder(ABC):
@@ -296,6 +329,9 @@ class DropoutSites:
     embedding: bool = False
     attention: bool = False
     residual: bool = False
+    projected: bool = False  # after what makes tokens of features
+    inner: bool = False  # before the last product of a feed-forward block
+    output: bool = False  # after the last norm of a stack
 
 
 class Pooling(StrEnum):
@@ -314,58 +350,8 @@ class Head:
     transform: Activation | None = None
     transform_bias: bool = True
     softcap: bool = False
+    scaled: bool = False  # what it reads is multiplied by a number
     pooling: Pooling = Pooling.NONE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patches:
-    """An image as a sequence: its squares, each a token, and perhaps one more to be classified (arXiv 2010.11929).
-
-    Raises:
-        UsageError: a size below one, or patches that are larger than the image.
-    """
-
-    height: int
-    width: int
-    patch: int
-    channels: int
-    bias: bool = True  # of the product that makes tokens
-    class_token: bool = True
-
-    def __post_init__(self) -> None:
-        _positive("image", height=self.height, width=self.width, patch=self.patch, channels=self.channels)
-        if self.patch > min(self.height, self.width):
-            raise UsageError(f"a patch of {self.patch} pixels does not fit an image of {self.height} x {self.width}")
-
-    @property
-    def count(self) -> int:
-        """Of an image; pixels that fill none are not seen."""
-        return (self.height // self.patch) * (self.width // self.patch)
-
-    @property
-    def tokens(self) -> int:
-        """s."""
-        return self.count + self.class_token
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """What an encoder reads beside a decoder. Words share the decoder's table.
-
-    Args:
-        max_positions: the longest source; with ``sound`` every one is that long.
-        position_rows: of a learned table; 0: there is none.
-        trained_positions: otherwise they are sines that were written into it.
-        sound: rows of a spectrum, which two convolutions make tokens of, the second one for each two frames.
-    """
-
-    max_positions: int
-    position_rows: int = 0
-    trained_positions: bool = True
-    sound: int = 0
-
-    def __post_init__(self) -> None:
-        _positive("encoder", max_positions=self.max_positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,6 +364,8 @@ class ModelSpec:
         max_positions: rows of learned positions, or the longest sequence that rotary positions were made for.
         max_sequence: None where positions have no end.
         patches: what its sequences are made of, where it reads images and no words.
+        waves: how it makes tokens of sound.
+        pair: images that its texts are held against.
         source: what its encoder reads. The encoder's layers come first, and each layer of the decoder asks its result.
 
     Raises:
@@ -394,10 +382,13 @@ class ModelSpec:
     learned_positions: bool = False
     position_rows: int = 0  # of the learned table, where it has more than max_positions
     patches: Patches | None = None
+    waves: Waves | None = None
+    pair: Pair | None = None
     source: Source | None = None
     token_types: int = 0  # BERT's segment embedding
     embedding_norm: Norm | None = None
     embedding_scale: bool = False  # Gemma multiplies by sqrt(h)
+    wide_stream: bool = False  # the residual stream is fp32 whatever activations are: Mamba 2
     tied_embeddings: bool = False
     head: Head = Head()
     dropout_sites: DropoutSites = field(default_factory=DropoutSites)
@@ -407,7 +398,7 @@ class ModelSpec:
     left_out: tuple[str, ...] = field(default=(), compare=False)  # beside the text model, in words
 
     def __post_init__(self) -> None:
-        _positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
+        positive(f"model {self.name}", hidden=self.hidden, vocab=self.vocab, max_positions=self.max_positions)
         if not self.layers:
             raise UsageError(f"model {self.name} has no layers")
 
@@ -456,6 +447,16 @@ class ModelSpec:
         return tuple(layer for layer in self.kinds if isinstance(layer, Layer))
 
     @property
+    def words(self) -> bool:
+        """Does it read words, which ranks can share, and neither images nor sound alone?"""
+        return self.patches is None and self.waves is None
+
+    @property
+    def two_stacks(self) -> str:
+        """Two of them, in words: an encoder with a decoder, or two towers; "": one."""
+        return "an encoder with a decoder" if self.source else "two towers" if self.pair else ""
+
+    @property
     def shortest(self) -> int:
         """Tokens of the shortest sequence: an image is as long as it is."""
         return 1 if self.patches is None else self.patches.tokens
@@ -463,15 +464,11 @@ class ModelSpec:
     @property
     def shortest_source(self) -> int:
         """The same of what an encoder reads; 0: there is none beside a decoder."""
+        if self.pair is not None:
+            return self.pair.tokens
         return 0 if self.source is None else self.source.max_positions if self.source.sound else 1
 
     @property
     def depth(self) -> int:
         """L, with what predicts further tokens."""
         return len(self.layers)
-
-
-def _positive(who: str, **sizes: object) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{who}: got {name} {value!r}; expected a whole number of 1 or more")

@@ -12,7 +12,7 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.kernels import Kernels
-from jettison.spec.model import LatentAttention, ModelSpec, Moe
+from jettison.spec.model import Attention, LatentAttention, Mlp, ModelSpec, Moe
 
 CORE_ATTENTION: Final = "core_attn"
 RECOMPUTED: Final = (CORE_ATTENTION, "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts", "moe")
@@ -81,8 +81,9 @@ def _there(model: ModelSpec, kernels: Kernels, *, own_norms: bool) -> frozenset[
     """Names that mean something in some layer."""
     experts = [layer.mlp for layer in model.described if isinstance(layer.mlp, Moe)]
     latent = any(isinstance(layer.attention, LatentAttention) for layer in model.described)
-    found = {CORE_ATTENTION, "qkv_linear", "attn_proj"}
-    found |= {"mlp"} if len(experts) < len(model.described) else set()
+    attends = any(isinstance(layer.attention, Attention | LatentAttention) for layer in model.described)
+    found = {CORE_ATTENTION, "qkv_linear", "attn_proj"} if attends else set()
+    found |= {"mlp"} if any(isinstance(layer.mlp, Mlp) for layer in model.described) else set()
     found |= {"moe"} if experts else set()
     found |= {"moe_act", "expert_fc1"} if experts and not kernels.sequential_experts else set()
     found |= {"shared_experts"} if any(moe.shared_ffn for moe in experts) else set()

@@ -13,6 +13,7 @@ from jettison.spec.decoder_families import DECODERS
 from jettison.spec.encoder_families import ENCODER_WRAPPERS, ENCODERS
 from jettison.spec.families import FAMILIES, SIZES, WRAPPERS, DropoutKeys, Experts, Family
 from jettison.spec.further_families import FURTHER
+from jettison.spec.hybrid_families import HYBRID_WRAPPERS, HYBRIDS
 from jettison.spec.mixture_families import MIXTURES
 from jettison.spec.model import Arrangement, Norm, NormKind, QkNorm, Router
 
@@ -101,12 +102,13 @@ MORE: Final[Mapping[str, Family]] = MappingProxyType(
 )
 """By ``model_type``."""
 EVERY_FAMILY: Final[Mapping[str, Family]] = MappingProxyType(
-    {**FAMILIES, **MORE, **FURTHER, **DECODERS, **MIXTURES, **ENCODERS}
+    {**FAMILIES, **MORE, **FURTHER, **DECODERS, **MIXTURES, **ENCODERS, **HYBRIDS}
 )
 EVERY_WRAPPER: Final[Mapping[str, str]] = MappingProxyType(
     {
         **WRAPPERS,
         **ENCODER_WRAPPERS,
+        **HYBRID_WRAPPERS,
         "llama4": "llama4_text",
         "llava_next": "llama",
         "llava_onevision": "qwen2",

@@ -201,6 +201,75 @@ def _phimoe(family: Family, values: Mapping[str, Any], name: str) -> Read:
     return family, {**values, "num_experts_per_tok": 2, "jitters": 2 if values.get("input_jitter_noise") else 0}
 
 
+def _jamba(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Which layers attend, and which have experts: one of so many, from a first one on. One expert is none."""
+    _only_silu(values, "hidden_act", name)
+    depth = _depth(values, name)
+    attends, spreads = (
+        [
+            index % _size(values, f"{what}_layer_period", period, name, least=1)
+            == _size(values, f"{what}_layer_offset", offset, name)
+            for index in range(depth)
+        ]
+        for what, period, offset in (("attn", 8, 4), ("expert", 2, 1))
+    )
+    several = _size(values, "num_experts", 16, name, least=1) > 1
+    sparse = [index for index, spread in enumerate(spreads) if spread and several]
+    words = ["full_attention" if attention else "linear_attention" for attention in attends]
+    return family, {**values, "layer_types": words, "mlp_only_layers": _dense_but(depth, sparse)}
+
+
+def _mamba(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Each layer has a scan; the code knows one nonlinearity."""
+    _only_silu(values, "hidden_act", name)
+    return family, {**values, "layer_types": ["linear_attention"] * _depth(values, name)}
+
+
+def _mamba2(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Each layer has a scan, whose heads are as wide together as it says; the code knows one nonlinearity."""
+    _only_silu(values, "hidden_act", name)
+    sizes = {key: _size(values, key, default, name) for key, default in _MAMBA2_SIZES.items()}
+    if sizes["expand"] * sizes["hidden_size"] != sizes["num_heads"] * sizes["head_dim"]:
+        got = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        raise UsageError(f"{name}: got {got}; expected expand x hidden_size = num_heads x head_dim")
+    words = ["linear_attention"] * _depth(values, name)
+    return family, {**_MAMBA2_SIZES, **values, "layer_types": words}
+
+
+_MAMBA2_SIZES: Final = {"hidden_size": 4096, "expand": 2, "num_heads": 128, "head_dim": 64}
+
+
+def _only_silu(values: Mapping[str, Any], key: str, name: str) -> None:
+    if (word := values.get(key, "silu")) not in ("silu", "swish"):
+        raise NotDescribed(f"{name}: got {key} {short(word)}, of which the closed form of a scan knows silu alone")
+
+
+def _nemotron_h(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """One block a layer: a list of words, or a letter for each of them."""
+    _only_silu(values, "mamba_hidden_act", name)
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    words = values.get("layers_block_type") or values.get("layer_types") or values.get("hybrid_override_pattern")
+    if isinstance(words, str):
+        if set(words) - set(letters):
+            raise UsageError(f"{name}: got hybrid_override_pattern {short(words)}; expected {' '.join(letters)}")
+        words = [letters[letter] for letter in words]
+    depth = len(words) if isinstance(words, list) else _depth(values, name)
+    old = {"mamba": "linear_attention", "attention": "full_attention"}
+    if isinstance(words, list):
+        words = [old.get(word, word) if isinstance(word, str) else word for word in words]
+    return family, {**values, "layer_types": words, "num_hidden_layers": depth}
+
+
+def _qwen_hybrid(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Of so many layers the last has attention, unless each is named."""
+    if values.get("layer_types") is not None:
+        return family, values
+    period = _size(values, "full_attention_interval", 4, name, least=1)
+    depth = _depth(values, name)
+    words = ["full_attention" if (index + 1) % period == 0 else "linear_attention" for index in range(depth)]
+    return family, {**values, "layer_types": words}
+
+
 def _stablelm(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """StableLM 2 12B: both blocks read one norm, and each head of queries and keys has its own."""
     arrangement = Arrangement.SHARED if _flag(values, "use_parallel_residual", False, name) else Arrangement.PRE
@@ -211,6 +280,30 @@ def _stablelm(family: Family, values: Mapping[str, Any], name: str) -> Read:
 def _mpt(family: Family, values: Mapping[str, Any], name: str) -> Read:
     """Attention has a part of its own."""
     return family, {**values, **_part(values, "attn_config", name)}
+
+
+def _t5(family: Family, values: Mapping[str, Any], name: str, *, default: str = "relu") -> Read:
+    """An activation, "gated" before it or not; and a head that is tied is one whose input is scaled."""
+    word = values.get("feed_forward_proj", default)
+    parts = word.split("-") if isinstance(word, str) else []
+    if not 1 <= len(parts) <= 2 or (len(parts) == 2 and parts[0] != "gated"):
+        raise UsageError(f"{name}: got feed_forward_proj {short(word)}; expected an activation, or gated- before it")
+    tied = values.get("tie_word_embeddings") is not False
+    read = {"hidden_act": "gelu_new" if word == "gated-gelu" else parts[-1], "scale_decoder_outputs": tied}
+    return replace(family, gated=len(parts) == 2), {**read, **values}
+
+
+def _mt5(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """The same, gated unless it says otherwise, and never scaled."""
+    family, read = _t5(family, values, name, default="gated-gelu")
+    return family, {**read, "scale_decoder_outputs": False}
+
+
+def _wav2vec2(family: Family, values: Mapping[str, Any], name: str) -> Read:
+    """Norms before the blocks and one at the end, or after each block and before the first."""
+    stable = _flag(values, "do_stable_layer_norm", False, name)
+    arrangement = Arrangement.PRE if stable else Arrangement.OUTER
+    return replace(family, arrangement=arrangement, start_norm=not stable), values
 
 
 _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = MappingProxyType(
@@ -224,10 +317,22 @@ _OWN: Final[Mapping[str, Callable[[Family, Mapping[str, Any], str], Read]]] = Ma
         "gpt_neo": _gpt_neo,
         "hunyuan_v1_moe": _hunyuan_v1_moe,
         "llama4_text": _llama4,
+        "hubert": _wav2vec2,
+        "jamba": _jamba,
+        "mamba": _mamba,
+        "mamba2": _mamba2,
         "mpt": _mpt,
+        "mt5": _mt5,
+        "nemotron_h": _nemotron_h,
         "phi": _phi,
         "phimoe": _phimoe,
+        "qwen3_5_moe_text": _qwen_hybrid,
+        "qwen3_5_text": _qwen_hybrid,
+        "qwen3_next": _qwen_hybrid,
         "stablelm": _stablelm,
+        "t5": _t5,
+        "umt5": _mt5,
+        "wav2vec2": _wav2vec2,
     }
 )
 """By ``model_type``."""

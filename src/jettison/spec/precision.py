@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.spec.fp8 import Fp8Recipe
+
+NARROW: Final = "float8_e4m3fn"
+"""Of products, as they are priced; NVFP4's, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +28,8 @@ class Precision:
         product: of the inputs of matrix products, where they are quantised for them.
         optimizer_gradient: of the copy of gradients that the optimizer makes for its masters, and that stays until
             gradients are let go of for the next step; None: it reads them as they are.
+        recipe: how they are quantised, by which library; None: it is not said, and copies of weights and scales are
+            not counted.
     """
 
     name: str
@@ -34,6 +40,22 @@ class Precision:
     master: str | None = None
     product: str | None = None
     optimizer_gradient: str | None = None
+    recipe: Fp8Recipe | None = None
+
+    @property
+    def words(self) -> str:
+        """Its name, and how products are narrow."""
+        return self.name if self.recipe is None else f"{self.name}, products by {self.recipe}"
+
+    def with_recipe(self, recipe: Fp8Recipe) -> Precision:
+        """The same with narrow products.
+
+        Raises:
+            UsageError: activations are not in 16 bits.
+        """
+        if self.compute != "bfloat16":
+            raise UsageError(f"got --fp8-recipe {recipe.name} with --precision {self.name}; give one in bf16")
+        return replace(self, product=NARROW, recipe=recipe)
 
 
 class Adding(StrEnum):
@@ -65,8 +87,15 @@ class GradientRule:
 
 
 @lru_cache(maxsize=256)
-def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0) -> GradientRule:
-    """Where a precision and a way to add meet."""
+def gradient_rule(precision: Precision, adding: Adding, update_bytes: int = 0, *, whole: bool = False) -> GradientRule:
+    """Where a precision and a way to add meet.
+
+    Args:
+        whole: gradients come in the dtype of products, and shards of them are what is kept: `GradientRule.kept` is
+            what they come in.
+    """
+    if whole:
+        return GradientRule(kept=precision.compute, added=precision.compute, update_bytes=update_bytes)
     added = precision.gradient if adding is Adding.WHOLE else precision.compute
     fused, dummies = adding in (Adding.FUSED, Adding.DUMMY), adding is Adding.DUMMY
     return GradientRule(kept=precision.gradient, added=added, fused=fused, dummies=dummies, update_bytes=update_bytes)
@@ -109,7 +138,7 @@ PRECISIONS: Final = MappingProxyType(
                 parameter="bfloat16",
                 gradient="bfloat16",
                 master="float32",
-                product="float8_e4m3fn",
+                product=NARROW,
             ),
         )
     }
@@ -127,7 +156,12 @@ class Optimizer(StrEnum):
     ADAM8BIT = "adam8bit"  # two moments of one byte, and an fp32 scale for each 256 of them (arXiv 2110.02861)
     ADAFACTOR = "adafactor"  # a row and a column of a matrix (arXiv 1804.04235), no first moment
     MUON = "muon"  # one moment for matrices of layers, AdamW for the rest
+    DIST_MUON = "dist-muon"  # Megatron's: each rank has whole matrices: NOTE [ Whole tensors on ranks ]
+    DIST_MUON_PINGPONG = "dist-muon-pingpong"  # its older way to share tensors out
     NONE = "none"
+
+
+MUONS: Final = (Optimizer.MUON, Optimizer.DIST_MUON, Optimizer.DIST_MUON_PINGPONG)
 
 
 def precision(name: str) -> Precision:

@@ -10,12 +10,14 @@ from typing import Final
 
 from jettison.errors import UsageError
 from jettison.spec.compiled import check_compiled
+from jettison.spec.fp8 import Fp8Recipe, Library, Scales
 from jettison.spec.frozen_models import FrozenModel
+from jettison.spec.inputs import Patches
 from jettison.spec.kernels import PYTORCH, Device, Documents, Kernels, Loss
 from jettison.spec.layout import Layout
-from jettison.spec.model import ModelSpec, Patches
+from jettison.spec.model import ModelSpec
 from jettison.spec.modules import check_lists, check_parts, listed
-from jettison.spec.precision import PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
+from jettison.spec.precision import MUONS, PRECISIONS, Adding, GradientRule, Optimizer, Precision, gradient_rule
 from jettison.spec.states_on_host import StatesOnHost
 from jettison.spec.tuning import Base, Tuning
 from jettison.spec.workspaces import WORKSPACES, Workspaces
@@ -152,7 +154,10 @@ class Software(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What decides the tensors of one region, and nothing else: runs that share it share their layers' ledgers."""
+    """What decides the tensors of one region, and nothing else: runs that share it share their layers' ledgers.
+
+    ``again``: modules that are computed again, where narrow products keep others of their inputs then.
+    """
 
     model: ModelSpec
     seq: int
@@ -167,6 +172,7 @@ class Scene:
     tuning: Tuning | None = None
     source_seq: int = 0
     packed: int = 0
+    again: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Cheap: scenes are keys of caches, and those of one search differ in these."""
@@ -270,6 +276,10 @@ class Run:
             )
         if self.compiled:
             check_compiled(self.model, self.kernels, mode=str(self.recompute.mode), tuned=self.tuning is not None)
+        if self.precision.recipe is not None:
+            self._check_recipe(self.precision.recipe)
+        if self.optimizer in MUONS[1:] and self.layout.zero != 1 and (self.layout.dp > 1 or self.layout.zero):
+            raise UsageError(f"got --optimizer {self.optimizer} with --zero {self.layout.zero}; expected --zero 1")
         if self.gradients is Gradients.IN_BACKWARD:
             self._check_in_backward()
         if self.states_on_host is not StatesOnHost.NONE:
@@ -277,6 +287,28 @@ class Run:
         self.layout.check(self.model, seq=self.seq, source_seq=self.source_seq)
         for beside in self.frozen:
             self._check_beside(beside)
+
+    def _check_recipe(self, recipe: Fp8Recipe) -> None:
+        """Is it known what this recipe keeps here?
+
+        Raises:
+            UsageError: no.
+        """
+        lists = frozenset((*self.recompute.modules, *self.recompute.sent))
+        names = lists & ({"layernorm"} if recipe.keeps_original else {"layernorm", "moe_act"})
+        if self.compiled and recipe.inputs is Scales.MX:
+            why = "with --compile; what torch's partitioner keeps of MX tensors was not looked at"
+        elif recipe.library is Library.TE and self.layout.zero == 3:
+            why = "with --zero 3; what FSDP gathers of TransformerEngine's weights is not described: give --zero 1"
+        elif recipe.library is Library.TORCHAO and any(layer.experts for layer in self.model.kinds):
+            why = f"and {self.model.name}, whose experts torchao's linear layers are not; give --kernels megatron"
+        elif names:
+            why = f"with the module {min(names)}, under which Megatron keeps other inputs; leave it away"
+        else:
+            misfit = recipe.misfit(self.model, self.layout, seq=self.seq, micro_batch=self.micro_batch)
+            why = f"where {misfit}" if misfit else ""
+        if why:
+            raise UsageError(f"got --fp8-recipe {recipe.name} {why}")
 
     def _check_pairs(self) -> None:
         """Is a micro-batch pairs of sequences, on ranks that do not share a head?
@@ -301,6 +333,12 @@ class Run:
         """
         if not 1 <= self.packed <= self.seq:
             raise UsageError(f"got --packed {self.packed}; expected tokens of a document, 1 to --seq {self.seq}")
+        scans = [layer.scan.words for layer in self.model.described if layer.scan is not None]
+        if scans:
+            raise UsageError(
+                f"got --packed; layers of {self.model.name} have a {scans[0]}, which as transformers writes it carries "
+                "its state from one document to the next: leave it away"
+            )
         if self.layout.cp > 1:
             raise UsageError(f"got --packed with --cp {self.layout.cp}; documents that ranks share are not described")
         rows = self.kernels.name == "huggingface" and self.kernels.documents is Documents.VARLEN
@@ -362,22 +400,29 @@ class Run:
         """
         source, name = self.model.source, self.model.name
         beside = [self.model, *(one.model for one in self.frozen if one.model is not None)]
-        kinds = [one.name for one in beside if one.source is not None or one.patches is not None]
+        kinds = [one.name for one in beside if one.two_stacks or not one.words]
         for flag, given in (("--packed", self.packed), ("a frozen model", self.frozen), ("--mtp", self.model.further)):
             if kinds and given:
                 raise UsageError(f"got {flag} with {kinds[0]}, which is no decoder of words alone: leave it away")
+        if self.model.waves is not None:
+            self.model.waves.check(name, seq=self.seq, samples=self.source_seq)
+        if self.tuning is not None and (self.model.waves or self.model.two_stacks):
+            what = "hears sound" if self.model.waves else f"is {self.model.two_stacks}"
+            raise UsageError(f"got --lora; {name} {what}, for which no description has it: leave it away")
+        if self.model.pair is not None:
+            if self.source_seq != (tokens := self.model.pair.tokens):
+                got = f"got --source-seq {self.source_seq}"
+                raise UsageError(f"{got}; an image of {name} has {tokens} tokens: leave it away")
+            return
         if source is None:
-            if self.source_seq:
+            if self.source_seq and self.model.waves is None:
                 raise UsageError(f"got --source-seq {self.source_seq}; {name} has no encoder beside a decoder")
             return
         least = source.max_positions if source.sound else 1
-        if not least <= self.source_seq <= source.max_positions:
-            expected = f"{least} to {source.max_positions}" if least < source.max_positions else f"sound of {least}"
+        most = source.max_positions if source.position_rows else self.source_seq
+        if not least <= self.source_seq <= most:
+            expected = f"{least} to {most}" if least < most else f"sound of {least}" if source.sound else "1 or more"
             raise UsageError(f"got --source-seq {self.source_seq}; {name} reads {expected} tokens")
-        if self.tuning is not None:
-            raise UsageError(
-                f"got --lora; {name} is an encoder with a decoder, for which no description has it: leave it away"
-            )
 
     def _check_image(self, patches: Patches) -> None:
         """An image is as long as it is.
@@ -405,7 +450,7 @@ class Run:
             why = f"--zero {layout.zero}, whose replicas reduce buckets of gradients; --zero 2 or 3 reduces each"
         elif self.adding is not Adding.WHOLE or self.precision.accumulator or self.precision.optimizer_gradient:
             why = "gradients that are gathered up in another buffer"
-        elif self.optimizer in (Optimizer.ADAMW_FOREACH, Optimizer.MUON):
+        elif self.optimizer in (Optimizer.ADAMW_FOREACH, *MUONS):
             why = f"--optimizer {self.optimizer}, which steps for many parameters at once"
         if why:
             raise UsageError(f"got --gradients in-backward with {why}")
@@ -414,7 +459,13 @@ class Run:
     def gradient_rule(self) -> GradientRule:
         """What there is of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
-        return gradient_rule(self.precision, self.adding, updates)
+        whole = self.gradients_come_whole and self.precision.gradient != self.precision.compute
+        return gradient_rule(self.precision, self.adding, updates, whole=whole)
+
+    @property
+    def gradients_come_whole(self) -> bool:
+        """Does each backward make them anew, whole and as its products have them, and shards of them stay?"""
+        return self.layout.zero == 3 and self.layout.shards > 1
 
     @property
     def frees_gradients(self) -> bool:
@@ -444,4 +495,5 @@ class Run:
             tuning=self.tuning,
             source_seq=self.source_seq,
             packed=self.packed,
+            again=() if self.precision.recipe is None else self.recompute.modules,
         )

@@ -99,7 +99,7 @@ def _cut(path: Path, step: int) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and entry.get("step", 0) <= step:
             kept.append(line + "\n")

@@ -91,6 +91,8 @@ def _of_the_loop(run: Run) -> Iterator[str]:
         yield f"adapters beside frozen weights ({run.tuning}): set them up where the model is made"
     if run.states_on_host is not StatesOnHost.NONE:
         yield f"optimizer states on the host, as {run.states_on_host} has them: set them up with the optimizer"
+    if run.precision.recipe is not None:
+        yield f"narrow products by {run.precision.recipe}: set them up with the model"
     for beside in run.frozen:
         yield f"a frozen model ({beside}): give it to the trainer"
     if run.gradients is Gradients.IN_BACKWARD:

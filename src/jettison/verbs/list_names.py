@@ -36,6 +36,8 @@ OPTIMIZERS: Final = {
     Optimizer.ADAM8BIT: "two moments of one byte, with a scale for each 256 (arXiv 2110.02861)",
     Optimizer.ADAFACTOR: "a row and a column of each matrix (arXiv 1804.04235)",
     Optimizer.MUON: "one moment for matrices of layers, AdamW for the rest",
+    Optimizer.DIST_MUON: "the same over ranks, each of which has whole matrices (Megatron's, its layout by default)",
+    Optimizer.DIST_MUON_PINGPONG: "the same, each rank with whole tensors of every kind (Megatron's older way)",
     Optimizer.NONE: "no optimizer: a forward and a backward",
 }
 

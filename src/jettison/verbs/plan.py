@@ -193,7 +193,7 @@ def _host_budget(text: str | None, offload: bool, device: Hardware) -> int | Non
 def _layers(choice: AutoForecast) -> tuple[LayerChoice, ...]:
     """What each layer does, in the order of the model."""
     from jettison.predict.auto_recompute import layer_policies
-    from jettison.predict.timeline_units import passes_of
+    from jettison.predict.passes import passes_of
 
     run, policies = choice.forecast.run, dict(layer_policies(choice))
     found = {}

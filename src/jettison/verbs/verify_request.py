@@ -102,7 +102,7 @@ def read_plan(path: Path) -> tuple[Plan, Any] | None:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("schema") != PLAN_SCHEMA:
         return None

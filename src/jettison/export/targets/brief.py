@@ -78,7 +78,7 @@ def _model(subject: Subject) -> list[str]:
             f"- layout: tp {layout.tp}{' with sequence parallelism' if layout.sp and layout.tp > 1 else ''}, "
             f"cp {layout.cp}, pp {layout.pp}, dp {layout.dp}, ep {layout.ep}, ZeRO {layout.zero}: "
             f"{layout.world} devices",
-            f"- precision {run.precision.name}, optimizer {run.optimizer}, kernels {run.kernels.name}, "
+            f"- precision {run.precision.words}, optimizer {run.optimizer}, kernels {run.kernels.name}, "
             f"attention {run.kernels.attention}, dropout {run.dropout}",
         ]
     else:

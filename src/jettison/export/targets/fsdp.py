@@ -10,7 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jettison.export.nearest import Checkpoint, fewest_checkpoints, with_host
+from jettison.export.host_text import CODE, IMPORTS, WRAP, moves_table
+from jettison.export.nearest import Checkpoint, fewest_checkpoints, with_host, with_moves
 from jettison.export.policy import Action, LayerPolicy, checkpointed, checkpointed_on_host, draws_again, kept_whole
 from jettison.export.python_text import header, names
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, require_fit
@@ -78,14 +79,27 @@ def export_lightning(subject: Subject, pricer: Pricer) -> Exported:
     plain_torch.refuse_described(subject, LIGHTNING)
 
     def write(policies: Sequence[LayerPolicy]) -> str:
-        return plain_torch.code(subject, policies, states=True)  # its wrapper's default
+        return plain_torch.priced_code(subject, policies, states=True)  # its wrapper's default
 
-    could = "only which layers are checkpoints"
-    policies, cost = fewest_checkpoints(subject, pricer, write, target=LIGHTNING, could=could)
-    chosen = [policy.layer for policy in policies if policy.action is Action.CHECKPOINT]
-    text = header(subject, "Lightning's FSDPStrategy", USE_LIGHTNING)
-    text += _LIGHTNING.format(chosen=names(chosen))
+    if any(decision.moved for decision in subject.decisions):
+        given = plain_torch.as_the_plan_moves
+        could = "which layers are checkpoints, and what waits on the host of those that are none"
+        policies, cost = with_moves(
+            subject, pricer, write, target=LIGHTNING, could=could, checkpoint=given, partly=given
+        )
+    else:
+        could = "only which layers are checkpoints"
+        policies, cost = fewest_checkpoints(subject, pricer, write, target=LIGHTNING, could=could)
+    text = _lightning_code(subject, policies)
     return _exported(LIGHTNING, subject, pricer, {"strategy.py": text}, policies, cost, "lightning 2.6.6")
+
+
+def _lightning_code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
+    chosen = [policy.layer for policy in policies if policy.action is Action.CHECKPOINT]
+    moves = moves_table([(policy.layer, policy) for policy in policies])
+    text = header(subject, "Lightning's FSDPStrategy", USE_LIGHTNING) + (IMPORTS if moves else "")
+    marks = _LIGHTNING.format(chosen=names(chosen), moves=f"\n{moves}" if moves else "", wrap=WRAP if moves else "")
+    return text + marks + (CODE if moves else "")
 
 
 def _exported(
@@ -199,18 +213,18 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 
 CHECKPOINTED = {chosen}
-
+{moves}
 
 def mark(model: nn.Module) -> nn.Module:
     """Write into each layer that it is a checkpoint, since the strategy is asked about modules without their names."""
     for name in CHECKPOINTED:
         model.get_submodule(name).is_checkpointed = True
-    return model
+{wrap}    return model
 
 
 def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Look into everything, and wrap what is marked."""
-    return recurse or getattr(module, "is_checkpointed", False)
+    """Look into everything, and wrap what is marked itself, not what hands on a marked module's attributes."""
+    return recurse or vars(module).get("is_checkpointed", False)
 
 
 def strategy(**more) -> FSDPStrategy:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jettison.export.host_text import CODE, IMPORTS, STAND_IN, moves_table
+from jettison.export.host_text import CODE, IMPORTS, STAND_IN, WRAP, moves_table
 from jettison.export.nearest import Checkpoint, Priced, between, fewest_checkpoints, with_host
 from jettison.export.policy import (
     Action,
@@ -123,7 +123,7 @@ def _name(subject: Subject, policy: LayerPolicy, index: int) -> object:
 
 def _body(selective: bool, live: bool, moves: bool) -> str:
     text = _APPLY if live else _APPLY_BY_NUMBER
-    beside = (_APPLY_SELECTIVE if selective else "") + (_APPLY_HOST if moves and live else "")
+    beside = (_APPLY_SELECTIVE if selective else "") + (WRAP if moves and live else "")
     text = text.replace("    return model\n", f"{beside}    return model\n", 1)
     if moves and not live:
         text = text.replace("    return model\n", f"{_HOST_BY_NUMBER}    return model\n", 1)
@@ -171,10 +171,6 @@ def _wrap(model: nn.Module, name: str, **how) -> None:
 '''
 _APPLY_SELECTIVE = """    for name, kind in SELECTIVE.items():
         _wrap(model, name, context_fn=partial(_contexts, SAVES[kind]))
-"""
-_APPLY_HOST = """    for name, numbers in ON_HOST.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, _Waiting(model.get_submodule(name), numbers))
 """
 _HOST_BY_NUMBER = """    for number, (name, layer) in enumerate(list(lists[0].named_children())):
         if number in ON_HOST:

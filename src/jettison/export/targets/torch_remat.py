@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Final
 
 from jettison.cost.roofline import op_seconds
-from jettison.export.nearest import Priced, fewest_checkpoints, least
-from jettison.export.policy import Action, LayerPolicy
+from jettison.errors import TraceError
+from jettison.export.host_text import CODE, IMPORTS, STAND_IN, WRAP, moves_table
+from jettison.export.nearest import Priced, fewest_checkpoints, least, with_moves
+from jettison.export.policy import Action, LayerPolicy, with_input_on_host
 from jettison.export.python_text import header, names
 from jettison.export.regions import Option, by_regions, draws_in_replay, options_of, steps_down
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses
-from jettison.export.subject import Subject
+from jettison.export.subject import Decision, Subject
 from jettison.export.targets import plain_torch
 
 TARGET: Final = "torch_remat"
 PACKAGE: Final = "torch_remat"
 COULD: Final = "which layers are checkpoints, and which of their modules keep their activations"
 TRIES: Final = 3
+_RETURNS: Final = "checkpoint function must return"  # torch_remat's own words
 USE: Final = """\
 Import this file, and call apply(model) once after the model was built, before fully_shard, DistributedDataParallel and
 torch.compile. It changes the model's layers in place; names in its state_dict stay as they are. A layer has to return a
@@ -33,7 +37,8 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     """The nearest file to the plan.
 
     Raises:
-        CannotSay: the plan is of a described run, which names no modules, or torch_remat is not there to be run.
+        CannotSay: the plan is of a described run, which names no modules, torch_remat is not there to be run, or layers
+            return what its checkpoints do not take.
         DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     plain_torch.refuse_described(subject, TARGET)
@@ -42,7 +47,15 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
             "torch_remat is not installed here, and what is exported is run to say what it costs; "
             "pip install torch_remat, or export --to torch"
         )
-    policies, cost = _chosen(subject, pricer)
+    try:
+        policies, cost = _chosen(subject, pricer)
+    except TraceError as error:
+        if _RETURNS not in str(error):
+            raise
+        raise CannotSay(
+            f"torch_remat's checkpoints take layers that return a tensor, or a tuple or list of tensors; those of "
+            f"{subject.model} return something else. Export --to torch"
+        ) from error
     return Exported(
         target=TARGET,
         subject=subject,
@@ -51,7 +64,7 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
         plan_cost=pricer.plan(),
         cost=cost,
         lost=losses(subject, policies, TARGET),
-        notes=_notes(policies),
+        notes=(*_notes(policies), *plain_torch.copied(policies)),
         checked_with="torch_remat 0.2.2, torch 2.13",
     )
 
@@ -60,8 +73,14 @@ def _chosen(subject: Subject, pricer: Pricer) -> Priced:
     """As the plan has it where it treats layers whole; else from all kept as few seconds down as fit."""
 
     def write(policies: Sequence[LayerPolicy]) -> str:
-        return code(subject, policies)
+        return code(subject, policies) + (STAND_IN if any(policy.moved for policy in policies) else "")
 
+    if any(decision.moved for decision in subject.decisions):
+        nearest = partial(_nearest, subject=subject)
+        could = f"{COULD}, and what waits on the host of layers that are none, or of what a checkpoint is given"
+        return with_moves(
+            subject, pricer, write, target=TARGET, could=could, checkpoint=_as_the_plan_moves, partly=nearest
+        )
     if all(decision.plain or decision.whole for decision in subject.decisions):
         whole, cost = fewest_checkpoints(subject, pricer, write, target=TARGET, could=COULD)
         return tuple(map(_as_carried_out, whole)), cost
@@ -109,6 +128,20 @@ def _options(subject: Subject) -> list[tuple[Option, ...]]:
     return found
 
 
+def _as_the_plan_moves(decision: Decision) -> LayerPolicy:
+    policy = by_regions(decision, ())
+    return with_input_on_host(policy) if decision.moved else policy
+
+
+def _nearest(decision: Decision, subject: Subject) -> LayerPolicy:
+    """Of a layer that the plan computes again in part: its input on the host, or the regions that keep no more."""
+    if decision.moved:
+        return _as_the_plan_moves(decision)
+    options = options_of(decision, lambda op: op_seconds(op, subject.hardware))
+    allowed = [option for option in options if option.policy.kept_bytes <= decision.kept_bytes]
+    return (allowed or options[-1:])[0].policy
+
+
 def _as_carried_out(policy: LayerPolicy) -> LayerPolicy:
     return by_regions(policy.decision, ()) if policy.action is Action.CHECKPOINT else policy
 
@@ -132,13 +165,20 @@ def code(subject: Subject, policies: Sequence[LayerPolicy]) -> str:
     for policy in checkpoints:
         kinds.setdefault(policy.regions, f"kind {len(kinds) + 1}")
     drawing = [policy.layer for policy in checkpoints if draws_in_replay(policy)]
-    text = header(subject, "torch_remat", USE) + _IMPORTS
+    on_host = any(policy.moved for policy in policies)
+    text = header(subject, "torch_remat", USE) + _IMPORTS + (IMPORTS if on_host else "")
     text += "LAYERS = {\n" + "".join(f"    {p.layer!r}: {kinds[p.regions]!r},\n" for p in checkpoints) + "}\n"
     text += "# by kind of layer: modules that keep their activations and are not run again\n"
     rows = "".join(f"    {kind!r}: {regions!r},\n" for regions, kind in kinds.items())
     text += f"REGIONS = {{\n{rows}}}\n"
     text += f"DRAWING = {names(drawing)}  # layers whose second run draws random numbers\n"
-    return text + _APPLY
+    moves = moves_table([(policy.layer, policy) for policy in policies])
+    return (
+        text
+        + moves
+        + _APPLY.replace("    return model\n", WRAP * bool(moves) + "    return model\n", 1)
+        + CODE * bool(moves)
+    )
 
 
 _IMPORTS = """

@@ -1,0 +1,286 @@
+"""What there is of whole weights and whole gradients beside each unit of a chunk, where ZeRO shards them.
+
+NOTE [ What FSDP2 holds ]
+``torch/distributed/fsdp/_fully_shard``, of 2.13: ``_fsdp_param_group.py``; of buffers, ``_fsdp_collectives.py``.
+A group is what one ``fully_shard`` was called on: here the embedding, each layer, and the final norm with the head. Its
+streams run ahead of each other, but what is allocated follows the host, which goes from group to group.
+
+Forward. ``wait_for_unshard`` copies a group's weights out of what the all-gather returned, and keeps that until the
+next group has copied out its own (``AllGatherState``; a variable of ``wait_for_unshard`` has it until that returns):
+twice the group's weights beside all of its forward, and before it those of the group before as well. ``reshard`` frees
+the weights behind it.
+
+Backward. ``pre_backward`` copies out, frees what was gathered, and gathers the group before (``_backward_prefetch``):
+its own weights and as many bytes as its neighbour's. Gradients come whole, in the weights' dtype; ``post_backward``
+frees the weights, drops the buffer that the group behind was reduced from, and copies its own gradients into one
+(``reduce_scatter_input``, in the dtype that is reduced in), which stays until the next group has come so far. Of a
+second micro-batch they come whole again, and what is reduced of them is added to the shards.
+
+A segment of several groups gathers each again when it is computed again, and ``post_forward`` shards none of them then
+(``is_bw``): all of them are whole until their own backwards. What the gathers returned is gone by then: each group is
+the outermost of a forward of its own (``iter_forward_root``).
+
+Weights that stay whole after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the same:
+there are shards alone between steps. A pipeline's stage has them while any micro-batch is in flight. The loss is
+behind the model: where norm and head are sharded again, none of their weights is there while it is made and
+differentiated.
+
+Where the ends of a model have no groups of their own (`Layout.outer_ends`) they belong to the model's: whole from
+before the first layer on, and in backward until the engine's last callback, as are the gradients of both. Nothing is
+gathered for the head, and for the embedding nothing ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jettison.dtypes import DTYPE_BYTES
+from jettison.formula.region import HEAD
+from jettison.ledger.timeline import Unit
+from jettison.predict.passes import passes_of
+from jettison.predict.stages import RegionGroup, StageRegion
+from jettison.spec.kernels import Device
+from jettison.spec.layout import Reshard
+from jettison.spec.run import Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouped:
+    """The regions of a chunk, each with what its own group gathers and reduces.
+
+    Args:
+        kept: those whose weights stay whole after a forward.
+        outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
+        late: whole gradients of the head, where they are there until the embedding's are; as shards, ``late_shards``.
+    """
+
+    parts: tuple[StageRegion, ...]
+    kept: tuple[StageRegion, ...]
+    outer: int = 0
+    late: int = 0
+    late_shards: int = 0
+
+    @classmethod
+    def of(cls, run: Run, parts: Sequence[StageRegion]) -> Grouped:
+        """As the layout groups them."""
+        layout = run.layout
+        late = layout.reshard is Reshard.TORCHTITAN
+        if not layout.outer_ends:
+            kept = parts if not layout.resharded else [part for part in parts[-1:] if late and part.name == HEAD]
+            return cls(parts=tuple(parts), kept=tuple(kept))
+        first, *layers, last = parts
+        ends = first.static + last.static
+        both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
+        first, end = replace(first, static=both), replace(last, static=replace(last.static, gathered=0, reduced=0))
+        if late:
+            layers[-1] = replace(layers[-1])  # not the others that are alike
+        return cls(
+            parts=(first, *layers, end),
+            kept=(first, *(layers if not layout.resharded else layers[-1:] if late else ())),
+            outer=ends.gathered,
+            late=unsharded(run, last),
+            late_shards=last.static.gradients,
+        )
+
+    def whole(self, part: StageRegion | None) -> int:
+        """Weights of a region that stay whole after its forward."""
+        return part.static.gathered if self.kept and part in self.kept and part is not None else 0
+
+    def again(self, part: StageRegion | None) -> int:
+        """Weights of a region that are gathered a second time, for its backward."""
+        if part is None or not self.kept:
+            return 0 if part is None else part.static.gathered
+        return part.static.gathered - self.whole(part)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The regions of a unit, and their neighbours in the chunk."""
+
+    own: tuple[StageRegion, ...]
+    before: StageRegion | None
+    behind: StageRegion | None
+    chunk: Grouped
+
+    @property
+    def shards(self) -> tuple[object, ...]:
+        """What of it decides what is there beside."""
+        whole, parts = self.chunk.whole, (self.before, *self.own, self.behind)
+        alone = (None if part is None else (part.static.gathered, part.static.reduced, whole(part)) for part in parts)
+        given = None if self.before is None else self.before.region.output.nbytes
+        return (*alone, given)
+
+    @classmethod
+    def of(cls, chunk: Grouped, first: int, stop: int) -> Place:
+        """Of parts ``first .. stop - 1`` of a chunk."""
+        parts = chunk.parts
+        return cls(
+            own=parts[first:stop],
+            before=parts[first - 1] if first else None,
+            behind=parts[stop] if stop < len(parts) else None,
+            chunk=chunk,
+        )
+
+
+def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
+    """Units of a chunk with what is gathered and reduced beside them; those that stand elsewhere are apart."""
+    if run.layout.zero < 2 or run.layout.shards * run.layout.expert_shards == 1:
+        return list(made)
+    chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
+    parts = (None, *chunk.parts, None)
+    known: dict[tuple[object, ...], Unit] = {}
+    found: list[Unit] = []
+    at = 0
+    for unit in made:
+        count, size = len(unit.names), _regions(groups, unit.names[0])
+        begin = 0
+        before: tuple[object, ...] = ()
+        for end in (1, count - 1, count):  # the first and the last have other neighbours than those between
+            if end <= begin:
+                continue
+            first = at + begin * size
+            key = size, parts[first], parts[first + 1], parts[first + size], parts[first + size + 1]
+            if key not in known:
+                known[key] = beside(run, unit, Place.of(chunk, first, first + size))
+            names, own = unit.names[begin:end], known[key]
+            if key == before:
+                found[-1] = own.named((*found[-1].names, *names))
+            else:
+                found.append(own.named(names))
+            before, begin = key, end
+        at += count * size
+    return found
+
+
+def _regions(groups: Sequence[RegionGroup], name: str) -> int:
+    """How many a unit of this name has: a segment is named after its first and its last."""
+    first, _, last = name.partition(" to ")
+    if not last or any(name in group.names for group in groups):
+        return 1
+    names = [name for group in groups for name in group.names]
+    return names.index(last) - names.index(first) + 1
+
+
+def beside(run: Run, unit: Unit, place: Place, treated: StageRegion | None = None) -> Unit:
+    """A unit with what is there beside it. See NOTE [ What FSDP2 holds ].
+
+    Args:
+        treated: its region as it is treated, where that is otherwise than in its place.
+    """
+    if run.layout.zero < 3:
+        waiting = 0 if place.behind is None else place.behind.static.reduced
+        return replace(unit, backward_peak=unit.backward_peak + waiting, adding_peak=unit.adding_peak + waiting)
+    return _Sharded(run=run, unit=unit, place=place, treated=treated or place.own[0]).whole()
+
+
+def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
+    """What there is beside the backward of the last region of a group, at least."""
+    chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
+    last = sum(len(group.names) for group in groups[: at + 1]) - 1
+    behind = chunk.parts[last + 1].static.reduced if last + 1 < len(chunk.parts) else 0
+    return behind + chunk.again(chunk.parts[last]) + chunk.again(chunk.parts[last - 1] if last else None)
+
+
+def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
+    """Weights of a pipeline's chunk that are whole while micro-batches are in flight."""
+    if run.layout.pp == 1 or run.layout.resharded:
+        return 0
+    return sum(group.part.static.gathered * len(group.names) for group in groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sharded:
+    run: Run
+    unit: Unit
+    place: Place
+    treated: StageRegion
+
+    def whole(self) -> Unit:
+        run, unit, own = self.run, self.unit, self.place.own
+        stays = sum(map(self.place.chunk.whole, own)) if run.layout.pp == 1 and self.place.chunk.kept else 0
+        forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
+        late, shards = (0, 0) if own[0].name == HEAD else (self.place.chunk.late, self.place.chunk.late_shards)
+        return Unit(
+            names=unit.names,
+            resident=unit.resident + stays,
+            whole=stays,
+            forward_peak=forward,
+            backward_peak=backward + late - shards,
+            adding_peak=backward + late + unit.adding_peak - unit.backward_peak,
+            gradient=unit.gradient,
+            pending=unit.pending,
+            is_loss=unit.is_loss,
+            frozen=unit.frozen,
+        )
+
+    @property
+    def _waiting(self) -> int:
+        """What the group behind is still reduced from."""
+        return 0 if self.place.behind is None else self.place.behind.static.reduced
+
+    @property
+    def _ahead(self) -> int:
+        """What is gathered for the group before."""
+        return self.place.chunk.again(self.place.before)
+
+    def _single(self, part: StageRegion) -> tuple[int, int]:
+        """Of one region: how high its passes rise."""
+        run, unit, outer = self.run, self.unit, self._outer(part)
+        passes = passes_of(self.treated, run.gradient_rule)
+        (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
+        if part.name != HEAD:  # its weights are there until it returns
+            (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
+        gathered, ahead = part.static.gathered, self._ahead
+        after = self.place.chunk.whole(part) if self.place.chunk.kept else 0
+        there = gathered - after  # what stays is among residents in backward
+        lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
+        freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
+        entering = 2 * gathered + self._before
+        rising = (
+            backward + there + ahead,
+            passes.opening + 2 * there + freed if part.region.output.grad else 0,
+            differentiated - freed,
+        )
+        closing = self._closing(part) + ahead - unit.resident - (after if run.layout.pp == 1 else 0)
+        moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
+        return (
+            max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],
+            max(max(rising) + self._waiting + moved[1], closing),
+        )
+
+    def _outer(self, part: StageRegion) -> int:
+        """Of the head, weights of the ends that the outermost group has."""
+        return self.place.chunk.outer if part.name == HEAD else 0
+
+    @property
+    def _before(self) -> int:
+        """What the group before has left when a forward begins: what it returned, and what was gathered for it."""
+        before = self.place.before
+        return 0 if before is None else before.region.output.nbytes + before.static.gathered
+
+    def _closing(self, part: StageRegion) -> int:
+        """What there is when a group's gradients have been copied: both, and the gradient of its input.
+
+        gloo reduces a copy (``ProcessGroupGloo.cpp``, ``reduce_scatter_tensor_coalesced``: ``clone``).
+        """
+        before = self.place.before
+        given = 0 if before is None or not before.region.output.grad else before.region.output.nbytes
+        copied = unsharded(self.run, part)
+        if self.run.kernels.device is Device.CPU:
+            copied = max(copied, part.static.reduced + part.static.gradients)
+        return given + part.static.reduced + copied
+
+    def _segment(self) -> tuple[int, int]:
+        unit, own, chunk = self.unit, self.place.own, self.place.chunk
+        highest = max(part.static.gathered for part in own)
+        earlier = sum(map(chunk.whole, own[:-1]))
+        entering = unit.resident + own[0].region.output.nbytes + 3 * highest
+        forward = max(unit.forward_peak + 2 * highest, entering) + earlier
+        return forward, unit.backward_peak + sum(map(chunk.again, own)) + self._waiting
+
+
+def unsharded(run: Run, part: StageRegion) -> int:
+    """A region's whole gradients, as its backward makes them."""
+    precision = run.precision
+    return part.static.reduced // DTYPE_BYTES[precision.gradient] * DTYPE_BYTES[precision.compute]

@@ -1,0 +1,63 @@
+"""What a configuration has that its closed form does not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from jettison.spec.encoder_families import HEARD
+from jettison.spec.families import Family
+from jettison.spec.further import FURTHER_LEFT_OUT
+from jettison.spec.two_stacks import HEAD_APART, TIED_WHERE_BUILT
+from jettison.spec.waves import LAYERDROP, skipped
+
+TOWERS: Final = ("vision", "audio")
+"""What may stand beside a text model."""
+
+
+def left_out_of(outer: Mapping[str, Any], inner: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """What a configuration has that the text model does not, one remark each."""
+    if family.patches:
+        if "vision_config" in outer:
+            yield (
+                "the text tower is left out: an image is classified, and no text is held against it; where "
+                'architectures says "CLIPModel", both towers are counted'
+            )
+        return
+    for key in (f"{tower}_config" for tower in TOWERS):
+        tower = outer.get(key)
+        if isinstance(tower, Mapping) and tower:
+            about = _tower_parameters(tower)
+            size = f"about {about / 1e6:.0f} million parameters" if about else "a size that it does not state"
+            yield f"the {key.partition('_')[0]} tower ({size}) is left out: bytes and seconds are the text model's"
+    for remark in not_built(outer, inner):
+        yield f"{remark}; --mtp-num-layers counts them" if FURTHER_LEFT_OUT in remark else remark
+
+
+def not_built(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[str]:
+    """What a configuration has that the code of transformers does not build, one remark each."""
+    further = inner.get("num_nextn_predict_layers") or inner.get("mtp_num_hidden_layers") or inner.get("mtp_num_layers")
+    if isinstance(further, int) and further > 0:
+        count = "a layer that predicts" if further == 1 else f"{further} layers that predict"
+        yield f"{count} {FURTHER_LEFT_OUT}, as in the code of transformers"
+    if inner.get("model_type") in HEARD and (chance := inner.get("layerdrop", LAYERDROP)):
+        yield skipped(chance)
+    if inner.get("tie_word_embeddings") is False and inner.get("model_type") in TIED_WHERE_BUILT:
+        yield HEAD_APART
+    quantised = outer.get("quantization_config") or inner.get("quantization_config")
+    if isinstance(quantised, Mapping) and quantised:
+        method = quantised.get("quant_method", "a method that it does not name")
+        yield f"quantization_config ({method}) is left out: weights are those of --precision"
+
+
+def _tower_parameters(tower: Mapping[str, Any]) -> int:
+    """Of an encoder's layers: four projections of attention, and two of the feed-forward block or three where gated."""
+    sizes = [tower.get(key) for key in ("hidden_size", "intermediate_size", "num_hidden_layers")]
+    sizes[0] = sizes[0] or tower.get("embed_dim") or tower.get("width") or tower.get("d_model")
+    sizes[2] = sizes[2] or tower.get("depth") or tower.get("encoder_layers")
+    width, ffn, depth = (size if isinstance(size, int) and not isinstance(size, bool) else 0 for size in sizes)
+    if not width or not depth:
+        return 0
+    ffn = ffn or 4 * width
+    products = 3 if tower.get("hidden_act") in ("silu", "swish") else 2
+    return depth * (4 * width * width + products * width * ffn)
