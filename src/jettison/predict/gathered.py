@@ -243,6 +243,8 @@ class _Sharded:
             (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
         gathered, ahead = part.static.gathered, self._ahead
         after = self.place.chunk.whole(part) if self.place.chunk.kept else 0
+        if self._in_flight:
+            gathered = after = 0
         shard = self.place.chunk.left(part) if self.place.chunk.ranks else 0
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
@@ -260,6 +262,11 @@ class _Sharded:
             max(max(rising) + self._waiting + moved[1], closing),
         )
 
+    @property
+    def _in_flight(self) -> bool:
+        """Are weights there with micro-batches anyway? See `whole_in_flight`."""
+        return self.run.layout.pp > 1 and not self.run.layout.resharded
+
     def _outer(self, part: StageRegion) -> int:
         """Of the head, weights of the ends that the outermost group has."""
         return self.place.chunk.outer if part.name == HEAD else 0
@@ -268,7 +275,9 @@ class _Sharded:
     def _before(self) -> int:
         """What the group before has left when a forward begins: what it returned, and what was gathered for it."""
         before = self.place.before
-        return 0 if before is None else before.region.output.nbytes + before.static.gathered
+        if before is None:
+            return 0
+        return before.region.output.nbytes + (0 if self._in_flight else before.static.gathered)
 
     def _closing(self, part: StageRegion) -> int:
         """What there is when a group's gradients have been copied: both, and the gradient of its input.
@@ -284,8 +293,8 @@ class _Sharded:
 
     def _segment(self) -> tuple[int, int]:
         unit, own, chunk = self.unit, self.place.own, self.place.chunk
-        highest = max(part.static.gathered for part in own)
-        earlier = sum(map(chunk.left, own[:-1]))
+        highest = 0 if self._in_flight else max(part.static.gathered for part in own)
+        earlier = 0 if self._in_flight else sum(map(chunk.left, own[:-1]))
         shard = chunk.left(own[-1]) if chunk.ranks else 0
         entering = unit.resident + own[0].region.output.nbytes + 3 * highest
         forward = max(unit.forward_peak + 2 * highest, entering) + earlier
