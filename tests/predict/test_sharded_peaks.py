@@ -140,3 +140,9 @@ def test_a_stage_has_them_while_micro_batches_are_in_flight() -> None:
     assert found["never"].timeline()[0] == found["always"].timeline()[0]  # between steps there are shards
     assert found["never"].peak.nbytes > found["always"].peak.nbytes
     assert found["torchtitan"].peak == found["never"].peak
+    last, always = (
+        forecast(resolve(preset("llama3-8b"), replace(asked, recompute="full", reshard_after_forward=word)).run)
+        for word in ("never", "always")
+    )
+    weights = sum(part.static.gathered for part in last.stages[1].parts[0])
+    assert last.stages[1].peak.nbytes - always.stages[1].peak.nbytes == weights  # at the loss, where else none is

@@ -54,6 +54,7 @@ class Grouped:
     Args:
         kept: those whose weights stay whole after a forward.
         ranks: over so many others are sharded again until their backward; 0: over all.
+        in_flight: weights are there with micro-batches anyway, see `whole_in_flight`.
         outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
         late: whole gradients of the head, where they are there until the embedding's are; as shards, ``late_shards``.
     """
@@ -61,6 +62,7 @@ class Grouped:
     parts: tuple[StageRegion, ...]
     kept: tuple[StageRegion, ...]
     ranks: int = 0
+    in_flight: bool = False
     outer: int = 0
     late: int = 0
     late_shards: int = 0
@@ -71,8 +73,10 @@ class Grouped:
         layout = run.layout
         late = layout.reshard is Reshard.TORCHTITAN
         if not layout.outer_ends:
-            kept = parts if not layout.resharded else [part for part in parts[-1:] if late and part.name == HEAD]
-            return cls(parts=tuple(parts), kept=tuple(kept), ranks=layout.reshard_ranks)
+            if layout.reshard is Reshard.ALWAYS:
+                return cls(parts=tuple(parts), kept=(), ranks=layout.reshard_ranks)
+            kept = parts if not layout.resharded else [part for part in parts[-1:] if part.name == HEAD]
+            return cls(parts=tuple(parts), kept=tuple(kept), in_flight=layout.pp > 1 and not layout.resharded)
         first, *layers, last = parts
         ends = first.static + last.static
         both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
@@ -133,7 +137,7 @@ class Place:
 
 def with_shards(run: Run, groups: Sequence[RegionGroup], made: Sequence[Unit]) -> list[Unit]:
     """Units of a chunk with what is gathered and reduced beside them; those that stand elsewhere are apart."""
-    if run.layout.zero < 2 or run.layout.shards * run.layout.expert_shards == 1:
+    if run.layout.zero < 2 or (run.layout.shards == 1 and run.layout.expert_shards == 1):
         return list(made)
     chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
     parts = (None, *chunk.parts, None)
@@ -224,30 +228,27 @@ class _Sharded:
             frozen=unit.frozen,
         )
 
-    @property
-    def _waiting(self) -> int:
-        """What the group behind is still reduced from."""
-        return 0 if self.place.behind is None else self.place.behind.static.reduced
-
-    @property
-    def _ahead(self) -> int:
-        """What is gathered for the group before."""
-        return self.place.chunk.again(self.place.before)
-
     def _single(self, part: StageRegion) -> tuple[int, int]:
         """Of one region: how high its passes rise."""
-        run, unit, outer = self.run, self.unit, self._outer(part)
+        run, unit, chunk = self.run, self.unit, self.place.chunk
+        outer = chunk.outer if part.name == HEAD else 0  # weights of the ends that the outermost group has
         passes = passes_of(self.treated, run.gradient_rule)
         (forward, loss), (backward, differentiated) = passes.around.forward, passes.around.backward
         if part.name != HEAD:  # its weights are there until it returns
             (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
-        gathered, ahead = part.static.gathered, self._ahead
-        after = self.place.chunk.whole(part) if self.place.chunk.kept else 0
-        shard = self.place.chunk.left(part) if self.place.chunk.ranks else 0
+        gathered, ahead = part.static.gathered, chunk.again(self.place.before)
+        after = chunk.whole(part) if chunk.kept else 0
+        if chunk.in_flight:
+            gathered = after = 0
+        shard = chunk.left(part) if chunk.ranks else 0
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
-        entering = 2 * gathered + self._before
+        before, behind = self.place.before, self.place.behind
+        waiting = 0 if behind is None else behind.static.reduced
+        entering = 2 * gathered
+        if before is not None:  # what it returned, and what was gathered for it
+            entering += before.region.output.nbytes + (0 if chunk.in_flight else before.static.gathered)
         rising = (
             backward + there + ahead - shard,
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
@@ -257,18 +258,8 @@ class _Sharded:
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
         return (
             max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],
-            max(max(rising) + self._waiting + moved[1], closing),
+            max(max(rising) + waiting + moved[1], closing),
         )
-
-    def _outer(self, part: StageRegion) -> int:
-        """Of the head, weights of the ends that the outermost group has."""
-        return self.place.chunk.outer if part.name == HEAD else 0
-
-    @property
-    def _before(self) -> int:
-        """What the group before has left when a forward begins: what it returned, and what was gathered for it."""
-        before = self.place.before
-        return 0 if before is None else before.region.output.nbytes + before.static.gathered
 
     def _closing(self, part: StageRegion) -> int:
         """What there is when a group's gradients have been copied: both, and the gradient of its input.
@@ -284,12 +275,13 @@ class _Sharded:
 
     def _segment(self) -> tuple[int, int]:
         unit, own, chunk = self.unit, self.place.own, self.place.chunk
-        highest = max(part.static.gathered for part in own)
-        earlier = sum(map(chunk.left, own[:-1]))
+        highest = 0 if self.place.chunk.in_flight else max(part.static.gathered for part in own)
+        waiting = 0 if self.place.behind is None else self.place.behind.static.reduced
+        earlier = 0 if self.place.chunk.in_flight else sum(map(chunk.left, own[:-1]))
         shard = chunk.left(own[-1]) if chunk.ranks else 0
         entering = unit.resident + own[0].region.output.nbytes + 3 * highest
         forward = max(unit.forward_peak + 2 * highest, entering) + earlier
-        return forward, unit.backward_peak + sum(map(chunk.again, own)) - shard + self._waiting
+        return forward, unit.backward_peak + sum(map(chunk.again, own)) - shard + waiting
 
 
 def unsharded(run: Run, part: StageRegion) -> int:

@@ -459,7 +459,7 @@ class Run:
     def gradient_rule(self) -> GradientRule:
         """What there is of weight gradients during a backward."""
         updates = UPDATE_BYTES if self.gradients is Gradients.IN_BACKWARD and self.updates_on_cpu else 0
-        whole = self.gradients_come_whole and self.precision.gradient != self.precision.compute
+        whole = self.precision.gradient != self.precision.compute and self.gradients_come_whole
         return gradient_rule(self.precision, self.adding, updates, whole=whole)
 
     @property
