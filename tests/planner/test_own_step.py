@@ -50,6 +50,14 @@ def of_two_lengths(model: Any, ids: Tensor) -> None:
     (next_word(model(ids), ids) + next_word(model(ids[:, : LENGTH // 2]), ids[:, : LENGTH // 2])).backward()
 
 
+def asked_in_parts(model: Any, ids: Tensor) -> None:
+    """A part of the gradients, then all of them, of one graph and within autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = next_word(model(ids).float(), ids)
+        torch.autograd.grad(loss, list(model.head.parameters()), retain_graph=True)
+        loss.backward()
+
+
 def under_autocast(model: Any, ids: Tensor) -> float:
     with torch.autocast("cpu", torch.bfloat16):
         loss = next_word(model(ids, scale=0.5).float(), ids)
@@ -146,6 +154,7 @@ def same(found: Sequence[list[Tensor]], expected: Sequence[list[Tensor]]) -> boo
         (contrastive, (2,), 0.6),
         (of_two_lengths, (2,), 0.7),
         (under_autocast, (1,), 0.75),
+        (asked_in_parts, (1,), 0.8),
         (preferred, (2, 0), 0.65),
         (both_train, (1, 1), 0.65),
     ],

@@ -32,6 +32,7 @@ from jettison.errors import JettisonError, TraceError, UsageError
 from jettison.measure.memory import AllocationCounter
 from jettison.measure.tensors import static_tensors
 from jettison.parallel.imagined import imagined_copy, inside_of_ddp
+from jettison.runtime.assumptions import backward_kinds
 
 Step = Callable[..., Any]
 """``step(model, batch)``, or ``step(*models, batch)``: forwards and backwards of one training step."""
@@ -60,12 +61,14 @@ class ModelUse:
     Args:
         in_flight: the most calls that are between forward and backward at a time.
         adds_up: a forward begins when gradients of an earlier one are there.
+        backwards: what they are like, as `backward_kinds` says it.
         gradients: those that the step left, fake; of parameters that none reached there is none.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
     in_flight: int = 0
     adds_up: bool = False
+    backwards: set[str] = field(default_factory=set)
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
 
     @property
@@ -89,6 +92,7 @@ def observe(step: Step, copies: Copies, batches: Sequence[Any], mode: FakeTensor
         for use, found in zip(uses, _observed(step, copies, batch, mode), strict=True):
             use.calls += found.calls
             use.gradients |= found.gradients
+            use.backwards |= found.backwards
             use.in_flight = max(use.in_flight, found.in_flight)
             use.adds_up = use.adds_up or len(found.calls) > found.in_flight
     return uses
@@ -158,6 +162,10 @@ def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Ca
     """Hooks before and after a model's forward that note its calls with gradients, and which wait for backward."""
     running: list[int] = []
 
+    def asked(call: int, ends: Sequence[Tensor]) -> None:
+        waiting.discard(call)
+        use.backwards |= backward_kinds(ends)
+
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             running.append(len(use.calls))
@@ -166,13 +174,14 @@ def _watchers(use: ModelUse, waiting: set[int]) -> tuple[Callable[..., None], Ca
             waiting.add(running[-1])
             use.in_flight = max(use.in_flight, len(waiting))
 
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+    def after(module: nn.Module, _args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
         call = running.pop()
+        trained = [p for p in module.parameters() if p.requires_grad]
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(lambda _gradient: waiting.discard(call))
+                leaf.register_hook(lambda _gradient: asked(call, trained[:1] + trained[-1:]))
 
     return before, after
 

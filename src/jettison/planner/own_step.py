@@ -234,7 +234,10 @@ def _applied(parts: Sequence[Part], made: list[Plan] | str, how: Check, host: Ho
             )
             regions += found.regions
             batches = [(call.args, call.kwargs) for call in part.use.calls]
-            expect_loop(found.regions, part.trace, plan, batches=batches, in_flight=part.use.in_flight)
+            use = part.use
+            expect_loop(
+                found.regions, part.trace, plan, batches=batches, in_flight=use.in_flight, backwards=use.backwards
+            )
     except BaseException:
         Applied(regions=regions).remove()
         raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from jettison.runtime.batch_shape import BatchShape
 from jettison.units import format_bytes
 
 Unpack = Callable[[Any], Tensor]
+RETAINED: Final = "retained"
+AUTOCAST: Final = "autocast"
+PARTIAL: Final = "partial"
 
 
 class Assumptions:
@@ -31,6 +34,7 @@ class Assumptions:
         signature: of the first of them, as the root knows it.
         gradients_held: the plan counts gradients from the start of the forward on.
         in_flight: calls that may be between forward and backward at a time.
+        backwards: what the step's backwards are like, as `backward_kinds` says it, and the plan knows.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Assumptions:
         budget_bytes: int,
         gradients_held: bool,
         in_flight: int = 1,
+        backwards: Iterable[str] = (),
     ) -> None:
         self.model = model
         self.follow()
@@ -50,7 +55,7 @@ class Assumptions:
         self.known = {signature}
         self.budget_bytes = budget_bytes
         self.gradients_held = gradients_held
-        self.said: set[str] = set()
+        self.said = set(backwards)
         self.looked = False  # at the backward of the latest forward
 
     def follow(self) -> None:
@@ -111,23 +116,24 @@ class Assumptions:
         if torch._C._current_graph_task_id() == -1:
             self.looked = False  # somebody reads a saved tensor
             return
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        kinds = backward_kinds(self.ends)
+        if RETAINED in kinds:
             self._say(
-                "retained",
+                RETAINED,
                 "backward keeps the graph (retain_graph=True, or create_graph=True)",
                 "that backward frees each saved tensor after its last use",
                 "leave retain_graph out, or add the losses and run one backward",
             )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if AUTOCAST in kinds:
             self._say(
-                "autocast",
+                AUTOCAST,
                 "backward runs inside autocast",
                 "that it runs outside, where nothing is cast and cached once more",
                 "leave the autocast block before calling backward",
             )
-        if "partial" not in self.said and not all(map(_is_reached, self.ends)) and self._is_partial():
+        if PARTIAL in kinds - self.said and self._is_partial():
             self._say(
-                "partial",
+                PARTIAL,
                 "backward stops before all parameters are reached (backward(inputs=...) or autograd.grad)",
                 "that one backward runs through the whole model",
                 "run one whole backward, or freeze what is not trained before planning",
@@ -163,6 +169,23 @@ class Assumptions:
             f"the budget (gradients are not affected). To have it held: {advice}",
             stacklevel=2,
         )
+
+
+def backward_kinds(ends: Iterable[Tensor]) -> set[str]:
+    """What the running backward is like, where it is not one whole backward that frees its graph outside of autocast.
+
+    Args:
+        ends: parameters that a whole one comes by.
+    """
+    return {
+        kind
+        for kind, holds in (
+            (RETAINED, torch._C._autograd._get_current_graph_task_keep_graph()),
+            (AUTOCAST, torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")),
+            (PARTIAL, not all(map(_is_reached, ends))),
+        )
+        if holds
+    }
 
 
 def _is_reached(parameter: Tensor) -> bool:

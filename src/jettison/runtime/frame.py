@@ -78,7 +78,7 @@ class Frame:
             table, leaf = owners[dotted]
             tensor = table[leaf]
             self.parameters[buffer] = (table, leaf, tensor, version_of(tensor))
-            if _may_move_on(tensor):
+            if tensor.__class__ is not nn.Parameter and _may_move_on(tensor):
                 with torch.no_grad():
                     self.memo[buffer] = tensor.clone()
         self.block_calls = 0
