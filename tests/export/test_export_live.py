@@ -322,3 +322,6 @@ def test_the_plans_own_bytes_are_those_of_its_document(factory: str, share: floa
         layer["kept_bytes"] for layer in made["layers"]
     ]
     assert found.plan_cost.layer_bytes == sum(layer["kept_bytes"] for layer in made["layers"])
+    assert [layer["kept_bytes"] for layer in found.document()["layers"]] == [
+        layer["kept_bytes"] for layer in made["layers"]
+    ]  # a brief exports the plan as it is

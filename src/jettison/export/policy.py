@@ -55,7 +55,7 @@ class LayerPolicy:
     saves: tuple[OpCall, ...] = ()
     words: str = ""  # a target's own
     regions: tuple[str, ...] = ()  # modules of the layer that stay
-    beside_bytes: int = 0  # held although it is no buffer of the program
+    beside_bytes: int = 0  # held although it is no buffer of the program; below 0: spared by packing
     shared_bytes: int = 0  # of what is kept, what nobody holds: a layer before it in its checkpoint makes it again
 
     @property
