@@ -52,9 +52,9 @@ gemma4_text glm glm4 glm4_moe glm4v gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gp
 granitemoehybrid granitemoeshared helium hubert hunyuan_v1_dense hunyuan_v1_moe idefics3 internlm3 internvl jais2 jamba
 kimi_linear lfm2 lfm2_moe llama llama4 llama4_text llava llava_next longcat_flash mamba mamba2 mbart minimax
 minimax_m2 ministral ministral3 mistral mistral3 mixtral modernbert mpt mt5 nemotron nemotron_h olmo olmo2 olmo3
-olmoe opt paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_text qwen3_moe
-qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5 t5gemma umt5
-vit wav2vec2 whisper xglm xlm-roberta zamba2
+olmoe opt paligemma persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5_moe_text qwen3_5_text
+qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe recurrent_gemma roberta seed_oss siglip smollm3 stablelm starcoder2 t5
+t5gemma umt5 vit wav2vec2 whisper xglm xlm-roberta zamba2
 """
 TRIED: Final = tuple(_NAMES.split())
 _LATENT: Final = {
@@ -134,10 +134,12 @@ OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 """What a type needs beside that."""
 CLOSED: Final = "closed form"
 TOWER: Final = "closed form, tower's weights"
-GROUPED: Final = ("deepseek_v3", "dots1", "glm4_moe", "phimoe")
+GROUPED: Final = ("deepseek_v3", "dots1", "glm4_moe", "nemotron_h", "phimoe")
+ONE_CHUNK: Final = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 UNTRACED: Final = ("dbrx",)
 """Held beside a real forward: their blocks look at values."""
 LET_GO: Final = ": routing gives it to autograd and lets go of it before the layer is over"
+LAST_CHUNK: Final = ": the only chunk hands it on to nobody, and a real forward does not hold it"
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 BESIDE: Final = {
     "torch_dtype",
@@ -213,7 +215,8 @@ class Answer:
         """A row of the page."""
         more = self.saved[1] - self.saved[0]
         equal = "equal to a real forward, which routing keeps from a trace" if self.real else "equal"
-        beside = equal if self.exact else f"the trace has {more:+,}{LET_GO if self.kind in GROUPED else ''}"
+        why = LET_GO if self.kind in GROUPED else LAST_CHUNK if self.kind in ONE_CHUNK else ""
+        beside = equal if self.exact else f"the trace has {more:+,}{why}"
         figures = f"{self.parameters[0]:,} | {self.saved[0]:,}"
         return f"| `{self.kind}` | {self.way} | {figures} | {beside} | {self.layout} |"
 

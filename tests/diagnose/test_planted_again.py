@@ -246,3 +246,40 @@ def test_memory_that_is_given_back_in_each_step() -> None:
 @pytest.mark.parametrize("step", [replays, offloads])
 def test_more_healthy_steps(step: Callable[[Trace, int], None]) -> None:
     assert not findings(step)
+
+
+def small(*settings: str) -> Callable[[Trace, int], None]:
+    """Thousands of small kernels, by a program in which some of what would help is switched on."""
+
+    def step(trace: Trace, number: int) -> None:
+        begin = trace.host
+        for _ in range(1500):
+            trace.host += 9
+            trace.launch("triton_poi_fused_add_0" if "compile" in settings else "elementwise", 3)
+        if "fused" in settings:
+            trace.span("aten::_fused_adamw_", "cpu_op", trace.host - 20, 10)
+        trace.span(f"ProfilerStep#{number}", "user_annotation", begin, trace.host - begin)
+        trace.host += 1
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("settings", "advised"),
+    [((), ["compile()", "fused=True"]), (("compile",), ["fused=True"]), (("compile", "fused"), ["reduce-overhead"])],
+)
+def test_nothing_is_advised_that_is_switched_on(settings: tuple[str, ...], advised: list[str]) -> None:
+    (found,) = findings(small(*settings))
+    assert found.kind is Kind.SMALL_KERNELS
+    assert [word in change.line for word, change in zip(advised, found.changes, strict=True)] == [True] * len(advised)
+
+
+@pytest.mark.parametrize(("name", "word"), [("_MultiProcessing", "twice as many"), ("_SingleProcess", "num_workers=4")])
+def test_who_has_workers_is_told_of_more(name: str, word: str) -> None:
+    made = Trace(plan=Plan(loader_us=3000))
+    for number in range(4):
+        made.step(number)
+    for event in made.events:
+        event["name"] = event["name"].replace("_MultiProcessing", name)
+    (found,) = slow_findings(profile_steps(profile_of({"traceEvents": made.events}, "trace.json")))
+    assert found.kind is Kind.DATA_WAIT and word in lines(found)

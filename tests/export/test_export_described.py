@@ -270,3 +270,53 @@ def test_a_plan_of_a_file_is_the_same_from_any_folder(
 def test_what_the_loop_has_to_set_up_is_lost() -> None:
     made = document("llama3-8b", "30GiB", lora="r=16", precision="bf16-pure", seq=2048)
     assert any("adapters beside frozen weights (LoRA r=16" in line for line in exported(made, "torchtitan").lost)
+
+
+TWO_STACKS = {
+    "model_type": "bart", "architectures": ["BartForConditionalGeneration"], "vocab_size": 96, "d_model": 32,
+    "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+}  # fmt: skip
+IMAGES = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32, "patch_size": 8, "num_labels": 10,
+}  # fmt: skip
+
+
+TOWERS = {
+    "model_type": "clip",
+    "architectures": ["CLIPModel"],
+    "projection_dim": 32,
+    "text_config": {
+        "model_type": "clip_text_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 99, "max_position_embeddings": 16, "projection_dim": 32,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 32, "patch_size": 8, "projection_dim": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "refused"),
+    [
+        (TWO_STACKS, RunRequest(seq=64, micro_batch=8, dp=2), {"megatron", "megatron-bridge", "torchtitan", "torch"}),
+        (TOWERS, RunRequest(seq=16, micro_batch=8, dp=2), {"megatron", "torchtitan", "torch", "transformers"}),
+        (IMAGES, RunRequest(micro_batch=8, dp=2), {"megatron", "megatron-bridge", "torchtitan"}),
+    ],
+    ids=["two stacks", "two towers", "images"],
+)
+def test_flags_for_one_list_of_layers_of_words_are_written_for_no_other_model(
+    config: dict[str, Any], asked: RunRequest, refused: set[str], tmp_path: Path
+) -> None:
+    """They would be taken, and be of another model."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    peak = forecast(jettison.run_of(str(file), asked)).peak_bytes
+    made = plan(str(file), asked, budget=f"{peak * 93 // 100}B").document()
+    for target in refused:
+        with pytest.raises(CannotSay, match=r"is an encoder with a decoder|is two towers|reads none"):
+            exported(made, target)
+    for target in {"torch", "transformers", "deepspeed"} - refused:
+        assert exported(made, target).files

@@ -53,7 +53,15 @@ TWO = [
     Case(**SMALL, segment=2),
     Case(**SMALL, segment=3),
 ]
-FOUR = [Case(**SMALL, mixed=True), Case(**SMALL, ffn=16, micro_batches=2), Case(reshard="never"), Case(outer=True)]
+FOUR = [
+    Case(**SMALL, mixed=True),
+    Case(**SMALL, ffn=16, micro_batches=2),
+    Case(reshard="never"),
+    Case(outer=True),
+    Case(reshard="2"),
+    Case(**SMALL, reshard="2"),
+    Case(**SMALL, reshard="2", mixed=True, micro_batches=2),
+]
 
 
 def described(case: Case, ranks: int) -> Forecast:
@@ -63,7 +71,9 @@ def described(case: Case, ranks: int) -> Forecast:
         first = replace(run.model.layers[0], detached=not case.full)
         model = replace(run.model, layers=(first, *run.model.layers[1:]))
         run = replace(run, model=model, tuning=Tuning(rank=RANK, inputs_need_gradients=case.full))
-    layout = Layout(dp=ranks, zero=3, reshard=Reshard(case.reshard), outer_ends=case.outer)
+    number = int(case.reshard) if case.reshard.isdecimal() else 0
+    how = Reshard.ALWAYS if number else Reshard(case.reshard)
+    layout = Layout(dp=ranks, zero=3, reshard=how, reshard_ranks=number, outer_ends=case.outer)
     word = f"every:{case.segment}" if case.segment > 1 else "full" if case.full else "none"
     mode = Recompute.parse(word, layers=run.model.depth)
     precision = PRECISIONS["bf16-autocast" if case.mixed else "fp32"]
@@ -96,6 +106,9 @@ def test_what_is_gathered_needs_zero_three() -> None:
             resolve(preset("llama3-8b"), RunRequest(dp=2, **words))
     with pytest.raises(UsageError, match="a stage's ends have groups of their own"):
         resolve(preset("llama3-8b"), RunRequest(dp=2, pp=2, zero=3, outer_ends=True))
+    for ranks in ("1", "3", "8", "16"):
+        with pytest.raises(UsageError, match="divides the 8 ranks"):
+            resolve(preset("llama3-8b"), RunRequest(dp=8, zero=3, reshard_after_forward=ranks))
     with pytest.raises(UsageError, match="always, torchtitan, never"):
         resolve(preset("llama3-8b"), RunRequest(dp=2, zero=3, reshard_after_forward="sometimes"))
 

@@ -31,7 +31,7 @@ class Case:
     Args:
         adapters: of PEFT, beside frozen weights.
         full: every layer is computed again.
-        reshard: always, never, or torchtitan: norm and head stay whole until their backward.
+        reshard: always, never, torchtitan (norm and head stay whole until their backward), or over how many ranks.
         mixed: products in bf16, gradients reduced in fp32.
         outer: embedding, norm and head belong to the outermost unit; torchtitan's last layer is whole then, too.
         ffn: width of feed-forward layers; 0: as the model has it.
@@ -140,14 +140,15 @@ def _sharded(case: Case) -> Any:
     if case.segment > 1:
         found = [_Segment(layers[at : at + case.segment]) for at in range(0, len(layers), case.segment)]
         inner.model.layers = nn.ModuleList(found)
-    again = case.reshard != "never"
+    again = int(case.reshard) if case.reshard.isdecimal() else case.reshard != "never"
+    at_end = again and case.reshard != "torchtitan"
     ends = [] if case.outer else [inner.model.embed_tokens]
     for group in (*ends, *layers):
         last = case.outer and case.reshard == "torchtitan" and group is layers[-1]
-        fully_shard(group, reshard_after_forward=again and not last, **options)
+        fully_shard(group, reshard_after_forward=False if last else again, **options)
     if not case.outer:
-        fully_shard([inner.model.norm, inner.lm_head], reshard_after_forward=case.reshard == "always", **options)
-    fully_shard(inner, reshard_after_forward=case.reshard == "always", **options)
+        fully_shard([inner.model.norm, inner.lm_head], reshard_after_forward=at_end, **options)
+    fully_shard(inner, reshard_after_forward=at_end, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_Gathers())

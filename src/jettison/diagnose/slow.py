@@ -91,13 +91,22 @@ def _data(profile: StepProfile) -> Iterator[Finding]:
         kind=Kind.DATA_WAIT,
         claim=f"steps wait for the data loader: {_share(profile, ns)}",
         evidence=(f"in the loader's __next__: {_share(profile, profile.data_ns)}; {idle}",),
-        changes=(
-            Change(
-                line="DataLoader(..., num_workers=4, prefetch_factor=4, persistent_workers=True)",
-                why="batches are then made in other processes while steps run",
-            ),
-        ),
+        changes=_MORE_WORKERS if "workers" in profile.settings else _WORKERS,
     )
+
+
+_WORKERS: Final = (
+    Change(
+        line="DataLoader(..., num_workers=4, prefetch_factor=4, persistent_workers=True)",
+        why="batches are then made in other processes while steps run",
+    ),
+)
+_MORE_WORKERS: Final = (
+    Change(
+        line="DataLoader(..., num_workers=N, prefetch_factor=4)    # N: twice as many as now",
+        why="there are workers, and they do not keep up; or do once beforehand what they do to every sample",
+    ),
+)
 
 
 def _copies(profile: StepProfile) -> Iterator[Finding]:
@@ -157,8 +166,14 @@ def _gaps(profile: StepProfile) -> Iterator[Finding]:
         kind=Kind.SMALL_KERNELS if small else Kind.GAPS,
         claim=f"many small kernels: {claim}" if small else claim,
         evidence=tuple(evidence),
-        changes=_ONE_PAUSE if once else _SMALL_KERNELS if small else _SLOW_HOST,
+        changes=_ONE_PAUSE if once else _for_small_kernels(profile) if small else _SLOW_HOST,
     )
+
+
+def _for_small_kernels(profile: StepProfile) -> tuple[Change, ...]:
+    """What is not switched on already; CUDA graphs where all of it is."""
+    left = tuple(change for setting, change in _SMALL_KERNELS.items() if setting not in profile.settings)
+    return left or (_GRAPHS,)
 
 
 _FROM_DRIVER: Final = (
@@ -176,12 +191,16 @@ _ONE_PAUSE: Final = (
         why="one step alone waits: Python's garbage collector does so, or a checkpoint that is written",
     ),
 )
-_SMALL_KERNELS: Final = (
-    Change(
+_SMALL_KERNELS: Final = {
+    "compile": Change(
         line="for block in model.layers: block.compile()",
         why="fuses small kernels; plans of Jettison's know blocks that are compiled one by one",
     ),
-    Change(line="torch.optim.AdamW(model.parameters(), fused=True)", why="one kernel for many parameters"),
+    "fused": Change(line="torch.optim.AdamW(model.parameters(), fused=True)", why="one kernel for many parameters"),
+}
+_GRAPHS: Final = Change(
+    line='for block in model.layers: block.compile(mode="reduce-overhead")',
+    why="blocks are compiled and the optimizer is fused: CUDA graphs launch what is left at once",
 )
 _SLOW_HOST: Final = (
     Change(line="torch.profiler.profile(with_stack=True)", why="then the trace names the Python that runs in the gaps"),

@@ -80,6 +80,7 @@ class StepProfile:
         step_spans: of each step in the trace, by number.
         window: from the beginning of the first steady step to the end of the last.
         has_device: kernels were recorded; else the work is that of the host's operators.
+        settings: what is switched on already: ``compile``, ``fused`` (the optimizer), ``workers`` (of data loaders).
         collectives: by name, what of them is beside no computation.
         flops: of all that ran; ``again_flops`` of that was recompute.
         peak_bytes: by phase.
@@ -90,6 +91,7 @@ class StepProfile:
     step_spans: Mapping[int, Span]
     window: Span
     has_device: bool
+    settings: frozenset[str]
     phase_ns: Mapping[str, int]
     recompute_ns: int
     busy_ns: int
@@ -140,6 +142,7 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         step_spans={number: (one.start_ns, one.end_ns) for number, one in trace.steps},
         window=(start, end),
         has_device=has_device,
+        settings=_settings(trace),
         phase_ns={name: total(within(spans, start, end)) for name, spans in phases.items()},
         recompute_ns=total(within(joined(ran_again), start, end)),
         busy_ns=total(busy),
@@ -158,6 +161,16 @@ def profile_steps(trace: ProfilerTrace) -> StepProfile:
         state_bytes=_state(trace),
         reserved_at_peak=_reserved(trace),
     )
+
+
+def _settings(trace: ProfilerTrace) -> frozenset[str]:
+    """By names that only they leave."""
+    signs = {
+        "compile": any(one.name.startswith("triton_") for one in trace.device),
+        "fused": any(one.name.startswith("aten::_fused_") for one in trace.ops),
+        "workers": any("_MultiProcessingDataLoaderIter" in one.name for one in trace.annotations),
+    }
+    return frozenset(name for name, seen in signs.items() if seen)
 
 
 def _steady(steps: Sequence[tuple[int, Slice]]) -> list[Slice]:

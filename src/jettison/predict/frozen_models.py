@@ -148,7 +148,7 @@ def _gathered(
         there = 2 * gathered + outer + (beside if part.is_layer else 0)
         highest = max(highest, reading + there, left + there, behind)
         left = gathered + part.region.output.nbytes - (0 if part.is_layer else embedded)
-    return sum(map(chunk.whole, chunk.parts)) - outer, highest
+    return sum(map(chunk.left, chunk.parts)) - outer, highest
 
 
 def _held_over(embedding: Region) -> Iterator[int]:

@@ -21,7 +21,9 @@ A segment of several groups gathers each again when it is computed again, and ``
 the outermost of a forward of its own (``iter_forward_root``).
 
 Weights that stay whole after a forward (``reshard_after_forward=False``) are freed by ``post_backward`` all the same:
-there are shards alone between steps. A pipeline's stage has them while any micro-batch is in flight. The loss is
+there are shards alone between steps. Over fewer ranks (an ``int``) a larger shard is there from ``reshard`` until the
+weights have been copied out for backward (``to_sharded_post_forward``, ``to_unsharded``); of a segment that is counted
+until the last one's. A pipeline's stage has weights that stay whole while any micro-batch is in flight. The loss is
 behind the model: where norm and head are sharded again, none of their weights is there while it is made and
 differentiated.
 
@@ -51,12 +53,14 @@ class Grouped:
 
     Args:
         kept: those whose weights stay whole after a forward.
+        ranks: over so many others are sharded again until their backward; 0: over all.
         outer: weights of the ends, which the outermost group has; 0: they have groups of their own.
         late: whole gradients of the head, where they are there until the embedding's are; as shards, ``late_shards``.
     """
 
     parts: tuple[StageRegion, ...]
     kept: tuple[StageRegion, ...]
+    ranks: int = 0
     outer: int = 0
     late: int = 0
     late_shards: int = 0
@@ -68,7 +72,7 @@ class Grouped:
         late = layout.reshard is Reshard.TORCHTITAN
         if not layout.outer_ends:
             kept = parts if not layout.resharded else [part for part in parts[-1:] if late and part.name == HEAD]
-            return cls(parts=tuple(parts), kept=tuple(kept))
+            return cls(parts=tuple(parts), kept=tuple(kept), ranks=layout.reshard_ranks)
         first, *layers, last = parts
         ends = first.static + last.static
         both = replace(first.static, gathered=ends.gathered, reduced=ends.reduced, gradients=ends.gradients)
@@ -86,6 +90,10 @@ class Grouped:
     def whole(self, part: StageRegion | None) -> int:
         """Weights of a region that stay whole after its forward."""
         return part.static.gathered if self.kept and part in self.kept and part is not None else 0
+
+    def left(self, part: StageRegion) -> int:
+        """What stays of a region's weights after its forward: all, or a shard that is larger than the one for good."""
+        return part.static.gathered // self.ranks if self.ranks else self.whole(part)
 
     def again(self, part: StageRegion | None) -> int:
         """Weights of a region that are gathered a second time, for its backward."""
@@ -179,7 +187,8 @@ def beside_last(run: Run, groups: Sequence[RegionGroup], at: int) -> int:
     chunk = Grouped.of(run, [group.part for group in groups for _ in group.names])
     last = sum(len(group.names) for group in groups[: at + 1]) - 1
     behind = chunk.parts[last + 1].static.reduced if last + 1 < len(chunk.parts) else 0
-    return behind + chunk.again(chunk.parts[last]) + chunk.again(chunk.parts[last - 1] if last else None)
+    shard = chunk.left(chunk.parts[last]) if chunk.ranks else 0
+    return behind - shard + chunk.again(chunk.parts[last]) + chunk.again(chunk.parts[last - 1] if last else None)
 
 
 def whole_in_flight(run: Run, groups: Sequence[RegionGroup]) -> int:
@@ -198,9 +207,10 @@ class _Sharded:
 
     def whole(self) -> Unit:
         run, unit, own = self.run, self.unit, self.place.own
-        stays = sum(map(self.place.chunk.whole, own)) if run.layout.pp == 1 and self.place.chunk.kept else 0
+        chunk = self.place.chunk
+        stays = sum(map(chunk.left, own)) if run.layout.pp == 1 and (chunk.kept or chunk.ranks) else 0
         forward, backward = self._segment() if len(own) > 1 else self._single(own[0])
-        late, shards = (0, 0) if own[0].name == HEAD else (self.place.chunk.late, self.place.chunk.late_shards)
+        late, shards = (0, 0) if own[0].name == HEAD else (chunk.late, chunk.late_shards)
         return Unit(
             names=unit.names,
             resident=unit.resident + stays,
@@ -233,16 +243,17 @@ class _Sharded:
             (forward, loss), (backward, differentiated) = (passes.forward_peak, 0), (passes.backward_peak, 0)
         gathered, ahead = part.static.gathered, self._ahead
         after = self.place.chunk.whole(part) if self.place.chunk.kept else 0
+        shard = self.place.chunk.left(part) if self.place.chunk.ranks else 0
         there = gathered - after  # what stays is among residents in backward
         lingering = self.place.before.static.gathered if outer and self.place.before is not None else 0
         freed = 0 if run.layout.reshard is not Reshard.ALWAYS else outer
         entering = 2 * gathered + self._before
         rising = (
-            backward + there + ahead,
+            backward + there + ahead - shard,
             passes.opening + 2 * there + freed if part.region.output.grad else 0,
             differentiated - freed,
         )
-        closing = self._closing(part) + ahead - unit.resident - (after if run.layout.pp == 1 else 0)
+        closing = self._closing(part) + ahead - unit.resident - (after + shard if run.layout.pp == 1 else 0)
         moved = unit.forward_peak - passes.forward_peak, unit.backward_peak - passes.backward_peak
         return (
             max(forward + 2 * gathered + lingering, loss + after - freed, entering) + moved[0],
@@ -274,10 +285,11 @@ class _Sharded:
     def _segment(self) -> tuple[int, int]:
         unit, own, chunk = self.unit, self.place.own, self.place.chunk
         highest = max(part.static.gathered for part in own)
-        earlier = sum(map(chunk.whole, own[:-1]))
+        earlier = sum(map(chunk.left, own[:-1]))
+        shard = chunk.left(own[-1]) if chunk.ranks else 0
         entering = unit.resident + own[0].region.output.nbytes + 3 * highest
         forward = max(unit.forward_peak + 2 * highest, entering) + earlier
-        return forward, unit.backward_peak + sum(map(chunk.again, own)) + self._waiting
+        return forward, unit.backward_peak + sum(map(chunk.again, own)) - shard + self._waiting
 
 
 def unsharded(run: Run, part: StageRegion) -> int:

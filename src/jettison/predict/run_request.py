@@ -76,8 +76,9 @@ class CommonRequest:
         workspaces: Set aside for products: none, torch-ampere, torch-hopper, te-ampere or te-hopper.
         keep_received: Chunks of a pipeline hold the last input that they were sent, and its gradient.
         stage_buffers: Stages have a buffer for all that they are sent in a step, as torch.distributed.pipelining has.
-        reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never or
-            torchtitan, its default: all but those whose backward comes first, in a pipeline none.
+        reshard_after_forward: With --zero 3, whose weights FSDP2 shards again after a forward: always, never,
+            torchtitan (its default: all but those whose backward comes first, in a pipeline none), or over how many
+            ranks until their backward.
         outer_ends: With --zero 3, embedding, final norm and head have no fully_shard of their own: the model's has
             them, whole through both passes.
         loader_masks: The batch comes with an s x s mask for each sequence, as Megatron's loader makes it.
@@ -390,7 +391,8 @@ def _layout(request: RunRequest, model: ModelSpec) -> Layout:
         keeps_stage_outputs=given_or(request.keep_stage_outputs, False),
         keeps_received=given_or(request.keep_received, False),
         stage_buffers=given_or(request.stage_buffers, False),
-        reshard=word(Reshard, reshard, "reshard-after-forward"),
+        reshard=Reshard.ALWAYS if reshard.isdecimal() else word(Reshard, reshard, "reshard-after-forward"),
+        reshard_ranks=int(reshard) if reshard.isdecimal() else 0,
         outer_ends=given_or(request.outer_ends, False),
     )
 

@@ -144,7 +144,9 @@ def layout_text(layout: Layout) -> str:
     text += f", ep {layout.ep}" if layout.ep > 1 else ""
     text += f", expert tp {layout.expert_tp}" if layout.splits_tp else ""
     groups = f" in {layout.zero_replicas} groups" if layout.zero_replicas > 1 else ""
-    return text + (f", ZeRO {layout.zero}{groups}" if layout.zero else "")
+    wrapped = f", reshard after forward: {layout.reshard_word}" if layout.resharding_differs else ""
+    wrapped += ", outer ends" if layout.outer_ends else ""
+    return text + (f", ZeRO {layout.zero}{groups}{wrapped}" if layout.zero else "")
 
 
 def batch_text(asked: Resolved) -> str:

@@ -288,6 +288,7 @@ class Space:
         flags |= {"keeps_received": template.layout.keeps_received, "further": template.model.further}
         flags |= {"stage_buffers": template.layout.stage_buffers}
         grouped: dict[str, Any] = {"reshard": template.layout.reshard, "outer_ends": template.layout.outer_ends}
+        grouped["reshard_ranks"] = template.layout.reshard_ranks
         alone, over = template.layout.gathered_inputs, self.over_tensor_ranks.gathered_inputs
         for tp, pp, cp, dp in self._meshes(refused):
             for ep in self._expert_ranks(dp * cp):

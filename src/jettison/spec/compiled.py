@@ -23,6 +23,8 @@ def check_compiled(model: ModelSpec, kernels: Kernels, *, mode: str, tuned: bool
         why = "with --kernels megatron, whose layers nobody compiles; give --kernels pytorch, huggingface or torchtune"
     elif model.recorder is not None:
         why = f"and {model.name}, whose blocks are recorded as they are built"
+    elif any(layer.scan is not None for layer in model.described):
+        why = f"and {model.name}, of whose scans no compiled form was looked at"
     elif any(layer.experts for layer in model.kinds):
         why = f"and {model.name}, whose experts' layers are more than one graph"
     elif tuned:

@@ -31,6 +31,8 @@ def with_further(model: ModelSpec, depths: int, kernels: Kernels) -> ModelSpec:
         why = f"with --loss {kernels.loss}, which Megatron-Core has not; give vocab-parallel, native or te"
     elif not isinstance(last, Layer) or last.arrangement is not Arrangement.PRE or model.final_norm is None:
         why = f"and {model.name}, whose layers do not end in a sum and a norm behind all of them"
+    elif any(layer.lone or layer.scan is not None for layer in model.described):
+        why = f"and {model.name}, whose layers are not all attention with a feed-forward block"
     elif model.learned_positions:
         why = f"and {model.name}, which has learned positions"
     if why:

@@ -98,6 +98,7 @@ HYBRIDS: Final[Mapping[str, Family]] = MappingProxyType(
             norm=_RMS,
             required=("hidden_size", "num_hidden_layers", "vocab_size"),
             spelling={
+                "mamba_inner": ("intermediate_size",),
                 "mamba_d_state": ("state_size",),
                 "mamba_d_conv": ("conv_kernel",),
                 "mamba_expand": ("expand",),
@@ -105,7 +106,7 @@ HYBRIDS: Final[Mapping[str, Family]] = MappingProxyType(
                 "mamba_conv_bias": ("use_conv_bias",),
                 "mamba_proj_bias": ("use_bias",),
             },
-            defaults={**_MAMBA1, "residual_in_fp32": True, "max_position_embeddings": _ENDLESS},
+            defaults={**_MAMBA1, "mamba_inner": None, "residual_in_fp32": True, "max_position_embeddings": _ENDLESS},
             refused=("use_mambapy",),
             scan=ScanKind.MAMBA1,
             lone=True,

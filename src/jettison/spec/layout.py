@@ -52,6 +52,7 @@ class Layout:
         stage_layers: layers of each stage of each device, in the order of the model; empty: spread evenly.
         further: layers that predict further tokens, all of them on the last stage beside its own.
         reshard: with zero 3, which parameters are sharded again after a forward.
+        reshard_ranks: over so many ranks only, until their backward; 0: over all.
         outer_ends: with zero 3, embedding, final norm and head have no group of their own: FSDP2's outermost has them.
 
     Raises:
@@ -74,6 +75,7 @@ class Layout:
     keeps_received: bool = False
     stage_buffers: bool = False
     reshard: Reshard = Reshard.ALWAYS
+    reshard_ranks: int = 0
     outer_ends: bool = False
     stage_layers: tuple[int, ...] = ()
     further: int = 0
@@ -103,17 +105,31 @@ class Layout:
 
     def _check_groups(self) -> None:
         """Do choices about gathered parameters have any?"""
-        flags = {f"--reshard-after-forward {self.reshard}": self.resharding_differs, "--outer-ends": self.outer_ends}
+        flags = {
+            f"--reshard-after-forward {self.reshard_word}": self.resharding_differs,
+            "--outer-ends": self.outer_ends,
+        }
         for flag, given in flags.items():
             if given and self.zero != 3:
                 raise UsageError(f"got {flag} and --zero {self.zero}; it goes with --zero 3")
         if self.outer_ends and self.pp > 1:
             raise UsageError(f"got --outer-ends and --pp {self.pp}; a stage's ends have groups of their own")
+        ranks = self.reshard_ranks
+        if ranks and (ranks < 2 or ranks >= self.shards or self.shards % ranks or self.pp > 1 or self.outer_ends):
+            raise UsageError(
+                f"got --reshard-after-forward {ranks}; expected a number that divides the {self.shards} ranks that "
+                "parameters are sharded over, above 1 and below that, without --pp and --outer-ends"
+            )
+
+    @property
+    def reshard_word(self) -> str:
+        """As it is typed."""
+        return str(self.reshard_ranks or self.reshard)
 
     @property
     def resharding_differs(self) -> bool:
         """Does any group keep its parameters whole after a forward?"""
-        return self.reshard is not Reshard.ALWAYS
+        return self.reshard is not Reshard.ALWAYS or self.reshard_ranks > 0
 
     def _check_experts(self) -> None:
         """Do the ranks that have experts come out?"""

@@ -79,7 +79,7 @@ def _mamba1(fields: ConfigFields, *, normed: bool) -> Mamba1:
     rank = fields.value("mamba_dt_rank")
     hidden = fields.size("hidden_size")
     return Mamba1(
-        inner=fields.size("mamba_expand") * hidden,
+        inner=fields.optional_size("mamba_inner") or fields.size("mamba_expand") * hidden,
         state=fields.size("mamba_d_state"),
         rank=-(-hidden // 16) if rank == "auto" else fields.size("mamba_dt_rank"),
         taps=fields.size("mamba_d_conv"),

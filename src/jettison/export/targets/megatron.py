@@ -17,6 +17,7 @@ from jettison.export.modules import by_modules, offloading
 from jettison.export.policy import LayerPolicy, checkpointed, checkpointed_together, kept_whole
 from jettison.export.result import CannotSay, Cost, Exported, Pricer, losses, too_much
 from jettison.export.subject import Decision, Subject
+from jettison.export.targets import plain_torch
 from jettison.solve.modules import SMALLEST_OFFLOADED, is_fused, parts_of, saved_by
 from jettison.spec.layout import Schedule
 from jettison.spec.modules import CORE_ATTENTION, OFFLOADED, RECOMPUTED
@@ -85,6 +86,8 @@ def _best(subject: Subject, pricer: Pricer, target: str) -> tuple[Candidate, Run
             f"{target} builds its own layers, and this plan names tensors of {subject.model} as it is built here; plan "
             "the preset or the config.json with --kernels megatron and a layout, and export that"
         )
+    plain_torch.refuse_stacks(subject, target)
+    plain_torch.refuse_images(subject, target)
     run = subject.described.forecast.run
     if run.recompute.whole:
         raise CannotSay(

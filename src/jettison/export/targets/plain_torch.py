@@ -38,8 +38,10 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     """The nearest file to the plan.
 
     Raises:
+        CannotSay: the plan is of a described model of two stacks.
         DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
+    refuse_stacks(subject, TARGET)
     policies, cost = _chosen(subject, pricer)
     selective = any(policy.action is Action.SELECT for policy in policies)
     return Exported(
@@ -140,6 +142,38 @@ def refuse_described(subject: Subject, target: str) -> None:
         raise CannotSay(
             f"{target} wraps modules by name, and this plan of a described run names none; plan the config.json "
             "without a layout, or module:factory, and export that"
+        )
+
+
+def refuse_stacks(subject: Subject, target: str, *, in_order: bool = False) -> None:
+    """Of a described plan whose layers are not one list, which the target numbers them in.
+
+    Args:
+        in_order: layers of several lists are numbered in the order of modules: an encoder's before a decoder's, and a
+            tower of words before one of images, which a description has the other way round.
+
+    Raises:
+        CannotSay: the model is made of two stacks.
+    """
+    if subject.described is None:
+        return
+    model = subject.described.forecast.run.model
+    if model.two_stacks and not (in_order and model.source is not None):
+        raise CannotSay(
+            f"{target} numbers layers in one list, and {subject.model} is {model.two_stacks}; plan the config.json "
+            "without a layout, and export that, which names them"
+        )
+
+
+def refuse_images(subject: Subject, target: str) -> None:
+    """Of a described plan of a model that reads no words.
+
+    Raises:
+        CannotSay: it is one.
+    """
+    if subject.described is not None and not subject.described.forecast.run.model.words:
+        raise CannotSay(
+            f"{target} is told of models of words, and {subject.model} reads none; export --to transformers"
         )
 
 

@@ -81,6 +81,8 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
 
 def _refuse(subject: Subject) -> None:
     if subject.described is not None:
+        plain_torch.refuse_stacks(subject, TARGET)
+        plain_torch.refuse_images(subject, TARGET)
         if subject.described.forecast.run.recompute.whole:
             raise CannotSay(
                 "the plan keeps micro-batches whole, and torchtitan treats all alike; plan without "

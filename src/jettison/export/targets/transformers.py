@@ -26,10 +26,11 @@ def export(subject: Subject, pricer: Pricer) -> Exported:
     """The mask that is nearest to the plan.
 
     Raises:
-        CannotSay: the layers are none of transformers'.
+        CannotSay: the layers are none of transformers', or a description's two towers, which it has in another order.
         DoesNotFit: with every layer a checkpoint the peak is above the plan's budget.
     """
     _refuse_others(subject)
+    plain_torch.refuse_stacks(subject, TARGET, in_order=True)
 
     def write(policies: Sequence[LayerPolicy]) -> str:
         if subject.live and offloads(policies):  # its own copies hold a CPU's bytes, on fake tensors as well
