@@ -10,6 +10,7 @@ from torch import nn
 import jettison
 from jettison.capture.entries import OUTSIDE_LAYER, ROOT_LAYER
 from jettison.errors import UsageError
+from jettison.measure.saved import observed_saved_bytes
 from jettison.report.proof import LayerProof, Proof
 from jettison.runtime.frame import Frame
 from jettison.units import Bytes
@@ -93,6 +94,20 @@ def test_dropout_buffers_and_a_loss_outside_of_the_model():
     assert len({entry.observed_bytes for entry in proof.layers[1:-1]}) == 1, "running statistics are no layer's"
     assert proof.layers[-1].layer == OUTSIDE_LAYER
     assert proof.layers[-1].observed_bytes == 16 * 32 * 4
+
+
+def test_what_is_counted_without_a_backward_leaves_no_graph():
+    """A loss whose op saves its own result: nothing of the forward that is counted stays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    batch, labels = (torch.randn(4, 8),), torch.randint(0, 4, (4,))
+    with jettison.apply(model, "none", batch=batch, loss_fn=(loss := _loss_of(labels))) as handle:
+        observed_saved_bytes(model, batch, loss_fn=loss)
+        assert [len(region.frames) for region in handle.regions] == [0] * len(handle.regions)
+
+
+def _loss_of(labels):
+    return lambda output: nn.functional.cross_entropy(output, labels)
 
 
 def test_wrong_gradients_are_noticed(monkeypatch):

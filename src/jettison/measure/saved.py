@@ -59,8 +59,10 @@ class _Listener:
         """Listen to plain autograd."""
 
         def pack(tensor: Tensor) -> Tensor:
-            self.outside.append(tensor)
-            return tensor
+            # a node that saves its own result, with its graph, would own itself: no backward comes to free it
+            bare = tensor if tensor.is_leaf else tensor.detach()
+            self.outside.append(bare)
+            return bare
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
