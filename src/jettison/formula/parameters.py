@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from jettison.errors import UsageError
 from jettison.formula.region import Region, embedding_region, head_region, layer_region
 from jettison.spec.model import ModelSpec
 from jettison.spec.run import Run
-from jettison.spec.tuning import Tuning
+from jettison.spec.tuning import ALL, TARGETS, Tuning
 
 
 def regions(model: ModelSpec, tuning: Tuning | None = None) -> Iterator[tuple[Region, int]]:
@@ -29,6 +30,19 @@ def parameter_count(model: ModelSpec) -> int:
 def trained_parameter_count(model: ModelSpec, tuning: Tuning) -> int:
     """Parameters of the adapters."""
     return sum(n * sum(w.total for w in region.weights if not w.frozen) for region, n in regions(model, tuning))
+
+
+def refuse_idle(model: ModelSpec, tuning: Tuning) -> None:
+    """Adapters that no product of a model has.
+
+    Raises:
+        UsageError: nothing would be trained.
+    """
+    if ALL not in tuning.targets and not trained_parameter_count(model, tuning):
+        raise UsageError(
+            f"got --lora targets={'+'.join(sorted(tuning.targets))}; {model.name} has none of these products, so that "
+            f"nothing would be trained: expected {ALL}, or others of {', '.join(TARGETS)}"
+        )
 
 
 def active_parameter_count(model: ModelSpec) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from jettison.errors import UsageError
+from jettison.formula.parameters import refuse_idle
 from jettison.parse_units import Tokens
 from jettison.predict.fine_tuning_request import frozen_of, packed_of, states_of, tuning_of
 from jettison.predict.precision_request import precision_of
@@ -287,6 +288,8 @@ def resolve(model: ModelSpec, request: RunRequest) -> Resolved:
         first = model.layers[0]
         assert isinstance(first, Layer), "recorded models are refused adapters"
         model = replace(model, layers=(replace(first, detached=True), *model.layers[1:]))
+    if tuning is not None:
+        refuse_idle(model, tuning)
     upfront = Gradients.UPFRONT if kernels.name == "megatron" else Gradients.ONE_BY_ONE
     longest = LONGEST_DEFAULT if model.patches is None else model.patches.tokens
     seq = PAPER_SEQUENCE if model.family == PAPER else min(model.max_positions, longest)
