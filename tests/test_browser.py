@@ -115,7 +115,7 @@ def test_times_are_of_what_is_done(open_page: Open, tmp_path: Path) -> None:
     assert len(quick) == len(slow) == 5
     assert quick[0] < 30 <= slow[0]
     assert opened.page.inner_text("#said") == "4"
-    assert 1 < frames_per_second(opened, busy, seconds=0.3) < 34
+    assert 1 < frames_per_second(opened, busy, seconds=0.3) < 37  # 33 a second, and the one that was under way
 
 
 def test_others_may_run_loops_of_their_own(chromium: Driver) -> None:
