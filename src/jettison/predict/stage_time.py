@@ -16,13 +16,13 @@ from jettison.cost.flops import recompute_flops, visible_share
 from jettison.cost.layer import NOTHING, Pass, PriceModel, RegionSeconds
 from jettison.cost.matmul import memory_seconds
 from jettison.cost.recompute import everything, repeated, to_the_end
-from jettison.dtypes import DTYPE_BYTES
 from jettison.formula.region import Region, embedding_region
-from jettison.formula.static import Static, state_bytes, static
+from jettison.formula.static import Static, static
 from jettison.predict.frozen_models import frozen_groups, frozen_run
 from jettison.predict.stages import FULL, NONE, RegionGroup, StageRegion, again_by, kept_by
 from jettison.predict.states_on_host import host_states
 from jettison.predict.timeline_units import moved_bytes
+from jettison.predict.weight_work import adding_seconds, optimizer_bytes, pending_share, quantised_bytes, shared_seconds
 from jettison.spec.hardware import Hardware
 from jettison.spec.kernels import Documents
 from jettison.spec.layout import Layout
@@ -31,13 +31,9 @@ from jettison.spec.precision import Optimizer, Precision
 from jettison.spec.run import Mode, Recompute, Run
 from jettison.spec.states_on_host import StatesOnHost
 
-GRADIENT_PASSES = 3
-"""Over gradients before the optimizer: read for their norm, read and written to be clipped."""
 OPTIMIZER_PASSES = 3
 """What an AdamW that is not one kernel moves, in units of what a fused one does: its operations read and write 80 bytes
 of fp32 a parameter one by one, a fused kernel 28."""
-BUCKET_BYTES = 25 << 20
-"""Gradients are reduced in buckets of this size: PyTorch's DistributedDataParallel, bucket_cap_mb."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +323,7 @@ class Timing:
         now = done = 0.0
         for item in reversed(items):
             took, reduced = item.seconds.backward_seconds, item.reduced
-            pending = took * _pending(item.region)
+            pending = took * pending_share(item.region)
             for _ in range(item.count):
                 now += took
                 done = max(done, now - pending) + reduced
@@ -346,7 +342,7 @@ class Timing:
         run = self.run
         if run.micro_batches == 1:
             return 0.0
-        return _adding(region, run.layout.sharding, run.precision, self.execution, self.hardware)
+        return adding_seconds(region, run.layout.sharding, run.precision, self.execution, self.hardware)
 
     def optimizer(self, items: Sequence[Item]) -> float:
         """Bytes of gradients, parameters and state, over the memory bandwidth; of a step on the host, its copies."""
@@ -357,7 +353,7 @@ class Timing:
         passes = 1 if self.execution.fused_optimizer else OPTIMIZER_PASSES
         again = 0
         if self.execution.delayed_scaling:
-            again = sum(item.count * _quantised_bytes(item.region, precision) for item in items if item.in_layer)
+            again = sum(item.count * quantised_bytes(item.region, precision) for item in items if item.in_layer)
         return memory_seconds(nbytes * passes + again, self.hardware) + self._host_copies(items)
 
     def _host_copies(self, items: Sequence[Item]) -> float:
@@ -430,9 +426,9 @@ def _one(
     precision, hardware = prices.precision, prices.hardware
     seconds = prices.seconds(region, again, planned=planned)
     if adds:
-        adding = _adding(region, sharding, precision, prices.execution, hardware)
+        adding = adding_seconds(region, sharding, precision, prices.execution, hardware)
         seconds = replace(seconds, weights=seconds.weights + Pass(compute=adding))
-    gathered, reduced = _shared(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
+    gathered, reduced = shared_seconds(region, replace(sharding, tp=prices.layout.tp), precision, hardware)
     return Item(
         count=1,
         region=region,
@@ -440,7 +436,7 @@ def _one(
         gathered=gathered,
         reduced=reduced,
         recomputed_flops=recompute_flops(region, again),
-        optimizer_bytes=_optimizer_bytes(region, sharding, precision, optimizer, in_layer),
+        optimizer_bytes=optimizer_bytes(region, sharding, precision, optimizer, in_layer),
         in_layer=in_layer,
         prices=prices,
     )
@@ -459,74 +455,3 @@ def computed_share(layer: AnyLayer, seq: int, masked: bool) -> float:
     if masked and window is not None and window <= seq:
         return 1.0  # the mask is a tensor, and nothing is skipped
     return visible_share(layer, seq)
-
-
-@lru_cache(maxsize=4096)
-def _pending(region: Region) -> float:
-    """Share of a region's backward that is still to come when its first bucket of gradients is full."""
-    gradients = sum(w.numel for w in region.weights if not w.tied and not w.frozen) * 4
-    return max(0.0, 1 - BUCKET_BYTES / gradients) if gradients else 0.0
-
-
-def _shared(region: Region, layout: Layout, precision: Precision, hardware: Hardware) -> tuple[float, float]:
-    """Seconds to gather a region's weights, and to reduce its gradients, over the ranks that share them."""
-    gathered = reduced = 0.0
-    kind = "all_reduce" if layout.zero == 0 else "reduce_scatter_tensor"
-    for expert in (False, True):
-        shared = [w for w in region.weights if w.expert is expert and not w.tied]
-        elements = sum(w.numel for w in shared if not w.frozen)
-        frozen = sum(w.packed_bytes or w.numel * DTYPE_BYTES[precision.compute] for w in shared if w.frozen)
-        ranks = group(layout, "experts" if expert else "shards", hardware.node)
-        weights, gradients = (elements * DTYPE_BYTES[dtype] for dtype in (precision.compute, precision.gradient))
-        gathered += transfer_seconds("all_gather_into_tensor", weights + frozen, ranks, hardware)
-        reduced += transfer_seconds(kind, gradients, ranks, hardware)
-    return gathered, reduced
-
-
-def _adding(region: Region, layout: Layout, precision: Precision, execution: Execution, hardware: Hardware) -> float:
-    """Seconds to add a micro-batch's weight gradients to those that are there, if the product does not."""
-    nbytes = 0
-    gradient = DTYPE_BYTES[precision.gradient]
-    into = DTYPE_BYTES[precision.accumulator or precision.gradient]
-    for weight in region.weights:
-        if not weight.tied and not weight.frozen:
-            sharded = layout.zero >= 2 and execution.reduces_each
-            ranks = layout.expert_shards if weight.expert else layout.shards
-            elements = -(-weight.numel // ranks) if sharded else weight.numel
-            nbytes += elements * (into if execution.adds_in_product else gradient + 2 * into)
-    return memory_seconds(nbytes, hardware)
-
-
-@lru_cache(maxsize=16384)
-def _quantised_bytes(region: Region, precision: Precision) -> int:
-    """Read and written to have a layer's matrices in the dtype of products, once a step."""
-    if precision.product is None:
-        return 0
-    each = DTYPE_BYTES[precision.parameter] + DTYPE_BYTES[precision.product]
-    return sum(weight.numel * each for weight in region.weights if len(weight.shape) >= 2)
-
-
-def _optimizer_bytes(
-    region: Region, layout: Layout, precision: Precision, optimizer: Optimizer, in_layer: bool
-) -> float:
-    """Read and written on one rank: gradients for their norm and to be clipped, then all that an update needs.
-
-    Where a master copy has another dtype than gradients, they are copied to its dtype first.
-    """
-    if optimizer is Optimizer.NONE:
-        return 0.0
-    total = 0.0
-    given = DTYPE_BYTES[precision.accumulator or precision.gradient]
-    gradient = max(given, DTYPE_BYTES[precision.master or precision.gradient])
-    copied = given + gradient if gradient != given else 0
-    parameter = DTYPE_BYTES[precision.parameter] * (1 if precision.master else 2)
-    for weight in region.weights:
-        if weight.tied or weight.frozen:
-            continue
-        ranks = layout.expert_shards if weight.expert else layout.shards
-        owned = -(-weight.numel // ranks) if layout.zero >= 1 else weight.numel
-        clipped = owned if layout.zero >= 2 else weight.numel
-        state = state_bytes(weight, owned, precision, optimizer, in_layer=in_layer)
-        state += owned * (DTYPE_BYTES[precision.master] if precision.master else 0)
-        total += clipped * (copied + GRADIENT_PASSES * gradient) + owned * (gradient + parameter) + 2 * state
-    return total
